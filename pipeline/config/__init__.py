@@ -1,0 +1,1 @@
+"""The typed configuration tree: one file per section, strict loading, advice in every field."""

@@ -1,0 +1,111 @@
+"""Combinations of settings that cannot work, each as a sentence with the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipeline.config.tree import Config
+
+UINT16_IDS = 65536
+SPECIAL_IDS = 256
+
+
+def problems(config: Config) -> list[str]:
+    """Every impossible combination in `config`; empty when it can run."""
+    found = [f"model: {problem}" for problem in config.model.problems()]
+    found += _batch(config) + _schedule(config) + _vocabulary(config) + _sources(config)
+    return found
+
+
+def _batch(config: Config) -> list[str]:
+    train, found = config.train, []
+    if train.sequence_length > config.model.context_length:
+        found.append(f"train.sequence_length {train.sequence_length} is longer than model.context_length "
+                     f"{config.model.context_length}.")
+    if train.batch_tokens % train.sequence_length:
+        found.append(f"train.batch_tokens {train.batch_tokens} is not a multiple of train.sequence_length "
+                     f"{train.sequence_length}; nearest: "
+                     f"{max(1, round(train.batch_tokens / train.sequence_length)) * train.sequence_length}.")
+    parallel = config.parallel
+    if parallel.dp_shard == 0:
+        found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")
+    return found
+
+
+def rank_problems(config: Config, ranks: int) -> list[str]:
+    """Combinations that cannot work on `ranks` processes."""
+    train, parallel, found = config.train, config.parallel, []
+    if train.batch_tokens % train.sequence_length:
+        return []  # said by `problems`
+    sequences, per_round = train.batch_tokens // train.sequence_length, train.micro_batch * ranks
+    if sequences % per_round:
+        found.append(f"the global batch of {sequences} sequences (train.batch_tokens {train.batch_tokens} / "
+                     f"train.sequence_length {train.sequence_length}) is not divisible by {per_round} "
+                     f"(train.micro_batch {train.micro_batch} x {ranks} data-parallel ranks).")
+    shard = ranks // parallel.dp_replicate if parallel.dp_shard == -1 else parallel.dp_shard
+    if parallel.dp_replicate * shard != ranks:
+        found.append(f"parallel.dp_replicate {parallel.dp_replicate} x dp_shard {shard} is "
+                     f"{parallel.dp_replicate * shard}, but there are {ranks} ranks.")
+    return found
+
+
+def _schedule(config: Config) -> list[str]:
+    train, found = config.train, []
+    decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
+    if train.warmup_steps + decay > train.steps:
+        terms = f"train.warmup_steps {train.warmup_steps}" + (f" + train.decay_steps {decay}" if decay else "")
+        found.append(f"{terms} is more than train.steps {train.steps}.")
+    if train.decay_steps is not None and train.schedule != "wsd":
+        found.append(f"train.decay_steps {train.decay_steps} is set, but train.schedule is "
+                     f"'{train.schedule}'; it applies to 'wsd' only.")
+    return found
+
+
+def _vocabulary(config: Config) -> list[str]:
+    tokenizer, found = config.tokenizer, []
+    trained = tokenizer.kind == "sentencepiece" and tokenizer.path is None
+    if trained and tokenizer.vocab_size % 128:
+        found.append(f"tokenizer.vocab_size {tokenizer.vocab_size} is not a multiple of 128; nearest: "
+                     f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
+    if trained and tokenizer.vocab_size < 640:
+        found.append(f"tokenizer.vocab_size {tokenizer.vocab_size} leaves no room: 256 special ids and 256 bytes "
+                     f"come first; take at least 640.")
+    if tokenizer.kind in ("tiktoken", "huggingface") and tokenizer.path is None:
+        found.append(f"tokenizer.kind '{tokenizer.kind}' needs tokenizer.path: it is read from a file, not trained.")
+    if tokenizer.kind in ("byte", "char") and tokenizer.path is not None:
+        found.append(f"tokenizer.path is set, but tokenizer.kind '{tokenizer.kind}' takes no file.")
+    known = vocabulary_size(config)
+    if config.encode.dtype == "uint16" and known is not None and known > UINT16_IDS:
+        found.append(f"encode.dtype uint16 holds ids up to {UINT16_IDS - 1}, but the vocabulary has {known}; "
+                     f"take uint32 or auto.")
+    if known is not None and config.model.vocab_size is not None and config.model.vocab_size < known:
+        found.append(f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {known}.")
+    return found
+
+
+def vocabulary_size(config: Config) -> int | None:
+    """Ids of the vocabulary where the configuration alone decides it, else None."""
+    tokenizer = config.tokenizer
+    if tokenizer.kind == "byte":
+        return 256 + SPECIAL_IDS
+    if tokenizer.kind == "sentencepiece" and tokenizer.path is None:
+        return tokenizer.vocab_size
+    return config.model.vocab_size if tokenizer.path is not None else None
+
+
+def _sources(config: Config) -> list[str]:
+    names = [source.name for source in config.shard.sources]
+    found = [f"shard.sources has {count} sources named '{name}'; names must differ."
+             for name, count in Counter(names).items() if count > 1]
+    found += [f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file name."
+              for name in names if not name.replace("_", "").replace("-", "").isalnum()]
+    mixture = config.train.mixture
+    if mixture is not None:
+        unknown, missing = sorted(set(mixture) - set(names)), sorted(set(names) - set(mixture))
+        if unknown:
+            found.append(f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(names)}.")
+        if missing:
+            found.append(f"train.mixture says nothing of {', '.join(missing)}; write 0 to leave a source out.")
+        if any(share < 0 for share in mixture.values()) or not sum(mixture.values()) > 0:
+            found.append(f"train.mixture needs shares of 0 or more with a sum above 0, not {mixture}.")
+    return found

@@ -1,0 +1,122 @@
+"""Settings of the stages that make tokens of text: shard, tokenizer, encode."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.config.section import Section, execution
+
+
+class StdlibSource(Section):
+    """The `.py` files of this Python's own standard library: 10+ MB of real text without a network."""
+
+    kind: Literal["stdlib"]
+    name: str = "stdlib"
+    """Name of the source in folders, tables and mixtures."""
+    include_tests: bool = False
+    """Take the library's own test suites too (about 2.5 times the text; some Pythons ship without them)."""
+
+
+class FilesSource(Section):
+    """Local files. Compressed ones (.gz, .zst) are read as what they hold."""
+
+    kind: Literal["files"]
+    name: str
+    """Name of the source in folders, tables and mixtures."""
+    paths: list[str] = execution(min_length=1)
+    """Files or globs (`**` crosses folders, `~` is your home). Matches are sorted, so the order never depends on the
+    disk. The files' names below their common folder and their content are what counts, not where they lie."""
+    format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
+    """What the files hold; `auto` goes by the name's ending (before .gz or .zst). `json` is an array of objects or
+    objects one after another; `arrow` an IPC file or stream; `csv` has a header."""
+    separator: str | None = None
+    """For txt: the string between two documents (for example "\\n\\n" or "<|endoftext|>"); null: a file is one."""
+    text_field: str = "text"
+    """Field or column that holds the document's text."""
+    id_field: str | None = None
+    """Field or column with the document's own id; null: file name and line or record number, from 1."""
+    meta_fields: list[str] = []
+    """Fields or columns to keep as the document's `meta`."""
+
+
+class HubSource(Section):
+    """A dataset through `datasets.load_dataset`: from the Hugging Face Hub, or a local folder of data files."""
+
+    kind: Literal["hf"]
+    name: str
+    """Name of the source in folders, tables and mixtures."""
+    dataset: str
+    """Hub id (`roneneldan/TinyStories`) or local path."""
+    config_name: str | None = None
+    """The dataset's configuration, where it has several."""
+    split: str = "train"
+    """Which split to read."""
+    revision: str | None = None
+    """Commit or tag on the Hub. Pin it: an unpinned dataset can change between two runs unseen."""
+    streaming: bool = execution(True)
+    """Read while downloading (no local copy), or download first."""
+    text_field: str = "text"
+    """Column that holds the document's text."""
+    id_field: str | None = None
+    """Column with the document's own id; null: split and record number, from 1."""
+    meta_fields: list[str] = []
+    """Columns to keep as the document's `meta`."""
+    limit: int | None = Field(None, gt=0)
+    """Take only the first so many records; null: all."""
+
+
+Source = Annotated[StdlibSource | FilesSource | HubSource, Field(discriminator="kind")]
+
+
+def _stdlib_alone() -> list[StdlibSource | FilesSource | HubSource]:
+    return [StdlibSource(kind="stdlib")]
+
+
+class ShardConfig(Section):
+    """Stage 1: sources into WebDataset tar shards of documents."""
+
+    sources: list[Source] = Field(default_factory=_stdlib_alone, min_length=1)
+    """Where documents come from; each source keeps its name through to the held-out loss."""
+    shard_mb: float = Field(64.0, gt=0)
+    """Text per shard in MB (10^6 bytes). A shard is the unit of work of `encode`: aim for many per process."""
+    heldout_share: float = Field(0.01, gt=0, lt=1)
+    """Share of the documents, chosen by the hash of their text, that no training step ever sees."""
+    drop_duplicates: bool = True
+    """Keep only the first of documents with equal text, over all sources."""
+    max_rejected_share: float = execution(0.001, ge=0, le=1)
+    """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
+    off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""
+
+
+class TokenizerConfig(Section):
+    """Stage 2: the vocabulary, trained or taken from a file."""
+
+    kind: Literal["sentencepiece", "tiktoken", "huggingface", "byte", "char"] = "sentencepiece"
+    """`sentencepiece` is trained unless `path` is given; `tiktoken` and `huggingface` need `path`;
+    `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
+    path: str | None = execution(None)
+    """A ready tokenizer: sentencepiece `.model`, Llama 3 tiktoken `tokenizer.model`, or a Hugging Face
+    `tokenizer.json`. Its content, not its place, is what counts as an input."""
+    vocab_size: int = Field(32768, gt=0)
+    """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
+    algorithm: Literal["bpe", "unigram"] = "bpe"
+    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower."""
+    character_coverage: float = Field(0.9999, gt=0, le=1)
+    """Share of the corpus's characters that get a piece of their own; the rest are spelled in bytes."""
+    split_digits: bool = True
+    """Every digit is a piece of its own."""
+    max_piece_length: int = Field(16, gt=0)
+    """Longest piece in characters."""
+    train_mb: float = Field(2000.0, gt=0)
+    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory."""
+    seed: int = 0
+    """Picks the sample of documents where the corpus is larger than `train_mb`."""
+
+
+class EncodeConfig(Section):
+    """Stage 3: text shards into token shards."""
+
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """Bytes per token on disk; `auto` takes uint16 up to a vocabulary of 65,536."""

@@ -1,0 +1,59 @@
+"""Settings of the stages after training: convert, evaluate, report."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config.section import Section, execution
+
+
+class ConvertConfig(Section):
+    """Stage 5: the checkpoint as a Hugging Face folder."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the exported weights."""
+    max_shard_mb: float = Field(4000.0, gt=0)
+    """Largest safetensors file."""
+    check_tokens: int = execution(512, gt=0)
+    """Held-out tokens on which the exported model's logits are compared with the training model's."""
+
+
+class EvaluateConfig(Section):
+    """Stage 6: held-out bits per byte, tasks, continuations."""
+
+    heldout_tokens: int | None = Field(None, gt=0)
+    """Held-out tokens per source to measure on (whole documents, the first ones); null: all of them."""
+    sequence_length: int | None = Field(None, gt=0)
+    """Tokens per window of held-out text; null: the model's context_length. Give the length it was trained with,
+    where that is shorter."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic that the model is measured in. bfloat16 halves the memory and moves bits per byte by about 1e-3."""
+    baseline_mb: float = Field(1000.0, gt=0)
+    """Training text in MB that the unigram byte baseline is fitted on, spread evenly over the shards."""
+    batch: int = execution(16, gt=0)
+    """Sequences per forward pass."""
+    tasks: list[str] = []
+    """lm-evaluation-harness tasks by name, found under `task_folders`."""
+    task_folders: list[str] = execution(default_factory=lambda: ["configs/tasks"])
+    """Folders with task YAML files; relative paths are from the repository."""
+    task_limit: int | None = Field(None, gt=0)
+    """Items per task; null: all."""
+    prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
+    """Prompts to continue."""
+    prompt_tokens: int = Field(96, gt=0)
+    """Length of a continuation in tokens."""
+    temperature: float = Field(0.8, ge=0)
+    """Sampling temperature of the continuations; 0: always the likeliest token."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus of the sampling."""
+    seed: int = 0
+    """Seed of the sampling; prompt i draws with seed + i."""
+
+
+class ReportConfig(Section):
+    """Stage 7: report.html and report.md."""
+
+    title: str | None = None
+    """Heading of the report; null: the run's name."""

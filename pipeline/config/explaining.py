@@ -1,0 +1,84 @@
+"""What a setting means: `--explain train.lr`, `--explain train`, or `--explain` for everything."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from pipeline.config.section import is_execution
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+
+def explain(config: Config, key: str = "") -> str:
+    """The documentation, type, default and current value of the setting or section `key` ("" for all).
+
+    Raises:
+        UserError: no such key; names the nearest.
+    """
+    entries = list(_entries(Config, config, ""))
+    chosen = [text for name, text in entries if not key or name == key or name.startswith(key + ".")]
+    if not chosen:
+        names = [name for name, _ in entries]
+        close = difflib.get_close_matches(key, names, n=3, cutoff=0.4)
+        close += [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2] and name not in close]
+        raise UserError(f"There is no setting '{key}'. " + (f"Nearest: {', '.join(close)}." if close else
+                        "`--explain` without a name prints them all."))
+    return "\n\n".join(chosen)
+
+
+def _entries(section: type[BaseModel], value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        current = getattr(value, name, None)
+        nested = _section_of(field)
+        if nested is not None:
+            yield key, f"{key}: {_flow(field.description or nested.__doc__ or '')}"
+            yield from _entries(nested, current, f"{key}.")
+            continue
+        yield key, _entry(key, field, current)
+        if isinstance(current, list) and current and isinstance(current[0], BaseModel):
+            for index, item in enumerate(current):
+                yield from _entries(type(item), item, f"{key}.{index}.")
+
+
+def _entry(key: str, field: FieldInfo, current: Any) -> str:
+    default = "required" if field.is_required() else repr(
+        field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        if field.default is PydanticUndefined else field.default)
+    if isinstance(current, list) and current and isinstance(current[0], BaseModel):
+        default = current_text = f"{len(current)} item(s), below"
+    else:
+        current_text = repr(current)
+    lines = [key, f"  {_flow(field.description or '')}",
+             f"  type: {_type_name(field)}   default: {default}   now: {current_text}"]
+    if is_execution(field):
+        lines.append("  (how the work is done; never makes a finished stage stale)")
+    return "\n".join(lines)
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _type_name(field: FieldInfo) -> str:
+    text = field.annotation.__name__ if inspect.isclass(field.annotation) and not get_args(field.annotation) \
+        else str(field.annotation)
+    limits = ", ".join(f"{type(limit).__name__.lower()} {next(iter(vars(limit).values()))}"
+                       for limit in field.metadata if getattr(limit, "__dict__", None))
+    text = re.sub(r"(typing\.|pipeline\.[\w.]*\.|model\.[\w.]*\.)", "", text)
+    return f"{text} ({limits})" if limits else text
+
+
+def _flow(text: str) -> str:
+    return " ".join(text.split())

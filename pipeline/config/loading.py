@@ -1,0 +1,133 @@
+"""A configuration file with its bases and overrides into a checked `Config`, or every problem at once."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config.checks import problems
+from pipeline.config.tree import Config
+from pipeline.config.yaml_source import Path_, Values, read_yaml
+from pipeline.errors import UserError, listed
+from pipeline.files import sha256_json, write_text
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
+    """Read `path`, lay it over its `base:` files, apply overrides `a.b=c`, and validate.
+
+    Args:
+        path: YAML file. `base:` names one file or a list, relative to this file; later ones win.
+        overrides: `dotted.key=value` strings, the value read as YAML.
+        check: also refuse combinations that cannot work (`pipeline.config.checks`).
+
+    Raises:
+        UserError: naming every problem with its file, line and key.
+    """
+    values = _with_bases(Path(path), ())
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key:
+            raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
+        values.set(key.strip(), text)
+    try:
+        config = Config.model_validate(values.tree)
+    except ValidationError as error:
+        found = [_sentence(item, values) for item in error.errors()]
+        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}") from None
+    if check and (found := problems(config)):
+        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` of it gives an equal `Config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration and prove that it loads back equal."""
+    write_text(path, dump_config(config))
+    if load_config(path, check=False) != config:
+        raise AssertionError(f"{path} does not load back to the configuration it was written from")
+
+
+def config_hash(config: Config) -> str:
+    """Hex sha256 of the whole resolved configuration."""
+    return sha256_json(config.model_dump(mode="json"))
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...]) -> Values:
+    resolved = path.resolve()
+    if resolved in seen:
+        chain = " -> ".join(str(step) for step in (*seen, resolved))
+        raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
+    own = read_yaml(path)
+    bases = own.tree.pop("base", [])
+    if not (isinstance(bases, str) or isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise UserError(f"{own.place(('base',))}: `base` is a file name or a list of them, not {bases!r}.")
+    values = Values()
+    for base in [bases] if isinstance(bases, str) else bases:
+        values.merge(_with_bases(path.parent / base, (*seen, resolved)))
+    values.merge(own)
+    return values
+
+
+def _sentence(error: Any, values: Values) -> str:
+    at = _path(error["loc"], values.tree)
+    key, place = ".".join(map(str, at)) or "(top level)", values.place(at)
+    given = error.get("input")
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(at[:-1], values.tree)
+        close = difflib.get_close_matches(str(at[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(known)}."
+        return f"{place}: unknown key '{key}'; {hint}"
+    if error["type"] == "missing":
+        return f"{place}: '{key}' is missing."
+    message = error["msg"][0].lower() + error["msg"][1:]
+    shown = repr(given) if not isinstance(given, (dict, list)) else f"a {type(given).__name__}"
+    return f"{place}: '{key}' is {shown} ({type(given).__name__}): {message}."
+
+
+def _path(location: tuple[Any, ...], tree: Any) -> Path_:
+    """Pydantic's location without the names it adds for the members of a union."""
+    path: list[Any] = []
+    node = tree
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if isinstance(node, dict) and (part in node or last):
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif not last or node is not None and not isinstance(node, (dict, list)):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _known_keys(at: Path_, tree: Any) -> list[str]:
+    """The keys that the section at `at` knows."""
+    section: Any = Config
+    node = tree
+    for part in at:
+        node = node[part]
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[str(part)].annotation
+        if isinstance(part, int) and isinstance(node, dict):
+            section = _source_class(node.get("kind"))
+    for candidate in [section, *getattr(section, "__args__", ())]:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return list(candidate.model_fields)
+    return []
+
+
+def _source_class(kind: Any) -> Any:
+    from pipeline.config.data import FilesSource, HubSource, StdlibSource
+    return {"stdlib": StdlibSource, "files": FilesSource, "hf": HubSource}.get(kind)
+
+
+def _count(found: list[str]) -> str:
+    return "1 problem" if len(found) == 1 else f"{len(found)} problems"

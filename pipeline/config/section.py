@@ -1,0 +1,51 @@
+"""The base of every configuration section, and the mark of a field that does not change what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A group of settings: strict types, unknown keys refused, advice in the text under each field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def execution(default: Any = ..., **extra: Any) -> Any:
+    """A field that says how the work is done, not what is computed.
+
+    Such fields never enter a stage's fingerprint: changing them makes nothing stale.
+    """
+    if "default_factory" in extra:
+        return Field(json_schema_extra={"execution": True}, **extra)
+    return Field(default, json_schema_extra={"execution": True}, **extra)
+
+
+def is_execution(field: Any) -> bool:
+    """Whether a pydantic field was declared with `execution`."""
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("execution"))
+
+
+def identity(value: Any) -> Any:
+    """A JSON value of the settings that decide what is computed: execution fields are left out."""
+    if isinstance(value, BaseModel):
+        return {name: identity(getattr(value, name))
+                for name, field in type(value).model_fields.items() if not is_execution(field)}
+    if isinstance(value, (list, tuple)):
+        return [identity(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): identity(item) for key, item in value.items()}
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries and lists as one level: `{"train.lr": 0.003, "shard.sources.0.name": "stdlib"}`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+    return flat

@@ -1,0 +1,52 @@
+"""The whole configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from model.config import ModelConfig
+from pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
+from pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
+from pipeline.config.launching import LaunchConfig
+from pipeline.config.section import Section, execution
+from pipeline.config.training import ParallelConfig, TrainConfig
+
+
+class Config(Section):
+    """A run: one section per stage, and where and how it is executed."""
+
+    name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's name and folder; another name is another run."""
+    runs_dir: str = execution("runs")
+    """Folder of all runs."""
+    reuse: str | None = execution(None)
+    """Folder of another run whose finished shard, tokenizer and encode stages this run takes by reference."""
+    seed: int = 0
+    """Decides initial weights and the order of samples."""
+    shard: ShardConfig = Field(default_factory=ShardConfig)
+    """Stage 1: sources into WebDataset tar shards of documents."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """Stage 2: the vocabulary, trained or taken from a file."""
+    encode: EncodeConfig = Field(default_factory=EncodeConfig)
+    """Stage 3: text shards into token shards."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The network."""
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """Stage 4: pretraining."""
+    parallel: ParallelConfig = execution(default_factory=ParallelConfig)
+    """How the model is spread over ranks."""
+    convert: ConvertConfig = Field(default_factory=ConvertConfig)
+    """Stage 5: the checkpoint as a Hugging Face folder."""
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    """Stage 6: held-out bits per byte, tasks, continuations."""
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    """Stage 7: report.html and report.md."""
+    launch: LaunchConfig = execution(default_factory=LaunchConfig)
+    """Processes on one box, and what is asked of Slurm."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.runs_dir) / self.name

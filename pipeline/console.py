@@ -1,0 +1,61 @@
+"""What a person sees while a stage works: plain lines, or one live progress line on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+
+def say(stage: str, text: str) -> None:
+    """One line of a stage's story, flushed at once so that logs and pipes show it."""
+    print(f"{stage:<9} {text}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 12 s, 3 m 05 s, 2 h 10 m."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
+
+
+class Progress:
+    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, stage: str, label: str, total: int, unit: str, plain_every_s: float = 10.0) -> None:
+        self.stage, self.label, self.total, self.unit = stage, label, total, unit
+        self.live = sys.stdout.isatty()
+        self.every_s = 0.2 if self.live else plain_every_s
+        self.done, self.first = 0, 0
+        self.start = self.shown = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self.live:
+            print("\r\x1b[K", end="", flush=True)
+        if kind is None:
+            elapsed = time.monotonic() - self.start
+            say(self.stage, f"{self.label}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}")
+
+    def already(self, count: int) -> None:
+        """Count work that an earlier, interrupted run finished; it does not enter the rate."""
+        self.done = self.first = count
+
+    def advance(self, count: int = 1) -> None:
+        """Note finished work and, now and then, show it."""
+        self.done += count
+        now = time.monotonic()
+        if now - self.shown < self.every_s or self.done >= self.total:
+            return
+        self.shown = now
+        rate = (self.done - self.first) / (now - self.start)
+        text = (f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.1f}/s, "
+                f"{duration((self.total - self.done) / rate)} to go")
+        if self.live:
+            print(f"\r\x1b[K{self.stage:<9} {text}", end="", flush=True)
+        else:
+            say(self.stage, text)

@@ -1,0 +1,141 @@
+"""What every `python -m pipeline.<stage>` does around its stage: arguments, state, refusal, commit, errors."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.config.loading import load_config
+from pipeline.console import say
+from pipeline.errors import UserError
+from pipeline.manifest import read_manifest
+from pipeline.run import Run, State
+from pipeline.work import Work, begin, lock, set_aside
+
+INTERRUPTED = 130
+
+
+def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | None = None) -> int:
+    """Run the stage `name` if it is not done; the process's exit status.
+
+    `body(work)` does the work and calls `work.commit`. Under the elastic agent every rank runs this; rank 0 alone
+    writes. A stage that leaves its body without a commit was asked to stop and will be continued.
+    """
+    options = parser(name).parse_args(arguments)
+    try:
+        return _run(name, body, options)
+    except UserError as error:
+        if is_leader():
+            print(f"\n{name} stops here: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"\n{name} stops here: the disk or quota is full ({error.strerror}: {error.filename or 'run folder'}). Nothing "
+              f"half-written is kept as finished. Free some space and run the same command again.",
+              file=sys.stderr, flush=True)
+        return UserError.exit_status
+    except KeyboardInterrupt:
+        say(name, "stopped; the same command continues")
+        return INTERRUPTED
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The command line that all stages share."""
+    result = argparse.ArgumentParser(prog=f"python -m pipeline.{name}", description=f"Run the stage {name} of a run.")
+    result.add_argument("--config", required=True, help="YAML file of the run")
+    result.add_argument("--force", action="store_true",
+                        help="rebuild the stage (training output is set aside, never deleted)")
+    result.add_argument("--accept-drift", action="store_true",
+                        help="go on although inputs or settings changed; recorded in every later manifest")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    return result
+
+
+def is_leader() -> bool:
+    """Whether this process writes for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
+    run = Run(load_config(options.config, options.overrides))
+    # Only the leader locks: the other ranks were started with it and read the same folder.
+    held = lock(run.folder, name) if is_leader() else None
+    work = _prepare(run, name, options)
+    if work is None:
+        return 0
+    body(work)
+    del held
+    return 0 if read_manifest(work.folder) is not None else INTERRUPTED
+
+
+def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
+    """Decide what the state of the stage allows; None if nothing is to be done."""
+    fingerprint = run.fingerprint(name)  # refuses first, if a stage before this one is not done
+    if options.force:
+        return _start_afresh(run, name, fingerprint)
+    state, drift = run.state(name), []
+    if state.kind == "done":
+        _report_done(run, name)
+        return None
+    if state.kind == "stale":
+        if not options.accept_drift or run.is_reused(name):
+            raise run.refusal(name, state)
+        drift = [{"stage": name, "differences": [str(difference) for difference in state.differences]}]
+        if not state.begun_only:
+            _accept(run, name, fingerprint, drift)
+            return None
+        if name != "train":
+            raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
+                            f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
+    if state.kind == "damaged":
+        _mend(run, name, state)
+    if not is_leader():
+        return Work(run, name, fingerprint, drift)
+    return begin(run, name, fingerprint, drift)
+
+
+def _start_afresh(run: Run, name: str, fingerprint: dict[str, Any]) -> Work:
+    if not is_leader():
+        return Work(run, name, fingerprint)
+    aside = set_aside(run.own_folder(name), keep=name == "train")
+    if aside is not None:
+        say(name, f"the old outputs are kept in {aside}")
+    return begin(run, name, fingerprint, [])
+
+
+def _report_done(run: Run, name: str) -> None:
+    if not is_leader():
+        return
+    origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
+    say(name, f"up to date{origin}")
+    if changed := run.changed_code(name):
+        say(name, f"warning: made by other code than is here now ({', '.join(changed[:3])}"
+                  f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
+
+
+def _accept(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]]) -> None:
+    """Serve a finished stage although it was made of something else, and leave the trace in its manifest."""
+    if not is_leader():
+        return
+    manifest = run.finished(name)
+    manifest.drift += drift
+    manifest.accepted.append(fingerprint)
+    manifest.write(run.stage_folder(name))
+    say(name, "accepted as it is, in spite of:")
+    for difference in drift[0]["differences"]:
+        say(name, f"  {difference}")
+
+
+def _mend(run: Run, name: str, state: State) -> None:
+    """A finished stage lost an output: withdraw its manifest, so that what is missing is made again."""
+    if run.is_reused(name):
+        raise UserError(f"The reused stage {name} is damaged: {'; '.join(state.reasons[:5])}. Mend that run first.")
+    if is_leader():
+        for reason in state.reasons[:5]:
+            say(name, f"damaged: {reason}; making it again")
+        (run.own_folder(name) / "manifest.json").unlink(missing_ok=True)

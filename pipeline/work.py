@@ -1,0 +1,242 @@
+"""One attempt at a stage: the lock, the start record, the units of work, the commit."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.config.loading import config_hash, save_config
+from pipeline.config.tree import Config
+from pipeline.console import Progress, duration, say
+from pipeline.errors import UserError
+from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
+from pipeline.manifest import Manifest
+from pipeline.run import STARTED, Run, code_hashes
+from pipeline.stages import REPOSITORY, STAGES
+
+PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
+            "safetensors", "webdataset", "datasets", "lm_eval")
+UNITS = "units"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of a stage's work that is done or not done: a readable name and what the worker needs for it."""
+
+    name: str
+    payload: Any
+
+
+@dataclass
+class Work:
+    """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit."""
+
+    run: Run
+    name: str
+    fingerprint: dict[str, Any]
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    started: str = field(default_factory=lambda: _now())
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.run.config
+
+    @property
+    def folder(self) -> Path:
+        """Where this stage writes."""
+        return self.run.own_folder(self.name)
+
+    def say(self, text: str) -> None:
+        """One line of this stage's story."""
+        say(self.name, text)
+
+    def input(self, stage: str) -> tuple[Path, Manifest]:
+        """Folder and manifest of a stage that this one needs."""
+        assert stage in STAGES[self.name].needs, f"{self.name} does not declare that it needs {stage}"
+        return self.run.stage_folder(stage), self.run.finished(stage)
+
+    def processes(self) -> int:
+        """Workers to use on this machine."""
+        return self.config.launch.processes or len(os.sched_getaffinity(0))
+
+    def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
+                 unit_word: str = "units") -> list[dict[str, Any]]:
+        """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
+
+        `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
+        `outputs` list holds `output_record`s. The record becomes `units/<phase>/<name>.json`, the unit's own commit:
+        after a kill, units whose record matches (same stage fingerprint, same payload, outputs in place) are kept.
+        """
+        records: dict[str, dict[str, Any]] = {}
+        keys = {unit.name: sha256_json([self.fingerprint, phase, unit.payload]) for unit in units}
+        with Progress(self.name, phase, len(units), unit_word) as progress:
+            for unit in units:
+                if (record := self._finished_unit(phase, unit.name, keys[unit.name])) is not None:
+                    records[unit.name] = record
+            progress.already(len(records))
+            todo = [unit for unit in units if unit.name not in records]
+            for name, record in _in_workers(function, self.folder, todo, self.processes()):
+                write_json(self._unit_path(phase, name), {"key": keys[name], **record})
+                records[name] = record
+                progress.advance()
+        return [records[unit.name] for unit in units]
+
+    def _unit_path(self, phase: str, name: str) -> Path:
+        return self.folder / UNITS / phase / f"{name}.json"
+
+    def _finished_unit(self, phase: str, name: str, key: str) -> dict[str, Any] | None:
+        try:
+            record = read_json(self._unit_path(phase, name))
+        except (OSError, ValueError):
+            return None
+        if record.pop("key", None) != key:
+            return None
+        for output in record.get("outputs", []):
+            path = self.folder / output["path"]
+            if not path.is_file() or path.stat().st_size != output["bytes"]:
+                self.say(f"{path} is missing or cut: making it again")
+                return None
+        return record
+
+    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False) -> Manifest:
+        """Prove the outputs and write the manifest, which makes the stage done.
+
+        Every output is read back and its hash compared, unless the body just did so itself (`verified`).
+
+        Raises:
+            UserError: an output is not what was written (failing disk, a second writer).
+        """
+        for record in outputs:
+            path = self.folder / record["path"]
+            if path.stat().st_size != record["bytes"] or not verified and sha256_file(path) != record["sha256"]:
+                raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
+                                f"Check the disk, and that nothing else writes there; then run the stage again.")
+        manifest = Manifest(
+            stage=self.name, fingerprint=self.fingerprint, outputs=outputs, counts=counts,
+            config_sha256=config_hash(self.config), files=self.run.files(self.name), drift=self._all_drift(),
+            wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
+            software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name]),
+            execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
+                       "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        manifest.write(self.folder)
+        self.say(f"done in {duration(manifest.wall_s)}")
+        return manifest
+
+    def _all_drift(self) -> list[dict[str, Any]]:
+        found = list(self.drift)
+        for need in STAGES[self.name].needs:
+            found += [entry for entry in self.run.finished(need).drift if entry not in found]
+        return found
+
+
+def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]]) -> Work:
+    """Make the stage's folder ready: clear what killed writers left, record the start and the configuration."""
+    work = Work(run, name, fingerprint, drift)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    remove_temporary(work.folder)
+    save_config(run.config, run.folder / "config.yaml")
+    write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started})
+    return work
+
+
+def lock(folder: Path, stage: str) -> IO[str]:
+    """Hold a stage of the run in `folder` against a second process; released when this one ends, however it ends."""
+    path = folder / ".locks" / stage  # not inside the stage's own folder, which --force moves away
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the process
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise UserError(f"The stage {stage} of {folder} is being worked on by {holder}. Wait for it, or stop it "
+                        f"first; or use name=<another> for a run of its own.") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}\n")
+    file.flush()
+    return file
+
+
+def set_aside(folder: Path, keep: bool) -> Path | None:
+    """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
+    if not folder.exists():
+        return None
+    if not keep:
+        shutil.rmtree(folder)
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of Python and the packages that can change outputs, without importing them."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the checkout and whether it has changes; empty outside of git."""
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True,
+                              check=True, timeout=10).stdout.strip()
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, units: list[Unit],
+                processes: int) -> Any:
+    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in."""
+    if processes == 1 or len(units) <= 1:
+        for unit in units:
+            yield unit.name, function(folder, unit.payload)
+        return
+    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
+                               initializer=_end_with_parent, initargs=(os.getpid(),))
+    try:
+        futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent(parent: int) -> None:
+    """In a worker: end when the parent was killed, so that no orphan writes into a stage that is run again."""
+    import signal
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

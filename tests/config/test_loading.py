@@ -1,0 +1,170 @@
+"""Configuration files: inheritance, overrides, strictness, and every problem at once with its place."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.loading import config_hash, dump_config, load_config, save_config
+from pipeline.config.section import flatten, identity
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refusal(path, *overrides):
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_is_possible(path):
+    assert load_config(path).name
+
+
+def test_the_promised_configs_are_shipped():
+    assert {path.name for path in SHIPPED} >= {"demo.yaml", "tinystories.yaml", "llama3_8b.yaml", "llama3.2_1b.yaml"}
+
+
+@pytest.mark.parametrize("name, parameters", [("llama3_8b", 8_030_261_248), ("llama3.2_1b", 1_235_814_400)])
+def test_llama_configs_have_the_published_sizes(name, parameters):
+    model = load_config(REPOSITORY / f"configs/{name}.yaml").model
+    assert model.model_copy(update={"vocab_size": 128256}).parameter_count == parameters
+
+
+def test_resolved_config_loads_back_equal(tmp_path):
+    config = load_config(REPOSITORY / "configs/demo.yaml", ["train.lr=1e-3", "train.mixture={stdlib: 1}"])
+    save_config(config, tmp_path / "config.yaml")
+    again = load_config(tmp_path / "config.yaml")
+    assert again == config and config_hash(again) == config_hash(config)
+    assert config_hash(config) != config_hash(load_config(REPOSITORY / "configs/demo.yaml"))
+
+
+def test_base_is_relative_to_its_file_and_own_values_win(tmp_path):
+    write(tmp_path / "shared/base.yaml", "train: {lr: 0.5, steps: 77}\nmodel: {dim: 128}\n")
+    write(tmp_path / "shared/other.yaml", "train: {lr: 0.25}\n")
+    path = write(tmp_path / "runs/mine.yaml", "base: [../shared/base.yaml, ../shared/other.yaml]\nmodel: {layers: 3}\n")
+    config = load_config(path)
+    assert (config.train.lr, config.train.steps, config.model.dim, config.model.layers) == (0.25, 77, 128, 3)
+
+
+def test_lists_are_replaced_not_joined(tmp_path):
+    write(tmp_path / "base.yaml", "train: {prompts: [a, b]}\n")
+    assert load_config(write(tmp_path / "mine.yaml", "base: base.yaml\ntrain: {prompts: [c]}\n")).train.prompts == ["c"]
+
+
+def test_a_base_that_is_its_own_base_is_refused(tmp_path):
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    path = write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "its own base" in refusal(path)
+
+
+def test_numbers_are_numbers_and_words_are_words(tmp_path):
+    config = load_config(write(tmp_path / "c.yaml", "train: {lr: 1e-3, eps: 1E-8, batch_tokens: 65_536}\nname: on\n"))
+    assert (config.train.lr, config.train.eps, config.train.batch_tokens, config.name) == (0.001, 1e-8, 65536, "on")
+
+
+def test_overrides_reach_into_lists(tmp_path):
+    path = write(tmp_path / "c.yaml", "shard:\n  sources:\n  - {kind: files, name: a, paths: [x.txt]}\n")
+    config = load_config(path, ["shard.sources.0.name=b", "train.lr=2e-4", "launch.processes=null"])
+    assert config.shard.sources[0].name == "b" and config.train.lr == 2e-4
+    assert "has 1 items" in refusal(path, "shard.sources.1={}")
+
+
+@pytest.mark.parametrize("override, expected", [
+    ("train.lrr=1", "did you mean 'lr'"), ("trian.lr=1", "did you mean 'train'"),
+    ("train.steps=many", "'train.steps' is 'many' (str)"), ("train.steps=1.5", "'train.steps' is 1.5 (float)"),
+    ("train.steps=true", "'train.steps' is True (bool)"), ("train.steps=0", "greater than 0"),
+    ("train.schedule=linear", "'cosine' or 'wsd'"), ("name=a/b", "name"), ("train.lr=nan", "train.lr"),
+    ("train", "is not an override"), ("train.lr=[", "not valid YAML"),
+    ("shard.sources=[{kind: web, name: x}]", "shard.sources.0"),
+    ("shard.sources=[{kind: files, name: x, paths: [y], formatt: txt}]", "did you mean 'format'"),
+    ("shard.sources=[]", "shard.sources"),
+])
+def test_wrong_values_are_named(tmp_path, override, expected):
+    assert expected in refusal(write(tmp_path / "c.yaml", "name: x\n"), override)
+
+
+def test_every_problem_is_reported_at_once_with_file_and_line(tmp_path):
+    write(tmp_path / "base.yaml", "train:\n  lrr: 1\n")
+    path = write(tmp_path / "c.yaml", "base: base.yaml\nmodel:\n  dim: wide\nnmae: x\n")
+    text = refusal(path, "encode.dtype=int8")
+    assert "4 problems" in text
+    for expected in (f"{tmp_path}/base.yaml:2: unknown key 'train.lrr'", f"{path}:3: 'model.dim' is 'wide'",
+                     f"{path}:4: unknown key 'nmae'", "the command line (encode.dtype=int8)"):
+        assert expected in text
+
+
+def test_impossible_combinations_are_reported_at_once_with_their_numbers(tmp_path):
+    path = write(tmp_path / "c.yaml", """
+model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
+train: {sequence_length: 256, batch_tokens: 1000, warmup_steps: 60, steps: 50}
+tokenizer: {vocab_size: 70016}
+encode: {dtype: uint16}
+""")
+    text = refusal(path)
+    for expected in ("heads (6) must be divisible by kv_heads (4)", "sequence_length 256 is longer than "
+                     "model.context_length 128", "batch_tokens 1000 is not a multiple", "warmup_steps 60",
+                     "uint16 holds ids up to 65535, but the vocabulary has 70016"):
+        assert expected in text
+
+
+def test_broken_files_are_refused_in_one_sentence(tmp_path):
+    assert "cannot be read" in refusal(tmp_path / "none.yaml")
+    assert "not valid YAML" in refusal(write(tmp_path / "broken.yaml", "train: [1\n"))
+    assert "written twice" in refusal(write(tmp_path / "twice.yaml", "name: a\ntrain: {}\nname: b\n"))
+    assert "mapping" in refusal(write(tmp_path / "list.yaml", "- 1\n"))
+
+
+def test_execution_fields_are_no_identity():
+    config = load_config(REPOSITORY / "configs/demo.yaml")
+    same = load_config(REPOSITORY / "configs/demo.yaml",
+                       ["name=other", "launch.processes=7", "train.micro_batch=1", "train.checkpoint.keep=9"])
+    other = load_config(REPOSITORY / "configs/demo.yaml", ["train.lr=0.5"])
+    assert identity(config) == identity(same) != identity(other)
+    assert "train.checkpoint" not in flatten(identity(config)) and "train.lr" in flatten(identity(config))
+
+
+def test_every_field_says_what_it_is():
+    def undocumented(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if not field.description and name != "kind":
+                yield prefix + name
+            for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if hasattr(part, "model_fields"):
+                    yield from undocumented(part, f"{prefix}{name}.")
+    assert list(undocumented(Config)) == []
+
+
+@given(st.dictionaries(st.sampled_from(["train.lr", "train.steps", "model.dim", "seed"]),
+                       st.integers(1, 10**6), min_size=1))
+def test_overrides_equal_the_same_values_in_yaml(values):
+    by_command = load_config(REPOSITORY / "configs/demo.yaml", [f"{key}={value}" for key, value in values.items()],
+                             check=False)
+    tree: dict = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    merged = yaml.safe_load(dump_config(load_config(REPOSITORY / "configs/demo.yaml", check=False)))
+    for section, value in tree.items():
+        merged[section] = {**merged[section], **value} if isinstance(value, dict) else value
+    assert by_command == Config.model_validate(merged)
+
+
+def test_loading_a_config_imports_no_torch():
+    code = "import sys; from pipeline.config.loading import load_config; load_config('configs/demo.yaml'); " \
+           "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
