@@ -1,0 +1,86 @@
+"""The processes of a run as one array of ranks, and how they find each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.config.training import ParallelConfig
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all: its number, how many there are, and its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes and speaks for all."""
+        return self.rank == 0
+
+    def mesh(self, parallel: ParallelConfig) -> DeviceMesh:
+        """The ranks as an array (replicate, shard): copies of the model x shards of a copy."""
+        shard = self.world // parallel.dp_replicate if parallel.dp_shard == -1 else parallel.dp_shard
+        if parallel.dp_replicate * shard != self.world:
+            raise UserError(f"parallel.dp_replicate {parallel.dp_replicate} x dp_shard {shard} is "
+                            f"{parallel.dp_replicate * shard}, but there are {self.world} ranks.")
+        return init_device_mesh(self.device.type, (parallel.dp_replicate, shard),
+                                mesh_dim_names=("replicate", "shard"))
+
+    def sum(self, *values: float) -> list[float]:
+        """Sums over all ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [float(value) for value in total]
+
+    def gather(self, value: Any) -> list[Any]:
+        """A picklable value of every rank, in rank order, on every rank."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        dist.barrier()
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def start_ranks() -> Ranks:
+    """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UserError(f"This node has {torch.cuda.device_count()} GPUs, but rank {rank} is the local rank {local}. "
+                            f"Start at most one rank per GPU.")
+        device, backend = torch.device("cuda", local), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    patience = timedelta(minutes=30)  # the slowest lawful wait: one rank hashing a checkpoint
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=patience)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    return Ranks(rank, world, device)
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""What the training loop is made of: engine, optimizer, schedule, checkpoints, metrics."""

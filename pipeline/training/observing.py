@@ -1,0 +1,76 @@
+"""What is looked at while training: held-out bits per byte per source, and texts from fixed prompts.
+
+Both use every rank (a sharded model needs all of them in each forward pass) and draw on no state of training:
+switching them on or off changes no weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model.generate import generate
+from pipeline.data.token_shards import TokenShard, open_shards
+from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+from pipeline.parallel.ranks import Ranks
+from pipeline.work import Work
+
+
+class HeldOut:
+    """A fixed part of each source's held-out documents, measured now and then."""
+
+    def __init__(self, work: Work, ranks: Ranks) -> None:
+        folder, manifest = work.input("encode")
+        train, self.ranks = work.config.train, ranks
+        texts = {source.name: first_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
+                                              train.heldout_tokens) for source in work.config.shard.sources}
+        self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
+                                      length=train.sequence_length, batch=train.micro_batch,
+                                      rank=ranks.rank, world=ranks.world)
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding."""
+        model.eval()
+        found = measure(lambda tokens, labels, documents, positions: model(
+            tokens, labels, documents=documents, positions=positions, reduction="none"),
+            self.batches, self.ranks.device)
+        model.reshard()
+        model.train()
+        return {name: result.bits_per_byte for name, result in found.items()}
+
+
+def first_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
+    """Whole documents from the start of `shards` until they have `tokens` tokens (at least one document)."""
+    documents, total, text_bytes = [], 0, 0
+    for shard in shards:
+        for index in range(shard.documents):
+            if total >= tokens:
+                break
+            documents.append(shard.document_tokens(index))
+            total += len(documents[-1])
+            text_bytes += shard.document_bytes(index)
+    return HeldoutText(documents, text_bytes)
+
+
+class Samples:
+    """Continuations of the configured prompts, always drawn with the same random numbers."""
+
+    def __init__(self, work: Work) -> None:
+        self.train, self.prompts = work.config.train, []
+        try:
+            from pipeline.vocabulary.kinds import load_vocabulary
+            self.vocabulary = load_vocabulary(work.input("tokenizer")[0])
+        except ImportError as error:
+            work.say(f"no sample texts while training: {error.name} is not installed here")
+            return
+        room = work.config.model.context_length - self.train.sample_tokens
+        self.prompts = [(text, [self.vocabulary.bos_id, *self.vocabulary.encode(text)][:room])
+                        for text in self.train.prompts]
+
+    def draw(self, model: Any) -> list[tuple[str, str]]:
+        """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes."""
+        if not self.prompts:
+            return []
+        drawn = generate(model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
+                         top_p=0.95, seed=0, stop_ids=())
+        model.reshard()
+        return [(text, self.vocabulary.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)]

@@ -1,0 +1,24 @@
+"""AdamW with weight decay on the inner matrices only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.config.training import TrainConfig
+
+
+def decays(name: str, tied: bool) -> bool:
+    """Whether weight decay applies: never to norms and embeddings, nor to an output matrix that is the embedding."""
+    return not (name.endswith("norm.weight") or name.startswith("tok_embeddings.")
+                or tied and name.startswith("output."))
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig, tied: bool) -> torch.optim.AdamW:
+    """Fused AdamW over two groups of parameters; the loop sets the learning rate before each step."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[decays(name, tied)].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": train.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
