@@ -1,0 +1,1 @@
+"""The Llama network. Importing this package, or `model.config`, does not import torch."""

@@ -1,0 +1,237 @@
+"""The network's shape: `ModelConfig`, what can be computed from it, and the published Llamas as `PRESETS`.
+
+Pure arithmetic on Python numbers: planners and config loaders import this without torch.
+"""
+
+import math
+
+from pydantic import BaseModel, ConfigDict
+
+_MODEL_CONFIG = ConfigDict(
+    extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+)
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of the rotary wavelengths for contexts beyond those of pretraining."""
+
+    model_config = _MODEL_CONFIG
+
+    factor: float
+    """How many times longer slow wavelengths become: 8 in Llama 3.1 and 3.3, 32 in Llama 3.2 1B and 3B."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_context_length / low_freq_factor are stretched by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_context_length / high_freq_factor stay as they are."""
+    original_context_length: int = 8192
+    """The context length, in tokens, that the model was trained with before the extension."""
+
+    def problems(self) -> list[str]:
+        """Every impossible value as a sentence; empty if there is none."""
+        found = []
+        if self.factor < 1:
+            found.append(f"rope_scaling.factor must be at least 1, not {self.factor}.")
+        if self.low_freq_factor <= 0:
+            found.append(f"rope_scaling.low_freq_factor must be above 0, not {self.low_freq_factor}.")
+        if self.high_freq_factor <= self.low_freq_factor:
+            found.append(
+                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "
+                f"low_freq_factor ({self.low_freq_factor})."
+            )
+        if self.original_context_length <= 0:
+            found.append(
+                f"rope_scaling.original_context_length must be above 0, not {self.original_context_length}."
+            )
+        return found
+
+
+class ModelConfig(BaseModel):
+    """Everything that decides the network's shape and arithmetic.
+
+    Impossible combinations are accepted here and listed by `problems()`, so that a loader can report all of
+    them at once; `Llama` refuses to be built from them.
+    """
+
+    model_config = _MODEL_CONFIG
+
+    dim: int = 256
+    """Width of the residual stream. Multiples of 128 keep GPUs' matrix units busy."""
+    layers: int = 6
+    """Number of blocks. At equal size, deeper and narrower learns a little better and runs slower."""
+    heads: int = 8
+    """Query heads of each layer; dim / heads is the head width (Llama: 128; 64 for the 1B)."""
+    kv_heads: int = 4
+    """Key and value heads, each shared by heads / kv_heads query heads. Fewer make the cache smaller when
+    generating; equal to `heads` is classic multi-head attention."""
+    ffn_dim: int | None = None
+    """Explicit width of the feed-forward layer. None derives it by Llama's rule from the two fields below."""
+    ffn_dim_multiplier: float | None = None
+    """Llama's rule: int(8 dim / 3), times this, rounded up to multiple_of. None means 1."""
+    multiple_of: int = 256
+    """The derived feed-forward width is rounded up to a multiple of this."""
+    vocab_size: int | None = None
+    """Rows of the embedding and output matrices. None takes it from the tokenizer, the usual choice; it must
+    be known before a model is built or counted."""
+    context_length: int = 2048
+    """Longest sequence in tokens, in training and generation. Attention's share of the cost grows with it."""
+    rope_theta: float = 500000.0
+    """Base of the rotary wavelengths: 500000 in Llama 3, 10000 in Llama 2. Larger suits longer contexts."""
+    rope_scaling: RopeScaling | None = None
+    """Only for extending a trained model's context (Llama 3.1 and later); None when training from zero."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm; 1e-5 in every published Llama."""
+    tied_embeddings: bool = False
+    """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
+    part of all parameters."""
+
+    def problems(self) -> list[str]:
+        """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
+        sizes = (
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+            "multiple_of",
+            "context_length",
+            "rope_theta",
+            "norm_eps",
+        )
+        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size")
+        found = []
+        for name in sizes + optional:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                found.append(f"{name} must be above 0, not {value}.")
+        if self.dim > 0 and self.heads > 0:
+            if self.dim % self.heads:
+                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}).")
+            elif self.head_dim % 2:
+                found.append(
+                    f"dim / heads ({self.dim} / {self.heads} = {self.head_dim}) must be even: "
+                    "rotary embedding turns pairs of dimensions."
+                )
+        if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
+            found.append(f"heads ({self.heads}) must be divisible by kv_heads ({self.kv_heads}).")
+        if self.ffn_dim is not None and self.ffn_dim_multiplier is not None:
+            found.append(
+                f"ffn_dim ({self.ffn_dim}) and ffn_dim_multiplier ({self.ffn_dim_multiplier}) "
+                "both decide the feed-forward width: set one of them."
+            )
+        return found + (self.rope_scaling.problems() if self.rope_scaling else [])
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer: ffn_dim, or Llama's rule (llama-models, llama3/model.py).
+
+        The two truncations happen in this order: Llama 3.2 1B is 5461 -> 8191 -> 8192.
+        """
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        width = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            width = int(self.ffn_dim_multiplier * width)
+        return self.multiple_of * math.ceil(width / self.multiple_of)
+
+    @property
+    def matmul_parameter_count(self) -> int:
+        """Parameters that multiply every token: the blocks' matrices and the output layer (even if tied)."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        feed_forward = 3 * self.dim * self.hidden
+        return self.layers * (attention + feed_forward) + self._known_vocab_size() * self.dim
+
+    @property
+    def non_embedding_parameter_count(self) -> int:
+        """Parameters of blocks and norms: without the token embedding and without the output layer."""
+        norms = (2 * self.layers + 1) * self.dim
+        return self.matmul_parameter_count - self._known_vocab_size() * self.dim + norms
+
+    @property
+    def parameter_count(self) -> int:
+        """All parameters, a tied matrix counted once."""
+        matrices = 1 if self.tied_embeddings else 2
+        return self.non_embedding_parameter_count + matrices * self._known_vocab_size() * self.dim
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Floating-point operations to train on one token: forward, and twice as many backward.
+
+        full attention:   6 * matmul_parameter_count + 12 * layers * dim * sequence_length
+        causal attention: 6 * matmul_parameter_count +  6 * layers * dim * sequence_length
+
+        A multiply-add counts 2. The attention term is the two products QK^T and PV, 2 * 2 * dim *
+        sequence_length forward per layer; a causal query sees half of the keys on average. The full form is
+        PaLM's (appendix B), which most published MFU numbers use; the causal one is closer to what fused
+        kernels compute. Neither counts the embedding lookup, norms or recomputation.
+        """
+        attention = 12.0 * self.layers * self.dim * sequence_length
+        return 6.0 * self.matmul_parameter_count + (attention / 2 if causal else attention)
+
+    def kv_cache_bytes(self, batch: int, length: int, bytes_per_value: int) -> int:
+        """Bytes of keys and values kept for `batch` sequences of `length` tokens, all layers together."""
+        return 2 * self.layers * batch * length * self.kv_heads * self.head_dim * bytes_per_value
+
+    def _known_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is None: take it from the tokenizer before counting or building.")
+        return self.vocab_size
+
+
+def _llama2(
+    dim: int, layers: int, heads: int, kv_heads: int, multiplier: float | None, multiple: int
+) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_dim_multiplier=multiplier,
+        multiple_of=multiple,
+        vocab_size=32000,
+        context_length=4096,
+        rope_theta=10000.0,
+    )
+
+
+def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn_dim_multiplier=multiplier,
+        multiple_of=multiple,
+        vocab_size=128256,
+        context_length=8192,
+    )
+
+
+def _extended(base: ModelConfig, factor: float, tied: bool) -> ModelConfig:
+    changes = {"context_length": 131072, "rope_scaling": RopeScaling(factor=factor), "tied_embeddings": tied}
+    return base.model_copy(update=changes)
+
+
+# Values of Meta's params.json files, except two that circulate wrongly: Llama 2 7B and 13B have no grouped
+# queries, and the 3.2 models stretch by 32 (llama-models issues 166 and 241), not by the hard-coded 8.
+_8B = _llama3(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
+_70B = _llama3(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
+_405B = _llama3(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
+_1B = _llama3(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
+_3B = _llama3(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
+
+PRESETS: dict[str, ModelConfig] = {
+    "llama2_7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, multiplier=None, multiple=256),
+    "llama2_13b": _llama2(dim=5120, layers=40, heads=40, kv_heads=40, multiplier=None, multiple=256),
+    "llama2_70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, multiplier=1.3, multiple=4096),
+    "llama3_8b": _8B,
+    "llama3_70b": _70B,
+    "llama3.1_8b": _extended(_8B, factor=8.0, tied=False),
+    "llama3.1_70b": _extended(_70B, factor=8.0, tied=False),
+    "llama3.1_405b": _extended(_405B, factor=8.0, tied=False),
+    "llama3.2_1b": _extended(_1B, factor=32.0, tied=True),
+    "llama3.2_3b": _extended(_3B, factor=32.0, tied=True),
+    "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
+}

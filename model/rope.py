@@ -1,0 +1,91 @@
+"""Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's frequency scaling.
+
+Dimensions 2i and 2i+1 of a head are one pair, turned by position * theta^(-2i / head_dim). Hugging Face pairs
+i with i + head_dim/2 instead; `pipeline.formats.huggingface` permutes the weights between the two.
+Real arithmetic only: complex numbers would read better, but compilers fuse them badly.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig, RopeScaling
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Angle per position of each pair: (head_dim / 2,) float64 on the CPU, from fast to slow.
+
+    Scaling follows llama-models' apply_scaling: wavelengths below original / high_freq_factor stay, those
+    above original / low_freq_factor are stretched by the factor, those between are blended.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    frequencies = theta**-exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context_length * frequencies / (2 * math.pi)  # within the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions (...), whole or fractional: two tensors (..., head_dim / 2), float64."""
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the adjacent pairs of x.
+
+    x: (batch, length, heads, head_dim); cos, sin: (batch or 1, length, head_dim / 2), float32 or float64.
+    The arithmetic is in the table's precision, by type promotion; the result has x's dtype and shape.
+    """
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, length, heads, head_dim / 2)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+class Rotation:
+    """The cosines and sines of one forward's positions, shared by all layers; call it to turn x.
+
+    NOTE: deliberately neither a tensor, a tuple nor a dataclass. Mixed precision in FSDP walks through those
+    in the arguments of every wrapped block and casts floats to bfloat16, which would ruin the angles
+    silently.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`rotate` x: (batch, length, heads, head_dim)."""
+        return rotate(x, self.cos, self.sin)
+
+
+class RotaryTable:
+    """Cosines and sines of positions 0 .. context_length - 1, computed on first use on each device.
+
+    Neither parameter nor buffer: a buffer of a model that was built on the meta device and emptied onto a
+    real one holds whatever was in memory, and nothing complains.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation for positions (batch or 1, length), int64; IndexError at context_length and beyond."""
+        cos, sin = self._table(positions.device, dtype)
+        # Indexing copies. A slice of a table that was made in inference mode could not take part in training.
+        return Rotation(cos[positions], sin[positions])
+
+    def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key = (device, dtype)
+        if key not in self._tables:
+            config = self.config
+            frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+            cos, sin = cos_sin(torch.arange(config.context_length, device="cpu"), frequencies)
+            self._tables[key] = (cos.to(device, dtype), sin.to(device, dtype))
+        return self._tables[key]

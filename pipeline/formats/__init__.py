@@ -1,0 +1,1 @@
+"""Weights in other shapes: the Hugging Face folder."""

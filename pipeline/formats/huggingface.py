@@ -1,0 +1,275 @@
+"""Weights and config in the shape of Hugging Face's LlamaForCausalLM, both ways.
+
+Besides names, one thing differs: our rotary embedding turns adjacent pairs of a head's dimensions, theirs
+turns dimension i with i + head_dim/2. So the rows of wq and wk are permuted. Without that, a converted model
+speaks fluent nonsense.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig, RopeScaling
+from model.llama import Llama
+
+_OUTER_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+
+
+def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Our (name, tensor) pairs as theirs, one at a time; a tied output matrix is left out, as they do.
+
+    Raises ValueError for a name that is not a Llama's.
+    """
+    names = _names(config)
+    for name, tensor in state:
+        if name not in names:
+            raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
+        if name == "output.weight" and config.tied_embeddings:
+            continue
+        heads = _rotated_heads(name, config)
+        yield names[name], _to_halves(tensor, heads) if heads else tensor
+
+
+def from_huggingface(
+    state: Iterable[tuple[str, Tensor]], config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Their (name, tensor) pairs as ours; a tied embedding is also given as the output matrix.
+
+    Raises ValueError for a name that is not a Llama's. The rotary frequencies that old files hold are
+    skipped: the config says the same.
+    """
+    names = {theirs: ours for ours, theirs in _names(config).items()}
+    for name, tensor in state:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+            continue
+        if name not in names:
+            raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
+        heads = _rotated_heads(names[name], config)
+        yield names[name], _to_pairs(tensor, heads) if heads else tensor
+        if names[name] == "tok_embeddings.weight" and config.tied_embeddings:
+            yield "output.weight", tensor
+
+
+def write_folder(
+    path: Path,
+    state_dict: Mapping[str, Tensor],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    bos_id: int | None,
+    eos_id: int | list[int] | None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write config.json, generation_config.json, safetensors shards and their index into the folder `path`.
+
+    A shard holds at most max_shard_bytes, except for a single tensor that is larger; one shard's tensors are
+    converted at a time. The files are written plainly: who needs the folder to appear at once, renames it.
+    Raises ValueError if the state dict does not fit the config.
+    """
+    from safetensors.torch import save_file
+
+    shapes = _shapes(config)
+    _check_fit({name: tensor.shape for name, tensor in state_dict.items()}, shapes, config)
+    path.mkdir(parents=True, exist_ok=True)
+    shards = _split(shapes, dtype.itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        pairs = to_huggingface(((name, state_dict[name]) for name in names), config)
+        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in pairs}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+    size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+    _write_json(
+        path / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
+    )
+    _write_json(path / "config.json", _config_to_json(config, dtype, bos_id, eos_id))
+    _write_json(path / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": eos_id})
+
+
+def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The config and state dict of a folder in Hugging Face's shape, tensors in the dtype of the files.
+
+    Reads what `write_folder` writes and Llamas from the Hub, whether in one safetensors file or in shards.
+    Raises ValueError for models that differ from Llama (biases, other activations, other rotary scaling ...)
+    and FileNotFoundError if a file is missing.
+    """
+    from safetensors.torch import load_file
+
+    config = _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    state_dict: dict[str, Tensor] = {}
+    for file in files:
+        state_dict.update(from_huggingface(load_file(path / file).items(), config))
+    _check_fit({name: tensor.shape for name, tensor in state_dict.items()}, _shapes(config), config)
+    return config, state_dict
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    """Our parameter names and theirs."""
+    names = dict(_OUTER_NAMES)
+    for layer in range(config.layers):
+        for ours, theirs in _BLOCK_NAMES.items():
+            names[f"layers.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}"
+    return names
+
+
+def _rotated_heads(name: str, config: ModelConfig) -> int | None:
+    """How many heads' rows the parameter holds if the rotary embedding acts on them, else None."""
+    if name.endswith(".wq.weight"):
+        return config.heads
+    return config.kv_heads if name.endswith(".wk.weight") else None
+
+
+def _to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from adjacent pairs (0, 1, 2, 3 ...) to halves (0, 2, 4 ... 1, 3, 5 ...)."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `_to_halves`."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Shapes of all parameters under our names, a tied matrix once."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Llama(config).named_parameters()}
+
+
+def _check_fit(found: dict[str, torch.Size], expected: dict[str, torch.Size], config: ModelConfig) -> None:
+    tied = {"output.weight"} if config.tied_embeddings else set()
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys() - tied)
+    if missing or unknown:
+        raise ValueError(f"The weights do not fit the config: missing {missing[:8]}, unknown {unknown[:8]}.")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(f"{name} is {tuple(found[name])}; by the config it should be {tuple(shape)}.")
+
+
+def _split(shapes: dict[str, torch.Size], itemsize: int, max_bytes: int) -> list[list[str]]:
+    """Names in order, as groups of at most max_bytes (or a single name)."""
+    if max_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be above 0, not {max_bytes}.")
+    shards: list[list[str]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _config_to_json(
+    config: ModelConfig, dtype: torch.dtype, bos_id: int | None, eos_id: int | list[int] | None
+) -> dict[str, Any]:
+    scaling = None
+    if config.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_context_length,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        # transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+    }
+
+
+def _config_from_json(content: dict[str, Any]) -> ModelConfig:
+    # What our network cannot do, with the value that means "does not"; absent means the same.
+    heads = content["num_attention_heads"]
+    only = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": content["hidden_size"] // heads,
+    }
+    for key, value in only.items():
+        if content.get(key, value) not in (value, None):
+            raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
+    # Absent values mean LlamaConfig's defaults.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return ModelConfig(
+        dim=content["hidden_size"],
+        layers=content["num_hidden_layers"],
+        heads=heads,
+        kv_heads=content.get("num_key_value_heads") or heads,
+        ffn_dim=content["intermediate_size"],
+        vocab_size=content["vocab_size"],
+        context_length=content.get("max_position_embeddings", 2048),
+        rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
+        rope_scaling=_scaling_from_json(rope),
+        norm_eps=content.get("rms_norm_eps", 1e-6),
+        tied_embeddings=content.get("tie_word_embeddings", False),
+    )
+
+
+def _scaling_from_json(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(
+            f"config.json asks for rotary scaling {kind!r}; only 'default' and 'llama3' can be read."
+        )
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_context_length=rope["original_max_position_embeddings"],
+    )

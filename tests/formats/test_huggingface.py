@@ -1,0 +1,223 @@
+"""Export and import against transformers, which is the oracle for the whole network."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelConfig, RopeScaling
+from model.llama import Llama, initialise
+from model.rope import cos_sin, rotary_frequencies, rotate
+from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface, write_folder
+
+CONFIGS = {
+    "untied": ModelConfig(
+        dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=128
+    ),
+    "tied": ModelConfig(dim=32, layers=1, heads=4, kv_heads=4, vocab_size=70, tied_embeddings=True),
+    "llama2": ModelConfig(
+        dim=32, layers=2, heads=2, kv_heads=1, vocab_size=65, rope_theta=1e4, norm_eps=1e-6
+    ),
+    "scaled": ModelConfig(
+        dim=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        vocab_size=99,
+        context_length=512,
+        rope_scaling=RopeScaling(factor=8, original_context_length=64),
+    ),
+    "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
+}
+
+
+def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
+    model = Llama(config)
+    initialise(model, config, seed=5)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Strong attention and uneven norms: a wrong layout or a forgotten norm must show.
+            parameter.mul_(5 if "attention.w" in name else 1)
+            if "norm" in name:
+                parameter.mul_(0.5 + torch.rand(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def write(model: Llama, path, **changes) -> None:
+    options = {"dtype": torch.float32, "bos_id": 1, "eos_id": 2} | changes
+    write_folder(path, model.state_dict(), model.config, **options)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = CONFIGS[name]
+    model = built(config)
+    write(model, tmp_path)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    length = min(config.context_length, 200)
+    tokens = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, actual = theirs(tokens).logits, model(tokens)
+    assert expected.std() > 0.1
+    assert (actual - expected).abs().max().item() <= 1e-5
+
+
+def test_transformers_sees_the_scaling(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write(built(CONFIGS["scaled"]), tmp_path, eos_id=[2, 3])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = CONFIGS["scaled"]
+    golden = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    assert torch.allclose(theirs.model.rotary_emb.inv_freq.double(), golden, rtol=1e-6, atol=0)
+    assert theirs.config.max_position_embeddings == 512
+    assert theirs.generation_config.eos_token_id == [2, 3] and theirs.generation_config.bos_token_id == 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip(name, dtype, tmp_path):
+    model = built(CONFIGS[name], dtype)
+    write(model, tmp_path, dtype=dtype, max_shard_bytes=20_000)
+    config, state = read_folder(tmp_path)
+    assert config == model.config.model_copy(update={"ffn_dim": model.config.hidden})
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) and state[key].dtype == dtype for key in expected)
+    Llama(config).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_converters_are_inverse(name):
+    state = Llama(CONFIGS[name]).state_dict()
+    theirs = dict(to_huggingface(state.items(), CONFIGS[name]))
+    assert ("lm_head.weight" in theirs) is not CONFIGS[name].tied_embeddings
+    ours = dict(from_huggingface(theirs.items(), CONFIGS[name]))
+    assert ours.keys() == state.keys()
+    assert all(torch.equal(ours[key], state[key]) for key in state)
+
+
+def test_scores_are_the_same_in_both_layouts():
+    config = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, vocab_size=10)
+    state = {name: tensor.double() for name, tensor in built(config).state_dict().items()}
+    theirs = dict(to_huggingface(state.items(), config))
+    cos, sin = cos_sin(torch.arange(20)[None], rotary_frequencies(16, config.rope_theta))
+    x = torch.randn(1, 20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def adjacent(weight):
+        return rotate((x @ weight.T).view(1, 20, -1, 16), cos, sin)
+
+    def halves(weight):
+        first, second = (x @ weight.T).view(1, 20, -1, 16).chunk(2, dim=-1)
+        c, s = cos[:, :, None], sin[:, :, None]
+        return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+    def scores(q, k):
+        return torch.einsum("bihd,bjgd->bhij", q, k)
+
+    ours = scores(
+        adjacent(state["layers.0.attention.wq.weight"]), adjacent(state["layers.0.attention.wk.weight"])
+    )
+    q, k = (theirs[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk")
+    assert torch.allclose(ours, scores(halves(q), halves(k)), rtol=0, atol=1e-12)
+    assert not torch.allclose(ours, scores(adjacent(q), adjacent(k)), rtol=0, atol=1e-3)
+
+
+def test_shards_and_index(tmp_path):
+    model = built(CONFIGS["untied"])
+    write(model, tmp_path, max_shard_bytes=30_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == 4 * model.config.parameter_count
+    for file in files:
+        tensors = load_file(tmp_path / file)
+        assert all(index["weight_map"][name] == file for name in tensors)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 30_000
+        with safe_open(tmp_path / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+def test_config_json_has_both_generations_of_rope_keys(tmp_path):
+    write(built(CONFIGS["scaled"]), tmp_path, dtype=torch.bfloat16)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 500000.0
+    assert content["rope_scaling"]["rope_type"] == content["rope_parameters"]["rope_type"] == "llama3"
+    assert content["rope_scaling"]["factor"] == content["rope_parameters"]["factor"] == 8.0
+    assert content["torch_dtype"] == "bfloat16"
+
+
+def hub_folder(path, changes: dict | None = None, removed: tuple[str, ...] = ()) -> Llama:
+    """A folder as older Hub repositories have it: one file, no index, rope_scaling, stray inv_freq."""
+    model = built(CONFIGS["scaled"])
+    tensors = dict(to_huggingface(model.state_dict().items(), model.config))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    write(model, path / "source")
+    content = json.loads((path / "source" / "config.json").read_text()) | (changes or {})
+    for key in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias", *removed):
+        content.pop(key, None)
+    (path / "config.json").write_text(json.dumps(content | (changes or {})))
+    return model
+
+
+def test_reads_a_folder_from_the_hub(tmp_path):
+    model = hub_folder(tmp_path)
+    config, state = read_folder(tmp_path)
+    assert config.rope_scaling == CONFIGS["scaled"].rope_scaling
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_stored_head_is_ignored_when_tied():
+    state = built(CONFIGS["tied"]).state_dict()
+    theirs = dict(to_huggingface(state.items(), CONFIGS["tied"])) | {"lm_head.weight": torch.zeros(70, 32)}
+    ours = dict(from_huggingface(theirs.items(), CONFIGS["tied"]))
+    assert torch.equal(ours["output.weight"], state["tok_embeddings.weight"])
+
+
+def test_absent_values_mean_their_defaults(tmp_path):
+    hub_folder(tmp_path, removed=("rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"))
+    config, _ = read_folder(tmp_path)
+    assert (config.rope_theta, config.rope_scaling, config.kv_heads, config.norm_eps) == (1e4, None, 2, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"head_dim": 128}, "head_dim = 128"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"num_hidden_layers": 3}, r"missing \['layers.2"),
+        ({"num_hidden_layers": 1}, "no parameter 'model.layers.1"),
+        ({"vocab_size": 98}, r"tok_embeddings.weight is \(99, 64\); by the config it should be \(98, 64\)"),
+    ],
+)
+def test_unreadable_folders_are_refused(changes, message, tmp_path):
+    hub_folder(tmp_path, changes)
+    with pytest.raises(ValueError, match=message):
+        read_folder(tmp_path)
+
+
+def test_state_that_does_not_fit_is_refused(tmp_path):
+    model = built(CONFIGS["untied"])
+    state = model.state_dict()
+    options = {"dtype": torch.float32, "bos_id": 1, "eos_id": 2}
+    with pytest.raises(ValueError, match=r"output\.weight"):
+        write_folder(
+            tmp_path, {k: v for k, v in state.items() if k != "output.weight"}, model.config, **options
+        )
+    with pytest.raises(ValueError, match=r"rope\.freqs"):
+        write_folder(tmp_path, state | {"rope.freqs": torch.ones(4)}, model.config, **options)
+    with pytest.raises(ValueError, match=r"norm.weight is \(3,\)"):
+        write_folder(tmp_path, state | {"norm.weight": torch.ones(3)}, model.config, **options)
+    assert not list(tmp_path.iterdir())

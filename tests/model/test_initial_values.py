@@ -1,0 +1,79 @@
+"""Initial weights: a pure function of name and seed, with the documented spread."""
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.llama import Llama, initial_value, initialise
+
+CONFIG = ModelConfig(dim=128, layers=8, heads=4, kv_heads=2, vocab_size=500)
+TIED = CONFIG.model_copy(update={"tied_embeddings": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "deviation"),
+    [
+        ("tok_embeddings.weight", 0.02),
+        ("layers.3.attention.wq.weight", 0.02),
+        ("layers.3.feed_forward.w3.weight", 0.02),
+        ("layers.3.attention.wo.weight", 0.02 / 4),
+        ("layers.0.feed_forward.w2.weight", 0.02 / 4),
+        ("output.weight", 128**-0.5),
+    ],
+)
+def test_spread(name, deviation):
+    value = initial_value(name, (500, 200), CONFIG, seed=0)
+    assert value.dtype == torch.float32
+    assert value.abs().max() <= 3 * deviation
+    assert value.abs().max() > 2.9 * deviation
+    assert abs(value.mean().item()) < 0.02 * deviation
+    # Cutting a normal at 3 standard deviations leaves 0.98658 of its own.
+    assert value.std().item() == pytest.approx(0.98658 * deviation, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["norm.weight", "layers.1.attention_norm.weight", "layers.1.ffn_norm.weight"]
+)
+def test_norms_are_one(name):
+    assert torch.equal(initial_value(name, (128,), CONFIG, 0), torch.ones(128))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="wz"):
+        initial_value("layers.0.attention.wz.weight", (2, 2), CONFIG, 0)
+
+
+def test_depends_on_name_and_seed_only():
+    name, shape = "layers.0.attention.wq.weight", (16, 16)
+    value = initial_value(name, shape, CONFIG, 7)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert torch.equal(initial_value(name, shape, CONFIG, 7), value)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(initial_value(name, shape, CONFIG, 8), value)
+    assert not torch.equal(initial_value("layers.1.attention.wq.weight", shape, CONFIG, 7), value)
+    assert not torch.equal(initial_value("layers.0.attention.wk.weight", shape, CONFIG, 7), value)
+
+
+def test_value_is_fixed_across_processes_and_releases():
+    # A changed stream would silently change every published run that names only its seed.
+    value = initial_value("tok_embeddings.weight", (1, 4), CONFIG, 1)
+    assert torch.allclose(
+        value, torch.tensor([[0.00125532, 0.0069475, 0.000831752, 0.0128589]]), rtol=1e-4, atol=0
+    )
+
+
+def test_tied_output_is_the_embedding():
+    embedding = initial_value("tok_embeddings.weight", (5, 128), TIED, 1)
+    assert torch.equal(initial_value("output.weight", (5, 128), TIED, 1), embedding)
+    assert not torch.equal(initial_value("output.weight", (5, 128), CONFIG, 1), embedding)
+
+
+def test_first_loss_is_that_of_guessing():
+    model = Llama(CONFIG)
+    initialise(model, CONFIG, seed=1)
+    tokens = torch.randint(500, (4, 64), generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(500, (4, 64), generator=torch.Generator().manual_seed(1))
+    mean = model(tokens, labels, reduction="none").mean().item()
+    assert 6.2 < mean < 7.3  # ln 500 = 6.21, and half of the logits' variance, 1
