@@ -59,11 +59,14 @@ class Stage:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), reusable=True, files="pipeline.data.sources:input_files",
-          code=("pipeline/data/sources.py", "pipeline/data/text_shards.py")),
+          code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/staging.py",
+                "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), reusable=True,
-          files="pipeline.vocabulary.kinds:input_files", code=("pipeline/vocabulary",)),
+          files="pipeline.vocabulary.kinds:input_files",
+          code=("pipeline/vocabulary", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), reusable=True,
-          code=("pipeline/vocabulary", "pipeline/data/text_shards.py", "pipeline/data/token_shards.py")),
+          code=("pipeline/vocabulary", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
+                "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/data/order.py",
                 "pipeline/data/loader.py")),

@@ -1,0 +1,99 @@
+"""A document, what it becomes in a text shard, and the record of one that could not be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus.
+
+    Attributes:
+        text: the text, never empty.
+        source: name of the source it came from.
+        id: its own id, or the file's name and the record's number.
+        meta: fields kept beside the text; plain JSON values.
+        key: its name in a shard, see `document_key`; empty before it is in one.
+    """
+
+    text: str
+    source: str
+    id: str
+    meta: dict[str, Any]
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """What could not be read: one line of `rejected.jsonl`.
+
+    Attributes:
+        source: name of the source.
+        file: the input file, by its name within the source.
+        record: 1-based line or record in the file; None where the file as a whole is meant.
+        reason: what is wrong with it.
+        documents: how many documents are lost.
+        lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
+    """
+
+    source: str
+    file: str
+    record: int | None
+    reason: str
+    documents: int = 1
+    lost: bool = False
+
+    def line(self) -> bytes:
+        """The rejection as a line of JSON; broken bytes in names show as escapes."""
+        return (json.dumps(asdict(self)) + "\n").encode()
+
+    def __str__(self) -> str:
+        return f"{self.file}{'' if self.record is None else f':{self.record}'}: {self.reason}"
+
+
+def digest(text: bytes) -> bytes:
+    """What identifies a document's text: the first 16 bytes of its sha256."""
+    return hashlib.sha256(text).digest()[:DIGEST_BYTES]
+
+
+def document_key(text_digest: bytes, copy: int = 0) -> str:
+    """A document's name in a shard: the digest in hex, without dots, and its number among equal texts from 1 on."""
+    return text_digest.hex() + (f"-{copy}" if copy else "")
+
+
+def key_fits(document: Document) -> bool:
+    """Whether the text is still the one that the key was made of."""
+    return document.key.partition("-")[0] == digest(document.text.encode()).hex()
+
+
+def to_json(document: Document) -> bytes:
+    """The document as the `.json` member of a shard; UnicodeEncodeError if its text is not valid Unicode."""
+    value = {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta}
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def from_json(member: bytes, key: str) -> Document:
+    """The document of a shard's `.json` member; ValueError, KeyError or TypeError if it is none."""
+    value = json.loads(member)
+    document = Document(value["text"], value["source"], value["id"], value["meta"], key)
+    if not (isinstance(document.text, str) and isinstance(document.source, str)):
+        raise TypeError("text and source must be strings")
+    return document
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's own types: other ones become text, NaN and infinities null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

@@ -1,0 +1,185 @@
+"""Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
+
+Documents are read in units of input files into `staging/`; one pass over their digests then decides which are kept,
+in which split and shard; shards are written, each as a unit. Documents keep the order of sources, file names and
+records, so the bytes depend on the input alone, not on the number of processes or on interruptions.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import json
+import shutil
+from itertools import islice
+from typing import Any
+
+from pipeline.data.documents import Rejection
+from pipeline.data.sources import input_files, reading_units
+from pipeline.data.staging import (
+    HAS_NUL,
+    HAS_U2581,
+    SPLITS,
+    STAGING,
+    Corpus,
+    load_corpus,
+    plan_shards,
+    stage_unit,
+    write_unit,
+)
+from pipeline.entry import stage_main
+from pipeline.errors import UserError, listed
+from pipeline.files import atomic_file, output_record
+from pipeline.work import UNITS, Unit, Work
+
+REJECTED = "rejected.jsonl"
+
+
+def shard(work: Work) -> None:
+    """Read, plan, write, reconcile, commit."""
+    config, folder = work.config.shard, work.folder
+    sources = [source.name for source in config.sources]
+    files = input_files(work.config)
+    _warn_of_unpinned(work)
+
+    units = [Unit(name, {"name": name, **payload}) for name, payload in reading_units(config, files)]
+    read = work.do_units("read", units, stage_unit)
+    names = [unit.name for unit in units]
+    source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
+    corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
+    counts = _count(corpus, read, source_of_unit, sources)
+    _gather_rejections(folder, names)
+    _refuse(work, counts, sum(record["lost"] for record in read), len(files))
+
+    staged = [record["outputs"][0]["sha256"] for record in read]
+    payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
+    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in payloads]
+    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_unit, "shards")]
+    _reconcile(counts, outputs)
+    _tell(work, counts, outputs)
+
+    outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
+                                 text_bytes=0))
+    _clear(folder, {record["path"] for record in outputs})
+    work.commit(outputs, counts, verified=True)
+
+
+def _warn_of_unpinned(work: Work) -> None:
+    for source in work.config.shard.sources:
+        if source.kind == "hf" and source.revision is None and not Path(source.dataset).expanduser().is_dir():
+            work.say(f"warning: source {source.name} has no `revision`; should {source.dataset} change on the Hub, "
+                     f"that would not be noticed here")
+
+
+def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str]) -> dict[str, Any]:
+    """What became of every document, for each source and in all."""
+    of_source: dict[str, dict[str, Any]] = {}
+    for number, source in enumerate(sources):
+        records = [record for record, owner in zip(read, source_of_unit, strict=True) if owner == number]
+        kept = {split: corpus.index[corpus.kept(split, number)] for split in SPLITS}
+        empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
+        of_source[source] = {
+            "documents_in": sum(record["documents"] for record in records) + empty + rejected,
+            **{split: len(rows) for split, rows in kept.items()},
+            "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty},
+            "rejected": rejected,
+            "text_bytes": {split: int(rows["text_bytes"].sum()) for split, rows in kept.items()},
+            "documents_with_nul": sum(int((rows["flags"] & HAS_NUL > 0).sum()) for rows in kept.values()),
+            "documents_with_u2581": sum(int((rows["flags"] & HAS_U2581 > 0).sum()) for rows in kept.values()),
+        }
+    return {**_total(list(of_source.values())), "sources": of_source}
+
+
+def _total(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: _total([part[name] for part in parts]) if isinstance(value, dict)
+            else sum(part[name] for part in parts) for name, value in parts[0].items()}
+
+
+def _gather_rejections(folder: Path, units: list[str]) -> None:
+    with atomic_file(folder / REJECTED) as out:
+        for unit in units:
+            with open(folder / STAGING / f"{unit}.rejected", "rb") as file:
+                shutil.copyfileobj(file, out)
+
+
+def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
+    """Stop before anything is written if too much was unreadable or a source or split is empty."""
+    config, problems = work.config.shard, []
+    for source, own in counts["sources"].items():
+        if own["train"] + own["heldout"] == 0:
+            problems.append(f"source {source} yields no documents: {own['documents_in']} read, of which "
+                            f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
+                            f"{own['rejected']} unreadable{_first(work.folder, source)}. Correct the source, or leave "
+                            f"it out.")
+    limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
+    advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
+              f"same command then goes on from here")
+    if counts["rejected"] > config.max_rejected_share * counts["documents_in"]:
+        problems.append(f"{counts['rejected']:,} of {counts['documents_in']:,} documents cannot be read, {limit}"
+                        f"{_first(work.folder)}. {advice}.")
+    elif lost > config.max_rejected_share * files:
+        problems.append(f"{lost:,} of {files:,} files cannot be read to their end, and what follows in them is lost, "
+                        f"{limit}{_first(work.folder)}. {advice}.")
+    documents = counts["train"] + counts["heldout"]
+    if documents and not counts["heldout"]:
+        problems.append(f"none of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
+                        f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), or give more "
+                        f"documents; a `separator` makes many of one text file.")
+    if documents and not counts["train"]:
+        problems.append(f"all of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
+                        f"is {config.heldout_share:g}. Lower it, or give more documents; a `separator` makes many of "
+                        f"one text file.")
+    if problems:
+        raise UserError(listed(problems) if len(problems) == 1 else f"the corpus cannot be used:\n{listed(problems)}")
+
+
+def _first(folder: Path, source: str | None = None) -> str:
+    """The first rejections in words, for a message."""
+    with open(folder / REJECTED, encoding="utf-8") as file:
+        rejections = (Rejection(**json.loads(line)) for line in file)
+        shown = list(islice((rejection for rejection in rejections if source in (None, rejection.source)), 3))
+    return f" ({'; '.join(f'{rejection.source}/{rejection}' for rejection in shown)})" if shown else ""
+
+
+def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
+    """What was read is what stands in the shards, as they were read back, plus what was left out."""
+    for source, own in counts["sources"].items():
+        written = {split: sum(record["docs"] for record in outputs
+                              if (record["split"], record["source"]) == (split, source)) for split in SPLITS}
+        accounted = sum(written.values()) + sum(own["dropped"].values()) + own["rejected"]
+        if accounted != own["documents_in"] or any(written[split] != own[split] for split in SPLITS):
+            raise AssertionError(f"{source}: {own['documents_in']} documents in, {accounted} accounted for: {written}, "
+                                 f"{own}")
+
+
+def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
+    dropped, shards = counts["dropped"], [sum(record["split"] == split for record in outputs) for split in SPLITS]
+    for source, own in counts["sources"].items():
+        for split, word in zip(SPLITS, ("train", "held-out"), strict=True):
+            if not own[split]:
+                work.say(f"warning: source {source} has no {word} document ({own['train']} train, "
+                         f"{own['heldout']} held out)")
+    if counts["rejected"]:
+        work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
+                 f"{work.folder / REJECTED}")
+    work.say(f"{counts['documents_in']:,} documents in = {counts['train']:,} train + {counts['heldout']:,} held out + "
+             f"{sum(dropped.values()):,} dropped ({dropped['duplicate']:,} duplicate, {dropped['empty']:,} empty) + "
+             f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in "
+             f"{shards[0]} + {shards[1]} shards")
+
+
+def _clear(folder: Path, outputs: set[str]) -> None:
+    """Remove what is no output, before the commit, so that no kill leaves a finished stage with twice its size."""
+    for path in [path for split in SPLITS for path in (folder / split).glob("*.tar")]:
+        if path.relative_to(folder).as_posix() not in outputs:
+            path.unlink()  # an interrupted run saw another state of a Hub dataset
+    shutil.rmtree(folder / UNITS / "read", ignore_errors=True)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main("shard", shard))

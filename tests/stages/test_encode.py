@@ -1,0 +1,202 @@
+"""The encode stage as users run it: documents come back, counts agree, kills and process counts leave no trace."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.config.data import EncodeConfig
+from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.data.token_shards import TokenShard, open_shards
+from pipeline.encode import chosen_dtype, counted, encode, prove, reconcile
+from pipeline.entry import stage_main
+from pipeline.errors import UserError
+from pipeline.files import write_json
+from pipeline.manifest import read_manifest
+from pipeline.tokenizer import make_vocabulary
+from pipeline.vocabulary.base import reads_back
+from pipeline.vocabulary.kinds import load_vocabulary
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+
+
+def run_folder(config):
+    return config.parent / "runs/mini"
+
+
+@pytest.fixture
+def copy(encoded, tmp_path):
+    """The finished run in a folder of its own."""
+    shutil.copytree(run_folder(encoded), tmp_path / "runs/mini")
+    path = tmp_path / "mini.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(encoded.read_text()), "runs_dir": str(tmp_path / "runs")}))
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a stage in this process, with one worker; its standard output and error."""
+    def run_stage_here(stage, config, *overrides, expect=0):
+        body = {"tokenizer": make_vocabulary, "encode": encode}[stage]
+        status = stage_main(stage, body, ["--config", str(config), *overrides, "launch.processes=1"])
+        told = capsys.readouterr()
+        assert status == expect, told.err
+        return told
+    return run_stage_here
+
+
+def test_every_document_comes_back_from_its_tokens(encoded):
+    run = run_folder(encoded)
+    vocabulary = load_vocabulary(run / "tokenizer")
+    shard, encode = read_manifest(run / "shard"), read_manifest(run / "encode")
+    assert len(encode.outputs) == len([record for record in shard.outputs if record["split"] != "rejected"]) > 3
+    for split in ("train", "heldout"):
+        records = sorted(shard_records(shard, split), key=lambda record: record["path"])
+        for source, token_shard in zip(records, open_shards(run / "encode", encode.outputs, split), strict=True):
+            assert token_shard.record["input"] == source["path"]
+            assert token_shard.record["input_sha256"] == source["sha256"]
+            for number, document in enumerate(read_shard(run / "shard", source)):
+                ids = token_shard.document_tokens(number).tolist()
+                assert (ids[0], ids[-1]) == (vocabulary.bos_id, vocabulary.eos_id)
+                assert ids[1:-1] == vocabulary.encode(document.text)
+                assert reads_back(document.text, vocabulary.decode(ids))
+                assert token_shard.document_key(number) == document.key
+                assert token_shard.document_bytes(number) == len(document.text.encode())
+
+
+def test_counts_are_those_of_the_text(encoded):
+    run = run_folder(encoded)
+    shard, encode = read_manifest(run / "shard").counts, read_manifest(run / "encode").counts
+    for split in ("train", "heldout"):
+        own = encode["splits"][split]["code"]
+        assert own["docs"] == shard["sources"]["code"][split]
+        assert own["text_bytes"] == shard["sources"]["code"]["text_bytes"][split]
+    assert encode["total"]["tokens"] == sum(own["tokens"] for split in encode["splits"].values()
+                                            for own in split.values())
+    assert encode["dtype"] == "uint16" and encode["vocab_size"] == 768
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_processes(run, copy):
+    before = read_manifest(run_folder(copy) / "encode").digest
+    run("encode", copy, "--force")
+    assert read_manifest(run_folder(copy) / "encode").digest == before
+    run_stage("encode", copy, "--force", "launch.processes=2")
+    assert read_manifest(run_folder(copy) / "encode").digest == before
+    assert "up to date" in run("encode", copy).out
+
+
+def test_wider_tokens_hold_the_same_ids(run, copy, encoded):
+    run("encode", copy, "--force", "encode.dtype=uint32")
+    wide, narrow = ([TokenShard(run_folder(config) / "encode" / record["path"], record)
+                     for record in read_manifest(run_folder(config) / "encode").outputs] for config in (copy, encoded))
+    for two, one in zip(wide, narrow, strict=True):
+        assert two.dtype == np.uint32 and two.tokens(0, two.token_count).tolist() == one.tokens(
+            0, one.token_count).tolist()
+
+
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, copy):
+    before = read_manifest(run_folder(copy) / "encode").digest
+    shutil.rmtree(run_folder(copy) / "encode")
+    folder, chance, kept = run_folder(copy) / "encode", random.Random(0), 0
+    for _ in range(3):
+        child = subprocess.Popen(stage_command("encode", copy), cwd=REPOSITORY, env=environment(),
+                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        done = len(list(folder.rglob("units/encode/*.json")))
+        while child.poll() is None and len(list(folder.rglob("units/encode/*.json"))) < done + 1:
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.05)
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        kept = max(kept, len(list(folder.rglob("units/encode/*.json"))))
+    assert kept > 0
+    run("encode", copy)
+    assert read_manifest(folder).digest == before
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_torn_shard_alone_is_made_again(run, copy):
+    folder = run_folder(copy) / "encode"
+    before = read_manifest(folder)
+    torn, *others = [folder / record["path"] for record in before.outputs]
+    times = [path.stat().st_mtime_ns for path in others]
+    os.truncate(torn, torn.stat().st_size // 2)
+    assert str(torn) in run("encode", copy).out
+    assert read_manifest(folder).digest == before.digest
+    assert [path.stat().st_mtime_ns for path in others] == times
+
+
+def test_another_tokenizer_makes_the_tokens_stale(run, copy):
+    run("tokenizer", copy, "--force", "tokenizer.kind=byte")
+    told = run("encode", copy, "tokenizer.kind=byte", expect=2)
+    assert "outputs of the stage tokenizer" in told.err and "Traceback" not in told.err
+    run("encode", copy, "--force", "tokenizer.kind=byte")
+    counts = read_manifest(run_folder(copy) / "encode").counts
+    assert counts["vocab_size"] == 512
+    assert counts["total"]["tokens"] == counts["total"]["text_bytes"] + 2 * counts["total"]["docs"]
+
+
+def test_a_changed_text_shard_is_refused(run, copy):
+    path = next((run_folder(copy) / "shard/train").glob("*.tar"))
+    data = bytearray(path.read_bytes())
+    data[600] ^= 1
+    path.write_bytes(data)
+    told = run("encode", copy, "--force", expect=2)
+    assert f"{path} is not the shard that the stage shard committed" in told.err
+
+
+def test_a_vocabulary_that_was_exchanged_is_refused(copy):
+    path = run_folder(copy) / "tokenizer/tokenizer.model"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    told = run_stage("encode", copy, "--force", expect=2)
+    assert "is not the file that" in told.stderr
+
+
+def test_too_narrow_a_type_is_refused_with_the_numbers():
+    assert chosen_dtype(EncodeConfig(), 65536) == chosen_dtype(EncodeConfig(dtype="uint16"), 512) == "uint16"
+    assert chosen_dtype(EncodeConfig(), 65664) == chosen_dtype(EncodeConfig(dtype="uint32"), 512) == "uint32"
+    with pytest.raises(UserError, match=r"up to 65535, but the vocabulary has 128256"):
+        chosen_dtype(EncodeConfig(dtype="uint16"), 128256)
+
+
+@pytest.mark.parametrize(("position", "value", "problem"), [
+    (0, 7, "does not begin with BOS"), (-1, 7, "does not end with EOS"), (5, "bos", "some stand inside of documents"),
+    (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
+def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
+    run = run_folder(copy)
+    vocabulary = load_vocabulary(run / "tokenizer")
+    record = read_manifest(run / "encode").outputs[0]
+    source = shard_records(read_manifest(run / "shard"), "train")[0]
+    texts = {0: next(read_shard(run / "shard", source)).text}
+    path = run / "encode" / record["path"]
+    prove(path, record, source, vocabulary, texts)
+    with open(path, "r+b") as file:
+        file.seek(record["data_offset"] + 2 * (position % record["tokens"]))
+        file.write(np.uint16(vocabulary.bos_id if value == "bos" else value).tobytes())
+    with pytest.raises(UserError, match=problem):
+        prove(path, record, source, vocabulary, texts)
+
+
+def test_counts_that_do_not_agree_stop_the_stage():
+    texts = counted([{"split": "train", "source": "web", "docs": 3, "text_bytes": 30},
+                     {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10}])
+    reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 10, "tokens": 5},
+                              {"split": "train", "source": "web", "docs": 1, "text_bytes": 20, "tokens": 5},
+                              {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10, "tokens": 5}]))
+    with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
+        reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 30, "tokens": 5}]))
+
+
+def test_a_text_shard_with_other_documents_than_its_record_stops_the_stage(run, copy):
+    manifest = json.loads((run_folder(copy) / "shard/manifest.json").read_text())
+    manifest["outputs"][0]["docs"] += 1
+    write_json(run_folder(copy) / "shard/manifest.json", manifest)
+    told = run("encode", copy, "--force", expect=2)
+    assert "documents instead of" in told.err and "Traceback" not in told.err

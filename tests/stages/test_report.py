@@ -1,0 +1,71 @@
+"""The stage report on a made-up run; tests/stages/test_evaluate.py has it on a real one."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.loading import save_config
+from pipeline.entry import stage_main
+from pipeline.files import write_json
+from pipeline.manifest import read_manifest
+from pipeline.report import report
+from tests.reporting.made_up import results, write_run
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(run, arguments of the stage)"""
+    run, settings = write_run(tmp_path)
+    save_config(settings, tmp_path / "run.yaml")
+    return run, ["--config", str(tmp_path / "run.yaml")]
+
+
+def test_both_forms_are_written_committed_and_copied(made, capsys):
+    run, arguments = made
+    assert stage_main("report", report, arguments) == 0
+    manifest = read_manifest(run.own_folder("report"))
+    assert [record["path"] for record in manifest.outputs] == ["report.html", "report.md"]
+    for record in manifest.outputs:
+        inner = run.own_folder("report") / record["path"]
+        assert inner.read_bytes() == (run.folder / record["path"]).read_bytes()
+    told = capsys.readouterr().out
+    assert "9 % less than gzip -9" in told
+    assert Path(told.rpartition("open ")[2].strip()) == (run.folder / "report.html").absolute()
+    assert stage_main("report", report, arguments) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_new_results_make_it_stale(made, capsys):
+    run, arguments = made
+    assert stage_main("report", report, arguments) == 0
+    manifest = read_manifest(run.own_folder("evaluate"))
+    manifest.outputs = [{"path": "results.json", "bytes": 1, "sha256": "new"}]
+    manifest.write(run.own_folder("evaluate"))
+    assert stage_main("report", report, arguments) == 2
+    assert "outputs of the stage evaluate" in capsys.readouterr().err
+    changed = results()
+    changed["heldout"]["overall"]["bits_per_byte"] = 1.2345
+    write_json(run.own_folder("evaluate") / "results.json", changed)
+    assert stage_main("report", report, [*arguments, "--force"]) == 0
+    assert "1.2345" in (run.folder / "report.html").read_text()
+
+
+def test_the_title_can_be_given(made):
+    run, arguments = made
+    assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
+    assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
+
+
+def test_a_line_that_a_kill_tore_is_left_out(made):
+    run, arguments = made
+    with open(run.own_folder("train") / "metrics.jsonl", "a") as file:
+        file.write('{"step": 601, "lo')
+    assert stage_main("report", report, arguments) == 0
+
+
+def test_a_damaged_log_is_named(made, capsys):
+    run, arguments = made
+    with open(run.own_folder("train") / "samples.jsonl", "a") as file:
+        file.write("{broken}\n")
+    assert stage_main("report", report, arguments) == 2
+    assert "is damaged" in capsys.readouterr().err

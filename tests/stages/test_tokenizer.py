@@ -1,0 +1,141 @@
+"""The tokenizer stage as users run it: odd text, every kind, equal outputs on every run, gates that stop it."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from pipeline.entry import stage_main
+from pipeline.manifest import read_manifest
+from pipeline.tokenizer import make_vocabulary
+from pipeline.vocabulary.kinds import load_vocabulary
+from tests.conftest import run_stage, write_config
+from tests.vocabulary.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory, corpus):
+    """Config of a run whose shard stage is done, over the corpus and odd texts, a third of them held out."""
+    folder = tmp_path_factory.mktemp("sharded")
+    (folder / "odd.jsonl").write_text("".join(json.dumps({"text": f"{text} {number}"}) + "\n"
+                                              for number, text in enumerate(ODD_TEXTS * 4)))
+    config = write_config(folder, corpus)
+    settings = yaml.safe_load(config.read_text())
+    settings["shard"]["heldout_share"] = 0.3
+    settings["shard"]["sources"].append({"kind": "files", "name": "odd", "paths": [str(folder / "odd.jsonl")]})
+    config.write_text(yaml.safe_dump(settings))
+    run_stage("shard", config)
+    return config
+
+
+@pytest.fixture
+def copy(sharded, tmp_path):
+    """The same run in a folder of its own."""
+    shutil.copytree(sharded.parent / "runs", tmp_path / "runs")
+    settings = {**yaml.safe_load(sharded.read_text()), "runs_dir": str(tmp_path / "runs")}
+    path = tmp_path / "mini.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the stage in this process, with one worker; its standard output and error."""
+    def run_stage_here(config, *overrides, expect=0):
+        status = stage_main("tokenizer", make_vocabulary, ["--config", str(config), *overrides, "launch.processes=1"])
+        told = capsys.readouterr()
+        assert status == expect, told.err
+        return told
+    return run_stage_here
+
+
+def stage_folder(config):
+    return config.parent / "runs/mini/tokenizer"
+
+
+def test_sentencepiece_is_trained_proved_and_reported(run, copy):
+    told = run(copy).out
+    folder = stage_folder(copy)
+    manifest = read_manifest(folder)
+    assert sorted(record["path"] for record in manifest.outputs) == [
+        "hf/tokenizer.json", "hf/tokenizer_config.json", "report.json", "report.md", "tokenizer.model",
+        "vocabulary.json"]
+    assert (folder / "train.log").stat().st_size > 0
+    shard = read_manifest(copy.parent / "runs/mini/shard").counts
+    counts, report = manifest.counts, json.loads((folder / "report.json").read_text())
+    assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
+    assert counts["encode_mb_per_s"] > 0 and "MB/s" in told
+    for source in ("code", "odd"):
+        assert report["sources"][source]["documents"] == shard["sources"][source]["heldout"]
+        assert report["sources"][source]["text_bytes"] == shard["sources"][source]["text_bytes"]["heldout"]
+    odd = report["sources"]["odd"]
+    assert odd["literal_marks"] > 0 and odd["nul_documents"] > 0 and odd["fallback_tokens"] > 0
+    assert report["total"]["round_trip_failures"] == report["total"]["hugging_face_failures"] == 0
+    assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
+    assert "| odd |" in (folder / "report.md").read_text()
+
+
+def test_the_outputs_do_not_depend_on_processes_or_on_which_run_it_was(run, copy):
+    whole = read_manifest(copy.parent / "runs/mini/shard").counts["text_bytes"]["train"]
+    half = ("--force", f"tokenizer.train_mb={whole / 2e6}")
+    run(copy, *half)
+    first = read_manifest(stage_folder(copy))
+    assert 0.3 < first.counts["trained_on"]["text_bytes"] / whole < 0.7
+    run_stage("tokenizer", copy, *half, "launch.processes=2")
+    assert read_manifest(stage_folder(copy)).digest == first.digest
+    run(copy, *half, "tokenizer.seed=1")
+    assert read_manifest(stage_folder(copy)).digest != first.digest
+
+
+def test_a_lost_output_alone_is_made_again(run, copy):
+    run(copy, "tokenizer.kind=byte")
+    before = read_manifest(stage_folder(copy)).digest
+    (stage_folder(copy) / "hf/tokenizer.json").unlink()
+    assert "making it again" in run(copy, "tokenizer.kind=byte").out
+    assert read_manifest(stage_folder(copy)).digest == before
+
+
+@pytest.mark.parametrize("kind", ["byte", "char"])
+def test_small_vocabularies(run, copy, kind):
+    run(copy, f"tokenizer.kind={kind}")
+    vocabulary = load_vocabulary(stage_folder(copy))
+    assert vocabulary.kind == kind and vocabulary.size % 128 == 0
+    report = json.loads((stage_folder(copy) / "report.json").read_text())
+    assert report["total"]["round_trip_failures"] == 0
+    if kind == "byte":
+        assert report["total"]["bytes_per_token"] == 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tiktoken", "tiktoken"), ("huggingface", "huggingface"),
+                                            ("bpe", "sentencepiece")])
+def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):  # noqa: F811
+    run(copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
+    assert load_vocabulary(stage_folder(copy)).sha256 == vocabularies[name].sha256
+    assert read_manifest(stage_folder(copy)).fingerprint["files"]["tokenizer"] == vocabularies[name].sha256
+    elsewhere = copy.parent / "moved"
+    shutil.copyfile(files[name], elsewhere)
+    again = run(copy, f"tokenizer.kind={kind}", f"tokenizer.path={elsewhere}").out
+    assert "up to date" in again  # its content counts, not its place
+
+
+def test_a_ready_tokenizer_that_is_missing_is_named(run, copy, tmp_path):
+    told = run(copy, "tokenizer.kind=tiktoken", f"tokenizer.path={tmp_path}/none.model", expect=2)
+    assert f"{tmp_path}/none.model cannot be read" in told.err and "Traceback" not in told.err
+
+
+def test_a_vocabulary_too_large_for_the_text_says_how_large_it_may_be(run, copy):
+    told = run(copy, "tokenizer.vocab_size=65536", expect=2)
+    assert "tokenizer.vocab_size 65536 is too large for the training text" in told.err
+    assert "Traceback" not in told.err and read_manifest(stage_folder(copy)) is None
+
+
+def test_a_tokenizer_that_loses_text_is_not_committed(run, copy, tmp_path, byte_level):  # noqa: F811
+    from tokenizers import Tokenizer, normalizers
+    lossy = Tokenizer.from_str(byte_level.to_str())
+    lossy.normalizer = normalizers.NFKC()
+    lossy.add_special_tokens(["<s>", "</s>"])
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    told = run(copy, "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json",
+                     expect=2)
+    assert "The vocabulary loses text" in told.err and read_manifest(stage_folder(copy)) is None

@@ -1,0 +1,239 @@
+"""Training as users run it: kill and continue, damaged checkpoints, other world sizes, requests to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.manifest import read_manifest
+from pipeline.training.metrics import read_lines, read_metrics
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+
+CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
+
+
+def curve(config: Path, name: str = "mini") -> list[dict]:
+    """What training computed, step by step, without what the clock measured."""
+    metrics = read_metrics(config.parent / f"runs/{name}/train/metrics.jsonl")
+    return [{key: record[key] for key in ("step", *CURVE) if key in record} for record in metrics]
+
+
+def train_folder(config: Path, name: str = "mini") -> Path:
+    return config.parent / f"runs/{name}/train"
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`: the elastic agent's workers are in sessions of their own."""
+    children = [int(child) for thread in Path(f"/proc/{pid}/task").iterdir()
+                for child in (thread / "children").read_text().split()]
+    return children + [deeper for child in children for deeper in descendants(child)]
+
+
+def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, how: int = signal.SIGKILL) -> None:
+    """Start training, and signal it and its workers once `after_step` is logged."""
+    process = subprocess.Popen(stage_command("train", config, *overrides, ranks=ranks), cwd=REPOSITORY,
+                               env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics, deadline = train_folder(config) / "metrics.jsonl", time.monotonic() + 120
+    while not any(record["step"] >= after_step for record in read_lines(metrics)):
+        assert time.monotonic() < deadline and process.poll() is None, "training did not get that far"
+        time.sleep(0.01)
+    for pid in [process.pid, *descendants(process.pid)]:
+        os.kill(pid, how)
+    process.wait()
+
+
+def test_workers_end_when_their_agent_is_killed(fresh):
+    """Otherwise they would go on writing into the run that the user starts next."""
+    command = stage_command("train", fresh, "train.steps=100000", ranks=2)
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    wait_for(lambda: list(read_lines(train_folder(fresh) / "metrics.jsonl")))
+    workers = descendants(process.pid)
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_a_run_trains_and_says_so(fresh):
+    run_stage("train", fresh, ranks=2)
+    metrics, folder = read_metrics(train_folder(fresh) / "metrics.jsonl"), train_folder(fresh)
+    assert [record["step"] for record in metrics] == list(range(1, 13))
+    assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]
+    assert [record["samples"] for record in metrics] == [[16 * step, 16 * step + 16] for step in range(12)]
+    for key in ("lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_s", "step_s", "memory_mb"):
+        assert all(isinstance(record[key], (int, float)) for record in metrics)
+    assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
+    assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
+    assert {record["step"] for record in read_lines(folder / "samples.jsonl")} == {6, 12}
+    assert [record["event"] for record in read_lines(folder / "events.jsonl")] == \
+        ["start", "checkpoint", "checkpoint", "checkpoint", "finish"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    assert list((folder.parent / "tensorboard").glob("events.out.tfevents.*"))
+    manifest = read_manifest(folder)
+    assert manifest.counts["tokens"] == 12 * 1024 and manifest.counts["restarts"] == 0
+    assert "up to date" in run_stage("train", fresh).stdout
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kill_9_and_continue_gives_the_same_curve_to_the_last_bit(fresh, seed):
+    """Two ranks, several kills at random steps, over an epoch boundary."""
+    overrides = ["train.steps=70", "train.heldout_every=20", "train.warmup_steps=5"]
+    run_stage("train", fresh, "name=whole", *overrides, ranks=2)
+    whole = curve(fresh, "whole")
+    epoch = read_manifest(train_folder(fresh, "whole")).counts["epochs"]["all"]
+    assert epoch > 1, "the test must cross an epoch boundary"
+    chance = random.Random(seed)
+    for after in sorted(chance.sample(range(2, 65), 3)):
+        train_and_kill(fresh, *overrides, ranks=2, after_step=after)
+    run_stage("train", fresh, *overrides, ranks=2)
+    assert curve(fresh) == whole
+    lines = list(read_lines(train_folder(fresh) / "metrics.jsonl"))
+    assert len(lines) > 70, "steps after the last checkpoint were done again"
+    by_step = {record["step"]: record["loss"] for record in lines}
+    assert all(record["loss"] == by_step[record["step"]] for record in lines)
+    assert read_manifest(train_folder(fresh)).counts["restarts"] == 3
+
+
+def test_a_request_to_stop_saves_and_the_same_command_continues(fresh):
+    overrides = ["train.steps=200", "train.checkpoint.every_steps=1000", "train.sample_every=1000",
+                 "train.heldout_every=1000"]
+    train_and_kill(fresh, *overrides, ranks=1, after_step=3, how=signal.SIGTERM)
+    events = list(read_lines(train_folder(fresh) / "events.jsonl"))
+    assert [event["event"] for event in events] == ["start", "checkpoint", "stop"]
+    stopped = events[-1]["step"]
+    assert events[-1]["reason"] == "SIGTERM" and 3 <= stopped < 200
+    result = run_stage("train", fresh, *overrides)
+    assert f"continuing after step {stopped} " in result.stdout
+    assert [record["step"] for record in read_lines(train_folder(fresh) / "metrics.jsonl")] == list(range(1, 201))
+
+
+def test_logging_and_checkpointing_change_no_loss(fresh):
+    quiet = ["train.heldout_every=1000", "train.sample_every=1000", "train.checkpoint.every_steps=1000",
+             "train.loader_threads=3"]
+    run_stage("train", fresh)
+    run_stage("train", fresh, "name=quiet", *quiet)
+    assert [record["loss"] for record in curve(fresh)] == [record["loss"] for record in curve(fresh, "quiet")]
+
+
+def test_one_rank_and_two_train_alike_in_float64(fresh):
+    run_stage("train", fresh, "train.precision=fp64", "train.micro_batch=16")
+    run_stage("train", fresh, "train.precision=fp64", "name=two", ranks=2)
+    for one, two in zip(curve(fresh), curve(fresh, "two"), strict=True):
+        assert one["samples"] == two["samples"] and one["targets"] == two["targets"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-12)
+
+
+def test_a_run_continues_on_another_number_of_ranks(fresh):
+    settings = ["train.precision=fp64", "train.steps=24"]
+    run_stage("train", fresh, "name=whole", *settings)
+    train_and_kill(fresh, *settings, ranks=2, after_step=9)
+    run_stage("train", fresh, *settings)
+    for one, two in zip(curve(fresh, "whole"), curve(fresh), strict=True):
+        assert one["samples"] == two["samples"] and one["loss"] == pytest.approx(two["loss"], rel=1e-11)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "marker"])
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
+    run_stage("train", fresh, "name=whole", "train.steps=16")
+    train_and_kill(fresh, "train.steps=16", ranks=1, after_step=9)
+    newest = sorted(path for path in (train_folder(fresh) / "checkpoints").glob("step-*") if path.suffix != ".tmp")[-1]
+    victim = next(newest.glob("*.distcp"))
+    if damage == "flip":
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif damage == "cut":
+        os.truncate(victim, victim.stat().st_size // 2)
+    elif damage == "remove":
+        victim.unlink()
+    else:
+        (newest / "COMPLETE.json").unlink()
+    result = run_stage("train", fresh, "train.steps=16")
+    assert f"checkpoint {newest.name}" in result.stdout
+    resumed = int(re.search(r"continuing after step (\d+)", result.stdout)[1])
+    assert resumed < int(newest.name.removeprefix("step-"))
+    assert curve(fresh) == curve(fresh, "whole")
+
+
+def test_a_torn_line_of_the_log_is_cut(fresh):
+    train_and_kill(fresh, ranks=1, after_step=5)
+    with open(train_folder(fresh) / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')
+    assert "cut 15 bytes" in run_stage("train", fresh).stdout
+    assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
+
+
+def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace(fresh):
+    train_and_kill(fresh, ranks=1, after_step=5)
+    assert "train.lr: 0.01 -> 0.02" in run_stage("train", fresh, "train.lr=0.02", expect=2).stderr
+    run_stage("train", fresh, "train.lr=0.02", "--accept-drift")
+    assert curve(fresh)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
+    assert read_manifest(train_folder(fresh)).drift[0]["differences"] == ["train.lr: 0.01 -> 0.02"]
+
+
+def test_force_sets_the_old_checkpoints_aside(fresh):
+    run_stage("train", fresh)
+    run_stage("train", fresh, "train.lr=0.02", "--force")
+    assert (fresh.parent / "runs/mini/train.replaced-1/checkpoints/step-00000012/COMPLETE.json").is_file()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
+    result = run_stage("train", fresh, "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=1e30", expect=2)
+    assert re.search(r"stopped at step \d+: loss (nan|inf)", result.stderr) and "samples [" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(fresh):
+    """The file size limit of the process stands in for the disk: writing beyond it fails like a full one."""
+    run_stage("train", fresh, "name=whole")
+    process = subprocess.run(
+        stage_command("train", fresh, "train.checkpoint.every_steps=4"), cwd=REPOSITORY, env=environment(), text=True,
+        capture_output=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert process.returncode == 2 and "full" in process.stderr, process.stdout + process.stderr
+    assert not list((train_folder(fresh) / "checkpoints").glob("*"))
+    run_stage("train", fresh)
+    assert curve(fresh) == curve(fresh, "whole")
+
+
+def test_ranks_that_do_not_fit_the_batch_are_refused_with_the_numbers(fresh):
+    result = run_stage("train", fresh, "train.micro_batch=16", ranks=2, expect=2)
+    assert "16 sequences" in result.stderr and "not divisible by 32" in result.stderr
+    assert result.stderr.count("stops here") == 1
+
+
+def test_torn_token_shards_are_named(fresh, encoded):
+    shard = next((encoded.parent / "runs/mini/encode/train").glob("*.arrow"))
+    content = shard.read_bytes()
+    try:
+        os.truncate(shard, len(content) // 2)
+        result = run_stage("train", fresh, expect=2)
+        assert shard.name in result.stderr and "Traceback" not in result.stderr
+    finally:
+        shard.write_bytes(content)
+
+
+def test_the_json_lines_are_one_object_a_line(fresh):
+    run_stage("train", fresh)
+    for name in ("metrics", "samples", "events"):
+        for line in (train_folder(fresh) / f"{name}.jsonl").read_text().splitlines():
+            assert isinstance(json.loads(line), dict)
