@@ -11,14 +11,14 @@ class LaunchConfig(Section):
     """Processes on one box, and what is asked of Slurm."""
 
     processes: int | None = Field(None, gt=0)
-    """Processes on one box: ranks of train and evaluate without a GPU, workers of shard and encode.
-    null: the number of GPUs for ranks, the number of cores for workers."""
+    """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
+    shard, tokenizer and encode. null: one rank per GPU (1 without), a worker per core."""
     nodes: int = Field(1, gt=0)
     """Slurm nodes for train."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
+    """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node. evaluate takes one such node."""
     cpus_per_task: int = Field(4, gt=0)
-    """CPU cores per rank or worker on Slurm."""
+    """CPU cores per rank on Slurm, and of a stage without ranks (which gets more if `processes` is more)."""
     partition: str | None = None
     """Slurm partition; null: the site's default."""
     account: str | None = None

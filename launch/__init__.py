@@ -1,0 +1,1 @@
+"""How stages get machines: what users run, the plan, local processes, Slurm."""

@@ -1,0 +1,211 @@
+"""Start stages of a run, on this box or through Slurm.
+
+    python launch/submit.py --stage all --config configs/demo.yaml --cluster local
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import shutil
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from launch.plan import Job, Options
+    from pipeline.config.tree import Config
+
+EXAMPLES = """\
+examples:
+  python launch/submit.py --stage all --config configs/demo.yaml --cluster local
+  python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
+  python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
+  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
+  python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
+  python launch/submit.py --explain train.lr
+
+The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
+same command continues. Exit status: 0 all asked stages are done (Slurm: submitted), 2 refused, 130 stopped.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit status."""
+    options = parser().parse_intermixed_args(arguments)
+    try:
+        return _main(options)
+    except UserError as error:
+        sys.stdout.flush()
+        print(f"\ndrover stops here: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("\nstopped before anything was started", file=sys.stderr, flush=True)
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The launcher's arguments."""
+    result = argparse.ArgumentParser(prog="python launch/submit.py", description=(__doc__ or "").splitlines()[0],
+                                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = result.add_argument_group("what")
+    what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
+                                                        "all, or a comma list")
+    what.add_argument("--config", metavar="FILE", help="YAML file of the run")
+    what.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    where = result.add_argument_group("where")
+    where.add_argument("--cluster", choices=("auto", "slurm", "local"), default="auto",
+                       help="auto: Slurm where sbatch is on PATH, else this box (default)")
+    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.nodes)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
+    how = result.add_argument_group("how")
+    how.add_argument("--dry-run", action="store_true", help="print the plan and the commands or sbatch scripts only")
+    how.add_argument("--force", action="store_true",
+                     help="rebuild every stage asked for (training output is set aside, never deleted)")
+    how.add_argument("--accept-drift", action="store_true",
+                     help="go on although inputs or settings changed; recorded in every later manifest")
+    asking = result.add_argument_group("asking")
+    asking.add_argument("--explain", nargs="?", const="", metavar="KEY",
+                        help="what a setting or section means, its type, default and value (all without KEY)")
+    asking.add_argument("--why", metavar="STAGE", help="why a stage is or is not up to date")
+    return result
+
+
+def _main(options: argparse.Namespace) -> int:
+    if options.explain is not None:
+        return _explain(options)
+    if options.config is None:
+        raise UserError("No configuration is given. Add --config FILE, for example --config configs/demo.yaml "
+                        "(--help shows complete commands).")
+    from pipeline.config.loading import load_config
+
+    config = load_config(options.config, _overrides(options), check=False)
+    if options.why is not None:
+        return _why(config, options.why)
+    if options.stage is None:
+        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
+    return _launch(config, options)
+
+
+def _launch(config: Config, options: argparse.Namespace) -> int:
+    """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    from launch.describe import print_plan
+    from launch.local import find_machine, run_jobs
+    from launch.plan import Options, configuration_problems, plan, refuse_unsound
+    from launch.slurm import frozen_config
+    from pipeline.run import Run
+    from pipeline.stages import parse_stages
+
+    stages = parse_stages(options.stage)
+    cluster, where = _cluster(options)
+    machine = find_machine()
+    if cluster == "local":
+        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
+    request = Options(
+        cluster="slurm" if cluster == "slurm" else "local", force=options.force, accept_drift=options.accept_drift,
+        config_path=str(frozen_config(config)) if cluster == "slurm" else options.config,
+        overrides=() if cluster == "slurm" else tuple(_overrides(options)), machine=machine)
+    run = Run(config)
+    jobs = plan(config, run, stages, request)
+    configuration_problems(config, jobs, options.config)
+    print_plan(config, run, jobs, request, where)
+    refuse_unsound(run, jobs, request)
+    if options.dry_run:
+        return _show(config, jobs, request)
+    return _submit(config, jobs) if cluster == "slurm" else run_jobs(config, jobs, request)
+
+
+def _submit(config: Config, jobs: list[Job]) -> int:
+    from launch.slurm import CHAIN, LOGS, submit
+
+    chain = submit(config, jobs)
+    for entry in chain:
+        after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
+        print(f"{entry.stage:<9} job {entry.id}{after}")
+    if not chain:
+        print("nothing to submit: all asked stages are done")
+        return 0
+    print(f"\nlogs in {config.folder / LOGS}; the chain is recorded in {config.folder / CHAIN}\n"
+          f"squeue -j {','.join(entry.id for entry in chain)} shows it; the same command submits what is left")
+    return 0
+
+
+def _show(config: Config, jobs: list[Job], request: Options) -> int:
+    from launch.describe import by_hand
+    from launch.slurm import scripts
+
+    if not any(job.to_run for job in jobs):
+        print("nothing to do: all asked stages are done")
+    elif request.cluster == "local":
+        for job in jobs:
+            if job.to_run:
+                print(f"# {job.stage}\n{by_hand(job)}\n")
+    else:
+        for job, text in scripts(config, jobs):
+            print(f"# ---- {job.stage}: sbatch would get this, and the job would run in each task\n"
+                  f"#      {by_hand(job)}\n{text}")
+    return 0
+
+
+def _cluster(options: argparse.Namespace) -> tuple[str, str]:
+    """Where to run, and why there."""
+    explicit = options.nodes is not None or options.gpus_per_node is not None
+    if options.cluster == "local":
+        if explicit:
+            raise UserError("--nodes and --gpus-per-node are asked of Slurm, but --cluster local runs on this box. "
+                            "Leave them out (launch.processes=N sets the ranks here), or use --cluster slurm.")
+        return "local", "as asked"
+    if options.cluster == "slurm":
+        return "slurm", "as asked"
+    if shutil.which("sbatch"):
+        return "slurm", "sbatch is on PATH"
+    if explicit and options.dry_run:
+        return "slurm", "no sbatch here: only shown"
+    if explicit:
+        raise UserError("--nodes and --gpus-per-node are asked of Slurm, but there is no sbatch on PATH. Leave them "
+                        "out to run on this box, or add --dry-run to see what Slurm would get.")
+    return "local", "no sbatch on PATH"
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    given = list(options.overrides)
+    given += [f"launch.nodes={options.nodes}"] if options.nodes is not None else []
+    given += [f"launch.gpus_per_node={options.gpus_per_node}"] if options.gpus_per_node is not None else []
+    return given
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from pipeline.config.explaining import explain
+    from pipeline.config.loading import load_config
+    from pipeline.config.tree import Config
+
+    overrides = _overrides(options)
+    if "=" in options.explain:  # `--explain train.steps=5`: the override was meant as one
+        overrides.insert(0, options.explain)
+        options.explain = options.explain.partition("=")[0]
+    if options.config is None and overrides:
+        raise UserError(f"The override {overrides[0]} is laid over a file, but none is given. Add --config FILE.")
+    config = Config() if options.config is None else load_config(options.config, overrides, check=False)
+    print(explain(config, options.explain))
+    return 0
+
+
+def _why(config: Config, stage: str) -> int:
+    from pipeline.run import Run
+    from pipeline.stages import parse_stages
+
+    for name in parse_stages(stage):
+        print(Run(config).why(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

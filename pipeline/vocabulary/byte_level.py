@@ -1,0 +1,38 @@
+"""What byte-level and merging tokenizers of the Hugging Face library are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes every byte as one printable character (GPT-2's table): which byte each stands for."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(value): value for value in shown}
+    hidden = [value for value in range(256) if value not in set(shown)]
+    return table | {chr(256 + index): value for index, value in enumerate(hidden)}
+
+
+def byte_level_tokenizer(model: Any, pattern: str | None = None) -> Any:
+    """A `tokenizers.Tokenizer` around `model` that sees text as bytes, split by `pattern` first."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    tokenizer = Tokenizer(model)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = as_bytes if pattern is None else pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def merges(ids: Mapping[str, int], rank: Callable[[str], float]) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, lowest rank of the third first, then by the ids of the two."""
+    found = []
+    for token in ids:
+        order = rank(token)
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((order, ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]

@@ -1,0 +1,38 @@
+"""Houses for the launcher's tests: a fresh one, and one whose data stages are done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fake_house import House, build_house
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """A launcher whose stages are fakes; whatever they leave running is killed at the end."""
+    house = build_house(tmp_path)
+    yield house
+    for name in house.alive():
+        os.kill(int((house.pids / name).read_text()), 9)
+
+
+@pytest.fixture(scope="session")
+def data_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder in which shard, tokenizer and encode are done."""
+    house = build_house(tmp_path_factory.mktemp("data_stages"))
+    result = house.submit("--stage", "shard,tokenizer,encode", "--cluster", "local")
+    assert result.returncode == 0, result.stderr
+    assert house.started() == ["encode-0", "shard-0", "tokenizer-0"]
+    return house.run
+
+
+@pytest.fixture
+def ready(house: House, data_stages: Path) -> House:
+    """A house in which only train and what follows is to do."""
+    shutil.copytree(data_stages, house.run)
+    return house

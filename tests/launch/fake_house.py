@@ -1,0 +1,159 @@
+"""A copy of the core and the launcher with stages that do next to nothing, steered by environment variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.stages import REPOSITORY, STAGES
+
+FAKE_STAGE = '''
+"""A stage for tests: FAKE_<name> says how it goes wrong."""
+import os, signal, sys, time
+from pathlib import Path
+from pipeline.config.section import identity
+from pipeline.entry import stage_main
+from pipeline.errors import UserError
+from pipeline.files import output_record, sha256_json, write_text
+
+NAME = "{name}"
+RANK = os.environ.get("RANK", "0")
+
+
+def work(work):
+    manner = os.environ.get("FAKE_" + NAME, "")
+    pids = Path(os.environ["FAKE_PIDS"])
+    (pids / f"{{NAME}}-{{RANK}}").write_text(str(os.getpid()))
+    print(f"{{NAME}} rank {{RANK}} of {{os.environ.get('WORLD_SIZE', '-')}} "
+          f"threads {{os.environ.get('OMP_NUM_THREADS', '-')}} terminal {{sys.stdout.isatty()}}", flush=True)
+    if manner == "silent":
+        os._exit(0)
+    if manner == "fail":
+        raise UserError("the third record of corpus.txt is broken. Mend it.")
+    if manner == "killed":
+        if RANK == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(120)
+    if manner in ("slow", "stubborn"):
+        stopped = []
+        if "RANK" in os.environ:
+            signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+        (pids / f"{{NAME}}-{{RANK}}.ready").touch()
+        end = time.monotonic() + 120
+        while time.monotonic() < end and not (stopped and manner == "slow"):
+            time.sleep(0.05)
+        (pids / f"{{NAME}}-{{RANK}}.saved").touch()
+        return
+    if RANK != "0":
+        while not (work.folder / "manifest.json").exists():
+            time.sleep(0.05)
+        return
+    content = sha256_json([NAME, work.fingerprint])
+    write_text(work.folder / "out.txt", content)
+    work.commit([output_record(work.folder, work.folder / "out.txt")], {{"files": 1}})
+    if manner == "late":
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main(NAME, work))
+'''
+
+
+@dataclass
+class House:
+    """The copy, a folder to work in, and the process ids that its stages left."""
+
+    root: Path
+    work: Path
+    pids: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        """The run folder of `config.yaml`."""
+        return self.work / "runs" / "trial"
+
+    def command(self, *arguments: str) -> list[str]:
+        """The launcher's command line."""
+        return [sys.executable, str(self.root / "launch" / "submit.py"), *arguments]
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """The environment of the launcher."""
+        kept = {key: value for key, value in os.environ.items()
+                if not key.startswith(("SLURM_", "OMP_NUM", "PYTHONPATH", "RANK", "WORLD_SIZE"))}
+        # No Slurm and no GPU, whatever this machine has.
+        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "",
+                **self.environment, **more}
+
+    def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run the launcher to its end."""
+        return subprocess.run(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
+                              env=self.environ(**more), capture_output=True, timeout=120, check=False)
+
+    def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
+        """Start the launcher as a shell's background job and return at once: it inherits that SIGINT is ignored."""
+        return subprocess.Popen(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
+                                env=self.environ(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+
+    def started(self) -> list[str]:
+        """Stages and ranks whose body ran, as `stage-rank`."""
+        return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
+
+    def forget(self) -> None:
+        """Forget which stages ran."""
+        for path in self.pids.iterdir():
+            path.unlink()
+
+    def alive(self) -> list[str]:
+        """Started bodies whose process still exists."""
+        return [name for name in self.started() if _exists(int((self.pids / name).read_text()))]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until the condition holds, or fail."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def _exists(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def build_house(folder: Path) -> House:
+    """Make the copy and its working folder under `folder`."""
+    root, work, pids = folder / "house", folder / "a folder", folder / "pids"
+    for place in (root / "pipeline", root / "model", work, pids):
+        place.mkdir(parents=True)
+    shutil.copytree(REPOSITORY / "launch", root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "pipeline" / "config", root / "pipeline" / "config",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (REPOSITORY / "pipeline").glob("*.py"):
+        if path.stem not in STAGES:
+            shutil.copy(path, root / "pipeline")
+    for name in ("__init__.py", "config.py"):
+        shutil.copy(REPOSITORY / "model" / name, root / "model")
+    for name, stage in STAGES.items():
+        (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
+        if stage.files:
+            module = root / (stage.files.partition(":")[0].replace(".", "/") + ".py")
+            module.parent.mkdir(exist_ok=True)
+            (module.parent / "__init__.py").touch()
+            module.write_text("def input_files(config):\n    return []\n")
+    (work / "config.yaml").write_text("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
+                                      "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
+    return House(root, work, pids)
