@@ -1,0 +1,204 @@
+"""Bits per byte of held-out text: the one loss that can be compared across vocabularies.
+
+    bits per byte = sum of nats over all targets / (ln 2 x UTF-8 bytes of the original text)
+
+Every token of a document but its BOS is a target exactly once, its EOS too. Documents are never joined: attention
+and positions start anew at each. One that is longer than the window is cut into consecutive windows that overlap
+by one token; what follows a cut is predicted without the text before it, which makes the figure a little worse
+than the model is. The result does not depend on the number of ranks: batches are formed before they are dealt out,
+and the sums of all windows are added in one order.
+
+Also imported by training ranks: numpy and torch only.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a place that has no target."""
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(tokens, labels, documents, positions), each (batch, length) -> the nats of each target, (batch, length)."""
+
+
+@dataclass(frozen=True)
+class HeldoutText:
+    """The documents of one source to measure on.
+
+    Attributes:
+        documents: ids of each document, from BOS to EOS.
+        text_bytes: UTF-8 bytes of their original text.
+    """
+
+    documents: Sequence[np.ndarray]
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a model needs for some text. `nats` is the sum over `targets` tokens that stand for `text_bytes` bytes."""
+
+    nats: float
+    targets: int
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of the original text; nan for no text."""
+        return self.nats / (math.log(2) * self.text_bytes) if self.text_bytes else math.nan
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per target token; nan for no targets."""
+        return self.nats / self.targets if self.targets else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean nats per target token; inf where that is beyond a float."""
+        return math.exp(self.loss) if not self.loss > 709 else math.inf
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Pairs (token, next token) [start, stop) of a document: the part of it that one window takes."""
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class HeldoutBatch:
+    """Windows ready for the model.
+
+    Attributes:
+        windows: their numbers among all windows, (windows,); empty for a batch that only keeps ranks in step.
+        tokens, labels, documents, positions: (batch, length) int64, as the model takes them.
+    """
+
+    windows: np.ndarray
+    tokens: Tensor
+    labels: Tensor
+    documents: Tensor
+    positions: Tensor
+
+
+class HeldoutBatches:
+    """This rank's share of the batches; every rank has the same number of them, because a sharded model needs all
+    ranks in each forward pass.
+
+    Args:
+        texts: held-out documents by source.
+        length: tokens per window.
+        batch: windows per batch.
+        rank, world: this process among all.
+    """
+
+    def __init__(self, texts: Mapping[str, HeldoutText], *, length: int, batch: int, rank: int = 0,
+                 world: int = 1) -> None:
+        self.texts, self.length, self.batch, self.rank, self.world = dict(texts), length, batch, rank, world
+        self._windows: list[tuple[str, list[Piece]]] = []
+        self.targets: dict[str, int] = {}
+        for name, text in self.texts.items():
+            lengths = [len(document) for document in text.documents]
+            self.targets[name] = sum(max(0, count - 1) for count in lengths)
+            self._windows += [(name, pieces) for pieces in pack_windows(lengths, length)]
+
+    @property
+    def sources(self) -> list[str]:
+        """The source of each window."""
+        return [name for name, _ in self._windows]
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self._windows) / self.batch) / self.world)
+
+    def __iter__(self) -> Iterator[HeldoutBatch]:
+        for turn in range(len(self)):
+            first = (turn * self.world + self.rank) * self.batch
+            yield self._build(range(first, min(first + self.batch, len(self._windows))))
+
+    def _build(self, windows: range) -> HeldoutBatch:
+        shape = (max(1, len(windows)), self.length)
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        documents, positions = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        for row, window in enumerate(windows):
+            name, pieces = self._windows[window]
+            at = 0
+            for number, piece in enumerate(pieces):
+                ids = self.texts[name].documents[piece.document][piece.start:piece.stop + 1]
+                place = slice(at, at + piece.stop - piece.start)
+                tokens[row, place], labels[row, place] = ids[:-1], ids[1:]
+                documents[row, place] = number
+                positions[row, place] = np.arange(piece.stop - piece.start)
+                at = place.stop
+        return HeldoutBatch(np.asarray(windows, np.int64), *(torch.from_numpy(array) for array in
+                                                             (tokens, labels, documents, positions)))
+
+
+def pack_windows(lengths: Sequence[int], window: int) -> list[list[Piece]]:
+    """Place documents of so many tokens into windows of `window` (token, next token) pairs.
+
+    A document of n tokens has n - 1 pairs. Whole windows are cut off long ones; what is left, like short
+    documents, goes to the fullest window that still has room, longest first (best-fit decreasing).
+    """
+    full: list[list[Piece]] = []
+    rest: list[Piece] = []
+    for document, length in enumerate(lengths):
+        pairs = max(0, length - 1)
+        whole = pairs - pairs % window
+        full += [[Piece(document, start, start + window)] for start in range(0, whole, window)]
+        if whole < pairs:
+            rest.append(Piece(document, whole, pairs))
+    shared: list[list[Piece]] = []
+    room: list[tuple[int, int]] = []  # (free places, number in `shared`), sorted
+    for piece in sorted(rest, key=lambda piece: piece.start - piece.stop):  # stable: equal lengths stay in order
+        size = piece.stop - piece.start
+        found = bisect_left(room, (size, 0))
+        if found < len(room):
+            free, number = room.pop(found)
+        else:
+            free, number = window, len(shared)
+            shared.append([])
+        shared[number].append(piece)
+        if free > size:
+            insort(room, (free - size, number))
+    return full + shared
+
+
+@torch.no_grad()
+def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | str = "cpu") -> dict[str, Measurement]:
+    """Nats, targets and bytes of each source, the same on every rank.
+
+    Called by all ranks together when there are several. `forward` gets tensors on `device`. For a
+    `model.llama.Llama` it is `model(tokens, labels, documents=documents, positions=positions, reduction="none")`,
+    the model being in evaluation mode.
+    """
+    sources = batches.sources
+    sums = torch.zeros(len(sources), dtype=torch.float64, device=device)
+    for batch in batches:
+        parts = (tensor.to(device) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
+        nats = forward(*parts).sum(dim=1, dtype=torch.float64)
+        if len(batch.windows):
+            sums[torch.from_numpy(batch.windows).to(device)] = nats
+    if batches.world > 1:
+        dist.all_reduce(sums)  # every window is zero on all ranks but one: the sum is exact
+    per_window = sums.tolist()
+    return {name: Measurement(math.fsum(value for value, source in zip(per_window, sources, strict=True)
+                                        if source == name), batches.targets[name], text.text_bytes)
+            for name, text in batches.texts.items()}
+
+
+def overall(measurements: Mapping[str, Measurement]) -> Measurement:
+    """All sources together: sums over sums."""
+    parts = measurements.values()
+    return Measurement(math.fsum(part.nats for part in parts), sum(part.targets for part in parts),
+                       sum(part.text_bytes for part in parts))

@@ -1,0 +1,129 @@
+"""results.json and results.md: what was measured, and what each figure means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from model.config import ModelConfig
+from pipeline.config.tree import Config
+from pipeline.evaluation.baselines import MEANING
+from pipeline.evaluation.bits_per_byte import Measurement
+
+FORMAT = 1
+DIGITS = 6
+"""Decimals kept: below that, the order in which a machine adds shows."""
+COMPARED = tuple(MEANING)
+DEFINITIONS = {
+    "bits_per_byte": "sum of nats over all target tokens / (ln 2 x UTF-8 bytes of the original text); targets are "
+                     "all tokens of a document and its EOS, BOS is context only; no attention across documents; a "
+                     "document longer than the window is cut, and predicted without what is before the cut",
+    "perplexity": "exp(sum of nats / targets), per token: not comparable between vocabularies",
+    "entropy": "bits per byte of the text's own byte frequencies, the least without context",
+    **MEANING,
+    "stderr": "standard error of the mean over the task's items (lm-evaluation-harness)",
+    "chance": "mean over the items of (right choices / choices)",
+    "acc": "share of items whose right choice has the highest log-probability",
+    "acc_norm": "the same, with log-probability divided by the choice's length in characters",
+    "answer_bits_per_byte": "bits that the right choices need per UTF-8 byte: smoother than accuracy",
+}
+
+
+def heldout_entry(found: Measurement, documents: int, compared: dict[str, float]) -> dict[str, Any]:
+    """One source, or all of them."""
+    return {"documents": documents, "bytes": found.text_bytes, "targets": found.targets, "nats": rounded(found.nats),
+            "bits_per_byte": rounded(found.bits_per_byte), "loss": rounded(found.loss),
+            "perplexity": rounded(found.perplexity),
+            "baselines": {name: rounded(compared[name]) for name in COMPARED}, "entropy": rounded(compared["entropy"])}
+
+
+def rounded(value: float | None) -> float | None:
+    """`value` with DIGITS decimals; None for what JSON cannot hold."""
+    return None if value is None or not math.isfinite(value) else round(value, DIGITS)
+
+
+def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Everything, ready for results.json."""
+    settings = config.evaluate
+    tasks = {name: {**task, "chance": rounded(task["chance"]),
+                    "answer_bits_per_byte": rounded(task["answer_bits_per_byte"]),
+                    "metrics": {metric: {key: rounded(value) for key, value in entry.items()}
+                                for metric, entry in task["metrics"].items()}}
+             for name, task in found["tasks"].items()}
+    return {
+        "format": FORMAT,
+        "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
+                  "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
+        "heldout": {**found["heldout"], "window": window}, "tasks": tasks,
+        "continuations": found["continuations"],
+        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed,
+                     "max_tokens": settings.prompt_tokens},
+        "definitions": DEFINITIONS,
+        "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
+    }
+
+
+def say_results(results: dict[str, Any]) -> Iterator[str]:
+    """The story of the stage in a few lines."""
+    total = results["heldout"]["overall"]
+    others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
+    yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']} held-out documents "
+           f"({total['bytes']:,} bytes); {others}")
+    for source in results["heldout"]["without_heldout_text"]:
+        yield f"the source {source} has no held-out document and was not measured"
+    for name, task in results["tasks"].items():
+        shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
+        chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
+        yield f"{name}: {shown}{chance} on {task['items']} items"
+        if task["contexts_truncated"]:
+            yield f"{name}: {task['contexts_truncated']} contexts were too long and lost their beginning"
+
+
+def metric_text(entry: dict[str, Any]) -> str:
+    """0.425 ± 0.079, or only the value."""
+    value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
+    return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """The tables of results.md."""
+    held, model = results["heldout"], results["model"]
+    lines = ["# Evaluation", "",
+             f"{model['parameters']:,} parameters, vocabulary {model['vocab_size']:,}, measured in {model['dtype']} "
+             f"with windows of {held['window']} tokens.", "",
+             "## Held-out text", "", "Bits per byte, smaller is better.", "",
+             f"| source | documents | bytes | tokens | **model** | {' | '.join(COMPARED)} | perplexity per token |",
+             "|---|" + "---:|" * (len(COMPARED) + 5)]
+    rows = [*held["sources"].items()] + ([("**all**", held["overall"])] if len(held["sources"]) > 1 else [])
+    for name, entry in rows:
+        cells = [f"{entry['documents']:,}", f"{entry['bytes']:,}", f"{entry['targets']:,}",
+                 f"**{entry['bits_per_byte']:.4f}**", *(f"{entry['baselines'][other]:.4f}" for other in COMPARED),
+                 "n/a" if entry["perplexity"] is None else f"{entry['perplexity']:.2f}"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
+    if results["tasks"]:
+        lines += ["## Tasks", "", "| task | items | few-shot | metric | value ± standard error | chance | "
+                  "bits per byte of the right answers |", "|---|---:|---:|---|---:|---:|---:|"]
+        for name, task in results["tasks"].items():
+            for metric, entry in task["metrics"].items():
+                chance = "" if task["chance"] is None else f"{task['chance']:.3f}"
+                answer = "" if task["answer_bits_per_byte"] is None else f"{task['answer_bits_per_byte']:.3f}"
+                lines.append(f"| {name} | {task['items']} | {task['few_shot']} | {metric} | {metric_text(entry)} | "
+                             f"{chance} | {answer} |")
+        lines.append("")
+    lines += ["## Continuations", "",
+              f"Temperature {results['sampling']['temperature']}, top-p {results['sampling']['top_p']}, seed "
+              f"{results['sampling']['seed']}.", ""]
+    for entry in results["continuations"]:
+        lines += [fenced(entry["prompt"] + entry["text"]), ""]
+    return "\n".join(lines)
+
+
+def fenced(text: str) -> str:
+    """`text` as a code block of Markdown that nothing in it can end."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,0 +1,34 @@
+"""Stage 7: everything known of the run on one page, report.html, and the same in Markdown, report.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from pipeline.entry import stage_main
+from pipeline.files import output_record, write_text
+from pipeline.work import Work
+
+
+def report(work: Work) -> None:
+    """Read the run, write both forms, and copy them to the top of the run folder."""
+    from pipeline.reporting.facts import collect
+    from pipeline.reporting.render import compose, html, markdown
+
+    document = compose(collect(work.run))
+    pages = {"report.html": html(document), "report.md": markdown(document)}
+    for name, text in pages.items():
+        write_text(work.folder / name, text)
+    for name, text in pages.items():
+        write_text(work.run.folder / name, text)
+    work.say(document.verdict)
+    work.commit([output_record(work.folder, work.folder / name) for name in pages],
+                {"notices": len(document.notices), "sections": len(document.sections)})
+    work.say(f"open {(work.run.folder / 'report.html').absolute()}")
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main("report", report))

@@ -1,0 +1,1 @@
+"""Plots and templates of the report."""

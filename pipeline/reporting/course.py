@@ -1,0 +1,141 @@
+"""The chapter on training: its curves, and how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.console import duration
+from pipeline.reporting.document import Figure, Section, Table, percent, shown, words
+from pipeline.reporting.facts import Facts
+from pipeline.reporting.plots import Series, line_chart, smoothed
+
+MOST_POINTS = 1500
+"""Points of a curve; longer ones are thinned."""
+SHOWN_STEPS = 10
+"""Rows of the table of the loss."""
+
+
+def training_section(facts: Facts) -> Section:
+    """Loss, held-out bits per byte, learning rate, gradient norm, throughput and data wait over the steps."""
+    section = Section("training", "Training")
+    counts, metrics = facts.manifests["train"].counts, facts.metrics
+    section.words.append(_in_words(facts))
+    if metrics:
+        section.figures += _figures(facts)
+        section.tables.append(_loss_table(facts))
+    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss")
+    numbers = [*((words(key), shown(value)) for key, value in counts.items() if key not in left_out),
+               *_step_rows(metrics)]
+    if numbers:
+        section.tables.append(Table("Training in numbers", ["", ""], numbers))
+    rows = [[str(event.get("time", "")).replace("T", " ")[:19], event.get("event", ""), _details(event)]
+            for event in facts.events if event.get("event") != "checkpoint"]
+    if rows:
+        saved = sum(event.get("event") == "checkpoint" for event in facts.events)
+        section.tables.append(Table("Events", ["time (UTC)", "event", "details"], rows, labels=3,
+                                    note=f"Checkpoints saved: {saved}." if saved else ""))
+    return section
+
+
+def _details(event: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {shown(value)}" for key, value in event.items() if key not in ("time", "event") and value)
+
+
+def _in_words(facts: Facts) -> str:
+    counts, train = facts.manifests["train"].counts, facts.config.train
+    return (f"{shown(counts.get('steps'))} steps of {train.batch_tokens:,} tokens in sequences of "
+            f"{train.sequence_length:,}, {train.schedule} schedule with peak learning rate {train.lr:g} after "
+            f"{train.warmup_steps} steps of warmup, {counts.get('precision', train.precision)}, "
+            f"{shown(counts.get('ranks'))} rank{'' if counts.get('ranks') == 1 else 's'}.")
+
+
+def _figures(facts: Facts) -> list[Figure]:
+    metrics = facts.metrics
+    window = max(1, len(metrics) // 50)
+    steps, losses = _points(metrics, "loss")
+    loss = [Series("each step", *_thin(steps, losses), faint=True),
+            Series(f"mean of {window}", *_thin(steps, smoothed(losses, window)))]
+    figures = [Figure("Training loss", line_chart("loss", loss if window > 1 else [Series("loss", steps, losses)],
+                                                  "step", "nats per token"))]
+    if facts.heldout:
+        figures.append(Figure("Held-out bits per byte while training",
+                              line_chart("heldout-curve", _heldout_series(facts.heldout), "step", "bits per byte"),
+                              "On a fixed part of the held-out text; the final figures above are on all that was "
+                              "asked for."))
+    charts: list[tuple[str, str, str, str, dict[str, bool], Callable[[dict[str, Any]], float | None]]] = [
+        ("lr", "Learning rate", "learning rate", "rate", {"from_zero": True}, lambda record: record.get("lr")),
+        ("norm", "Gradient norm before clipping", "global norm", "norm", {"log": True},
+         lambda record: record.get("grad_norm")),
+        ("speed", "Throughput", "tokens per second", "speed", {"from_zero": True},
+         lambda record: record.get("tokens_per_s")),
+        ("wait", "Waiting for data", "share of the step", "wait", {"from_zero": True, "percent": True}, _wait)]
+    for name, title, label, short, style, value in charts:
+        points = [(record["step"], found) for record in metrics if (found := value(record)) is not None]
+        if not points:
+            continue
+        x, y = [point[0] for point in points], [float(point[1]) for point in points]
+        lines = [Series("each step", *_thin(x, y), faint=True),
+                 Series(f"mean of {window}", *_thin(x, smoothed(y, window)))]
+        figures.append(Figure(title, line_chart(
+            name, lines if window > 1 and name != "lr" else [Series(short, *_thin(x, y))], "step", label, **style)))
+    return figures
+
+
+def _heldout_series(heldout: list[tuple[int, dict[str, float]]]) -> list[Series]:
+    """A line for each source."""
+    sources = list(dict.fromkeys(name for _, values in heldout for name in values))
+    return [Series(name, [step for step, values in heldout if name in values],
+                   [values[name] for _, values in heldout if name in values], dots=True) for name in sources]
+
+
+def _wait(record: dict[str, Any]) -> float | None:
+    if not record.get("step_s") or record.get("data_wait_s") is None:
+        return None
+    return float(100 * record["data_wait_s"] / record["step_s"])
+
+
+def _points(metrics: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    found = [(record["step"], float(record[key])) for record in metrics if record.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _thin(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+    """At most MOST_POINTS of the points, evenly; the last one stays."""
+    every = -(-len(x) // MOST_POINTS)
+    kept = sorted({*range(0, len(x), max(1, every)), len(x) - 1} if x else ())
+    return [x[index] for index in kept], [y[index] for index in kept]
+
+
+def _loss_table(facts: Facts) -> Table:
+    """A few steps, so that the curve can be read where it cannot be seen."""
+    metrics = facts.metrics
+    picked = sorted({round(index * (len(metrics) - 1) / (SHOWN_STEPS - 1)) for index in range(SHOWN_STEPS)})
+    heldout = facts.heldout
+    rows = []
+    for index in picked:
+        record = metrics[index]
+        # The last measurement up to here.
+        bits = next((values for step, values in reversed(heldout) if step <= record["step"]), {})
+        rows.append([f"{record['step']:,}", f"{record['loss']:.4f}", f"{record['lr']:.2e}" if "lr" in record else "–",
+                     shown(record.get("tokens")), ", ".join(f"{value:.3f}" for value in bits.values()) or "–"])
+    sources = ", ".join(dict.fromkeys(name for _, values in heldout for name in values))
+    bits_title = f"held-out bits per byte ({sources})" if sources else "held-out bits per byte"
+    return Table("The curve in numbers",
+                 ["step", "loss (nats per token)", "learning rate", "tokens so far", bits_title], rows, labels=0)
+
+
+def _step_rows(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    timed = [record for record in metrics if record.get("step_s")]
+    if not timed:
+        return []
+    seconds = sum(record["step_s"] for record in timed)
+    waited = sum(record.get("data_wait_s") or 0 for record in timed)
+    rows = [("mean step", duration(seconds / len(timed))), ("waiting for data", percent(waited / seconds, 2))]
+    memory = [record["memory_mb"] for record in timed if record.get("memory_mb")]
+    utilisation = [record["mfu"] for record in timed if record.get("mfu")]
+    if memory:
+        rows.append(("peak memory of rank 0", f"{max(memory):,.0f} MB"))
+    if utilisation:
+        rows.append(("model FLOP utilisation, mean", percent(sum(utilisation) / len(utilisation))))
+    return rows

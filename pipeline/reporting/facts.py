@@ -1,0 +1,100 @@
+"""Everything that the report tells, read from the run. What is optional and absent is empty, not an error."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.loading import dump_config
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.files import read_json
+from pipeline.manifest import Manifest
+from pipeline.run import Run
+from pipeline.stages import STAGES
+from pipeline.training.metrics import read_lines, read_metrics
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run.
+
+    Attributes:
+        manifests: of the stages before the report, in order.
+        metrics: one record a step; samples, events: as training wrote them.
+        results: evaluate's results.json.
+        tokenizer: the tokenizer stage's own report.
+        changed_code: source files that changed since a stage ran, by stage.
+        reused: the run that a stage was taken from, by stage.
+    """
+
+    config: Config
+    config_text: str
+    manifests: Mapping[str, Manifest]
+    results: Mapping[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    changed_code: Mapping[str, list[str]] = field(default_factory=dict)
+    reused: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def drift(self) -> list[dict[str, Any]]:
+        """Every difference that --accept-drift let pass, once."""
+        found: list[dict[str, Any]] = []
+        for manifest in self.manifests.values():
+            found += [entry for entry in manifest.drift if entry not in found]
+        return found
+
+    @property
+    def heldout(self) -> list[tuple[int, dict[str, float]]]:
+        """(step, bits per byte by source) of each measurement while training."""
+        return [(record["step"], record["heldout_bpb"]) for record in self.metrics if record.get("heldout_bpb")]
+
+
+def collect(run: Run) -> Facts:
+    """Read the run; UserError for a stage that is not done or a file that is damaged."""
+    manifests = {name: run.finished(name) for name in STAGES["report"].needs}
+    folder = {name: run.stage_folder(name) for name in manifests}
+    try:
+        return Facts(
+            config=run.config, config_text=dump_config(run.config), manifests=manifests,
+            results=_optional(folder["evaluate"] / "results.json"),
+            metrics=read_metrics(folder["train"] / "metrics.jsonl"),
+            samples=list(read_lines(folder["train"] / "samples.jsonl")),
+            events=list(read_lines(folder["train"] / "events.jsonl")),
+            tokenizer=_optional(folder["tokenizer"] / "report.json"),
+            changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
+            reused={name: str(folder[name].parent) for name in manifests if run.is_reused(name)}, machine=machine())
+    except ValueError as error:
+        raise UserError(f"A file of {run.folder} that the report is made of is damaged: {error}. Find it with "
+                        f"--why STAGE, and rebuild its stage with --force.") from error
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def machine() -> dict[str, str]:
+    """The machine that writes the report."""
+    found = {"host": platform.node(), "system": f"{platform.system()} {platform.release()}",
+             "processor": _processor(), "cores": str(os.cpu_count())}
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {**found, "memory": f"{pages * page / 1e9:.0f} GB"}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

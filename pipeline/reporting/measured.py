@@ -1,0 +1,101 @@
+"""Chapters on what the model can do: held-out text beside the baselines, tasks, texts that it wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.reporting.document import Figure, Passage, Section, Table
+from pipeline.reporting.facts import Facts
+from pipeline.reporting.plots import bar_chart
+
+MOST_SAMPLES = 4
+"""Moments of training whose sample texts are shown."""
+
+
+def heldout_section(facts: Facts) -> Section:
+    """Bits per byte per source and overall, beside what compressors need."""
+    section = Section("heldout", "Held-out text")
+    held = facts.results.get("heldout")
+    if not held:
+        return section
+    total, meanings = held["overall"], facts.results.get("definitions", {})
+    names = list(total["baselines"])
+    bars = sorted([(facts.config.name, total["bits_per_byte"], True),
+                   *((name, value, False) for name, value in total["baselines"].items())], key=lambda bar: bar[1])
+    section.words.append(
+        f"{total['documents']:,} documents that no training step saw, {total['bytes']:,} bytes, {total['targets']:,} "
+        f"tokens, in windows of {held['window']:,} tokens. Bits per byte do not depend on the vocabulary; fewer are "
+        f"better.")
+    section.figures.append(Figure("Bits per byte of held-out text", bar_chart("baselines", bars, "bits per byte")))
+    rows = [_source_row(name, entry, names) for name, entry in held["sources"].items()]
+    if len(rows) > 1:
+        rows.append(_source_row("all", total, names))
+    columns = ["source", "model", *names, "byte entropy", "perplexity", "documents", "bytes", "tokens"]
+    section.tables.append(Table(
+        "Bits per byte by source", columns, rows,
+        note=" ".join(f"{name}: {meanings[name]}." for name in names if name in meanings),
+        strong=frozenset({len(rows) - 1} if len(rows) > 1 else ())))
+    return section
+
+
+def _source_row(name: str, entry: dict[str, Any], baselines: list[str]) -> list[str]:
+    return [name, f"{entry['bits_per_byte']:.4f}", *(f"{entry['baselines'][other]:.4f}" for other in baselines),
+            f"{entry['entropy']:.4f}", "–" if entry["perplexity"] is None else f"{entry['perplexity']:.3f}",
+            f"{entry['documents']:,}", f"{entry['bytes']:,}", f"{entry['targets']:,}"]
+
+
+def tasks_section(facts: Facts) -> Section:
+    """Results of the lm-evaluation-harness tasks."""
+    section = Section("tasks", "Tasks")
+    rows: list[list[str]] = []
+    strong = set()
+    for name, task in facts.results.get("tasks", {}).items():
+        for metric, entry in task["metrics"].items():
+            value, error, chance = entry["value"], entry["stderr"], task["chance"]
+            if error is not None and chance is not None and metric.startswith("acc") and value > chance + 2 * error:
+                strong.add(len(rows))
+            rows.append([name, metric, *map(_three, (value, error, chance, task["answer_bits_per_byte"])),
+                         f"{task['items']:,}", f"{task['few_shot']}"])
+    if rows:
+        section.tables.append(Table(
+            "Results", ["task", "metric", "value", "std. error", "chance", "answer bits per byte", "items", "few-shot"],
+            rows, labels=2, strong=frozenset(strong),
+            note="Stressed: above chance by more than two standard errors. Answer bits per byte: what the right "
+                 "answers need given the question, smoother than accuracy."))
+    truncated = sum(task.get("contexts_truncated", 0) for task in facts.results.get("tasks", {}).values())
+    if truncated:
+        section.words.append(f"{truncated:,} contexts were longer than the model takes and lost their beginning.")
+    return section
+
+
+def _three(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def texts_section(facts: Facts) -> Section:
+    """Continuations by the finished model, and the same prompts while it learnt."""
+    section = Section("texts", "Texts it wrote")
+    sampling = facts.results.get("sampling")
+    if sampling:
+        section.words.append(f"The end of each passage was drawn at temperature {sampling['temperature']}, top-p "
+                             f"{sampling['top_p']}, after the prompt in bold. Nothing was selected.")
+    for number, entry in enumerate(facts.results.get("continuations", []), start=1):
+        ended = "ended its document" if entry.get("ended") else f"cut after {entry.get('tokens', '?')} tokens"
+        section.passages.append(Passage(f"Finished model, prompt {number}; {ended}", entry["prompt"], entry["text"]))
+    section.passages += [Passage(f"Step {sample['step']:,}", sample["prompt"], sample["text"])
+                         for sample in _spread(facts.samples)]
+    return section
+
+
+def _spread(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first prompt's text at a few moments, first and last among them; the last writing of a step counts."""
+    if not samples:
+        return []
+    prompt = samples[0]["prompt"]
+    by_step = {sample["step"]: sample for sample in samples if sample["prompt"] == prompt}
+    steps = sorted(by_step)
+    count = min(MOST_SAMPLES, len(steps))
+    picked = {steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)}
+    return [by_step[step] for step in sorted(picked)]
+
+

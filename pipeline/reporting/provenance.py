@@ -1,0 +1,159 @@
+"""Chapters on where everything came from: text, vocabulary, time, machines, software, inputs and settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.console import duration
+from pipeline.reporting.document import Figure, Fold, Section, Table, count_tables, percent, shown, size
+from pipeline.reporting.facts import Facts
+from pipeline.reporting.plots import bar_chart
+
+SPLITS = {"train": "training", "heldout": "held out"}
+
+
+def data_section(facts: Facts) -> Section:
+    """Documents in, kept and dropped; tokens; shards on disk."""
+    section = Section("data", "Data")
+    counts, encode = facts.manifests["shard"].counts, facts.manifests["encode"]
+    if counts.get("sources"):
+        section.words.append(
+            f"{counts['documents_in']:,} documents came in: {counts['train']:,} to train on, {counts['heldout']:,} "
+            f"held out by the hash of their text, {sum(counts['dropped'].values()):,} dropped, {counts['rejected']:,} "
+            f"unreadable.")
+        section.tables.append(_documents(counts))
+    else:
+        section.tables += count_tables("Documents", counts)
+    section.tables += _tokens(encode.counts)
+    rows = []
+    for kind, manifest in (("text", facts.manifests["shard"]), ("tokens", encode)):
+        groups: dict[tuple[str, str], list[int]] = {}
+        for record in manifest.outputs:
+            if record.get("split") in SPLITS:
+                group = groups.setdefault((str(record["source"]), str(record["split"])), [0, 0])
+                group[0] += 1
+                group[1] += record["bytes"]
+        rows += [[source, SPLITS[split], kind, shown(files), size(total)]
+                 for (source, split), (files, total) in groups.items()]
+    if rows:
+        section.tables.append(Table("Shards on disk", ["source", "split", "of", "files", "size"], rows, labels=3))
+    return section
+
+
+def _documents(counts: dict[str, Any]) -> Table:
+    """What became of every document: each row adds up."""
+    reasons = list(counts["dropped"])
+    rows = [[name, *(shown(value) for value in (
+        own["documents_in"], own["train"], own["heldout"], *(own["dropped"].get(reason, 0) for reason in reasons),
+        own["rejected"])), size(own["text_bytes"]["train"]), size(own["text_bytes"]["heldout"])]
+            for name, own in (*counts["sources"].items(), *([("all", counts)] if len(counts["sources"]) > 1 else []))]
+    return Table("Documents", ["source", "came in", "trained on", "held out", *reasons, "unreadable",
+                               "text to train on", "held-out text"], rows,
+                 note=f"Came in = trained on + held out + {' + '.join(reasons)} + unreadable.",
+                 strong=frozenset({len(rows) - 1}) if len(rows) > 1 else frozenset())
+
+
+def _tokens(counts: dict[str, Any]) -> list[Table]:
+    """Tokens by source and split; whatever else there is, as it is."""
+    splits = counts.get("splits")
+    if not isinstance(splits, dict):
+        return count_tables("Tokens", counts)
+    rows = [[source, SPLITS.get(split, split), shown(own["tokens"]), shown(own["docs"]), shown(own["text_bytes"]),
+             shown(own["text_bytes"] / max(1, own["tokens"]))]
+            for split, sources in splits.items() for source, own in sources.items()]
+    return [Table("Tokens", ["source", "split", "tokens", "documents", "bytes of text", "bytes per token"], rows,
+                  labels=2, note=f"Stored as {counts.get('dtype')}; each document's BOS and EOS count as tokens.")]
+
+
+TOKENIZER_COLUMNS = (("bytes_per_token", "bytes per token"), ("characters_per_token", "characters per token"),
+                     ("tokens_per_word", "tokens per word"), ("fallback_share", "spelled in bytes"),
+                     ("unknown_share", "unknown"), ("round_trip_failures", "not read back"),
+                     ("documents", "documents"), ("text_bytes", "bytes"))
+
+
+def tokenizer_section(facts: Facts) -> Section:
+    """What the vocabulary does to the text."""
+    section, report = Section("tokenizer", "Vocabulary"), facts.tokenizer
+    if report.get("sources"):
+        section.words.append(
+            f"{report.get('kind')}, {shown(report.get('size'))} ids, of which {shown(report.get('used'))} mean "
+            f"something: {shown(report.get('pieces'))} pieces and {shown(report.get('special_ids'))} special ids. "
+            f"{shown(report.get('unused_pieces'))} pieces occurred neither in held-out text nor in a sample of the "
+            f"training text.")
+        entries = [*report["sources"].items()]
+        entries += [("all held-out text", report["total"])] if len(entries) > 1 and report.get("total") else []
+        entries += [("sample of training text", report["training_sample"])] if report.get("training_sample") else []
+        rows = [[name, *(_tokenizer_cell(key, entry.get(key)) for key, _ in TOKENIZER_COLUMNS)]
+                for name, entry in entries]
+        columns = ["source", *(title for _, title in TOKENIZER_COLUMNS)]
+        section.tables.append(Table("What it does to text", columns, rows))
+        if report.get("longest_pieces"):
+            section.folds.append(Fold("Longest pieces", "\n".join(map(repr, report["longest_pieces"]))))
+    shown_above = ("kind", "vocab_size", "used", "unused_pieces", "heldout") if report else ()
+    section.tables += count_tables("In numbers", facts.manifests["tokenizer"].counts, leave_out=shown_above)
+    return section
+
+
+def _tokenizer_cell(key: str, value: Any) -> str:
+    if key.endswith("_share") and value is not None:
+        return percent(value, 3)
+    return f"{value:.3f}" if isinstance(value, float) else shown(value)
+
+
+def time_section(facts: Facts) -> Section:
+    """Wall time, processes and machine of each stage."""
+    section = Section("time", "Time and machines")
+    rows, bars = [], []
+    for name, manifest in facts.manifests.items():
+        execution = manifest.execution
+        ranks = execution.get("world_size", 1)
+        rows.append([name, duration(manifest.wall_s), f"{ranks} rank{'s' if ranks > 1 else ''}" if ranks > 1 else
+                     f"{shown(execution.get('processes'))} proc.", shown(execution.get("cores")),
+                     str(execution.get("host", "–")), manifest.finished.replace("T", " ").replace("+00:00", ""),
+                     f"reused from {facts.reused[name]}" if name in facts.reused else
+                     size(sum(record["bytes"] for record in manifest.outputs))])
+        bars.append((name, manifest.wall_s, False))
+    section.figures.append(Figure("Wall time of each stage", bar_chart(
+        "wall", bars, "seconds", labels=[duration(value) for _, value, _ in bars])))
+    section.tables.append(Table(
+        "Stages", ["stage", "wall time", "processes", "cores", "host", "finished (UTC)", "output"], rows,
+        note="Wall time of the last start of a stage; what a killed one did before is not in it."))
+    devices = {name: manifest.counts["device_name"] for name, manifest in facts.manifests.items()
+               if manifest.counts.get("device_name")}
+    section.tables.append(Table("Machine that wrote this report", ["", ""], [*facts.machine.items(), *(
+        (f"accelerator of {name}", device) for name, device in devices.items())]))
+    return section
+
+
+def provenance_section(facts: Facts) -> Section:
+    """Digests that lead from the result back to the input, versions, commit, settings."""
+    section = Section("provenance", "Provenance")
+    section.words.append("Each stage's digest is a hash of the paths and contents of its outputs; its inputs are the "
+                         "digests of the stages it was made of.")
+    section.tables.append(Table("Lineage", ["stage", "digest of its outputs", "made of", "commit", "files"], [
+        [name, manifest.digest[:16],
+         ", ".join(f"{need} {digest[:8]}" for need, digest in manifest.fingerprint.get("inputs", {}).items())
+         or f"{len(manifest.files)} input file{'' if len(manifest.files) == 1 else 's'}",
+         _commit(manifest.git), shown(len(manifest.outputs))] for name, manifest in facts.manifests.items()], labels=4))
+    versions: dict[str, dict[str, list[str]]] = {}
+    for name, manifest in facts.manifests.items():
+        for package, version in manifest.software.items():
+            versions.setdefault(package, {}).setdefault(version, []).append(name)
+    section.tables.append(Table("Software", ["package", "version"], [
+        [package, next(iter(found)) if len(found) == 1 else
+         "; ".join(f"{version} ({', '.join(stages)})" for version, stages in found.items())]
+        for package, found in versions.items()], labels=2))
+    section.folds.append(Fold("Configuration (resolved)", facts.config_text))
+    files = {name: [f"{record['sha256'][:16]}  {record['name']}" for record in manifest.files]
+             for name, manifest in facts.manifests.items() if manifest.files}
+    for name, lines in files.items():
+        more = [f"... and {len(lines) - 200} more"] if len(lines) > 200 else []
+        section.folds.append(Fold(f"Input files of {name} ({len(lines):,})", "\n".join(lines[:200] + more)))
+    section.folds.append(Fold("Definitions of the figures", json.dumps(
+        facts.results.get("definitions", {}), indent=1, ensure_ascii=False)))
+    return section
+
+
+def _commit(git: dict[str, object]) -> str:
+    return f"{str(git['commit'])[:10]}{' + changes' if git.get('changed') else ''}" if git.get("commit") else "–"

@@ -1,0 +1,163 @@
+import json
+import math
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.evaluation.bits_per_byte import (
+    IGNORED,
+    HeldoutBatches,
+    HeldoutText,
+    Measurement,
+    measure,
+    overall,
+    pack_windows,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCABULARY = 50
+
+
+def documents(lengths, seed=0):
+    """Documents of so many tokens; document d's tokens are unlike any other's, so that each can be recognised."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, VOCABULARY, length).astype(np.uint16) for length in lengths]
+
+
+def uniform(tokens, labels, documents, positions):
+    """A model that finds all tokens equally likely."""
+    return (labels != IGNORED).double() * math.log(VOCABULARY)
+
+
+def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token():
+    texts = {"a": HeldoutText(documents([2, 9, 40, 17, 1]), 123), "b": HeldoutText(documents([33]), 77)}
+    found = measure(uniform, HeldoutBatches(texts, length=16, batch=3))
+    targets = {"a": 1 + 8 + 39 + 16, "b": 32}
+    for name, count in targets.items():
+        assert found[name].targets == count
+        expected = math.log2(VOCABULARY) * count / texts[name].text_bytes
+        assert found[name].bits_per_byte == pytest.approx(expected, rel=1e-12)
+        assert found[name].perplexity == pytest.approx(VOCABULARY, rel=1e-12)
+    total = overall(found)
+    assert total.bits_per_byte == pytest.approx(math.log2(VOCABULARY) * sum(targets.values()) / 200, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4), st.integers(1, 3))
+def test_every_target_counts_exactly_once(lengths, batch, world):
+    """Documents of 0 to 3 windows: each (document, place) is a label once, and its input is the token before it."""
+    window = 8
+    # Token t of document d is d * 100 + t, so a window shows what it holds.
+    text = HeldoutText([np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)], 1)
+    seen: Counter[int] = Counter()
+    shares = [HeldoutBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    assert len({len(list(share)) for share in shares}) == 1
+    for share in shares:
+        for part in share:
+            assert part.tokens.shape == part.labels.shape == part.documents.shape == part.positions.shape
+            for row in range(part.tokens.shape[0]):
+                place = part.labels[row] != IGNORED
+                tokens, labels = part.tokens[row][place].tolist(), part.labels[row][place].tolist()
+                assert [token + 1 for token in tokens] == labels
+                seen.update(labels)
+                for number in set(part.documents[row][place].tolist()):
+                    piece = part.documents[row] == number
+                    assert len({token // 100 for token in part.tokens[row][piece].tolist()}) == 1
+                    assert part.positions[row][piece].tolist() == list(range(int(piece.sum())))
+    assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))
+
+
+@given(st.lists(st.integers(0, 60), max_size=40))
+def test_packing_fills_windows_well(lengths):
+    windows = pack_windows(lengths, 20)
+    used = [sum(piece.stop - piece.start for piece in window) for window in windows]
+    assert all(0 < count <= 20 for count in used)
+    assert sum(used) == sum(max(0, length - 1) for length in lengths)
+    assert sum(count <= 10 for count in used) <= 1  # two half-empty windows would have been one
+
+
+def test_what_is_cut_overlaps_by_one_token():
+    text = HeldoutText([np.arange(20)], 1)
+    windows = [part.tokens[0].tolist() for part in HeldoutBatches({"x": text}, length=8, batch=1)]
+    assert windows == [[*range(8)], [*range(8, 16)], [16, 17, 18, 0, 0, 0, 0, 0]]
+
+
+def test_a_real_model_sees_one_document_at_a_time():
+    """Packed together or each alone: the same nats, so no attention crosses and positions start anew."""
+    from model.config import ModelConfig
+    from model.llama import Llama, initialise
+    config = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=VOCABULARY, context_length=32)
+    model = Llama(config).double()
+    initialise(model, config, seed=1)
+
+    def forward(tokens, labels, documents, positions):
+        return model(tokens, labels, documents=documents, positions=positions, reduction="none")
+    parts = documents([5, 12, 9, 33, 70])
+    together = measure(forward, HeldoutBatches({"x": HeldoutText(parts, 1)}, length=32, batch=2))["x"]
+    each = {str(number): HeldoutText([part], 1) for number, part in enumerate(parts)}
+    alone = overall({name: measure(forward, HeldoutBatches({name: text}, length=32, batch=1))[name]
+                     for name, text in each.items()})
+    assert together.targets == alone.targets
+    assert together.nats == pytest.approx(alone.nats, rel=1e-12)
+    direct = 0.0
+    for part in parts:
+        for start in range(0, len(part) - 1, 32):
+            ids = torch.from_numpy(part[start:start + 33].astype(np.int64))
+            scores = model(ids[None, :-1]).detach().log_softmax(-1)[0]
+            direct -= float(scores.gather(-1, ids[1:, None]).sum())
+    assert together.nats == pytest.approx(direct, rel=1e-12)
+
+
+def test_no_text_gives_nan_not_an_error():
+    found = measure(uniform, HeldoutBatches({"x": HeldoutText([], 0)}, length=8, batch=2))
+    assert found["x"].nats == 0 and math.isnan(found["x"].bits_per_byte) and math.isnan(found["x"].perplexity)
+
+
+def test_hopeless_models_do_not_overflow():
+    assert Measurement(1e6, 1, 1).perplexity == math.inf
+
+
+WORKER = """
+import json, sys, torch, torch.distributed as dist
+sys.path.insert(0, {repository!r})
+from tests.evaluation.test_bits_per_byte import documents
+from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+rank, world, port = map(int, sys.argv[1:])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=world)
+calls = 0
+def forward(tokens, labels, documents, positions):
+    global calls
+    calls += 1
+    agree = torch.tensor([calls]); dist.all_reduce(agree)  # as a sharded model does: all ranks or none
+    return torch.where(labels < 0, 0.0, (labels + 1).double().log() * 0.1 + positions * 1e-3)
+texts = {{"a": HeldoutText(documents([3, 40, 9, 20, 2, 7]), 50), "b": HeldoutText(documents([11, 5], 1), 20)}}
+found = measure(forward, HeldoutBatches(texts, length=8, batch=2, rank=rank, world=world))
+print(json.dumps([calls, {{name: m.nats for name, m in found.items()}}]))
+dist.destroy_process_group()
+"""
+
+
+def run_ranks(world):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = WORKER.format(repository=str(REPOSITORY))
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(world), str(port)],
+                                  stdout=subprocess.PIPE, text=True) for rank in range(world)]
+    return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+
+
+def test_two_ranks_give_exactly_the_sums_of_one():
+    (calls, alone), = run_ranks(1)
+    (calls_0, first), (calls_1, second) = run_ranks(2)
+    assert first == second == alone
+    assert calls_0 == calls_1 == math.ceil(calls / 2)

@@ -1,0 +1,121 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.errors import UserError
+from pipeline.evaluation.harness import HarnessModel
+from pipeline.vocabulary.simple import ByteVocabulary
+
+VOCABULARY = ByteVocabulary()
+
+
+def small_model(context=64):
+    config = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=VOCABULARY.size, context_length=context)
+    model = Llama(config)
+    initialise(model, config, seed=3)
+    with torch.no_grad():
+        model.output.weight.mul_(8)  # opinions strong enough that a wrong place would show
+    return model.eval()
+
+
+class Uniform(torch.nn.Module):
+    """Finds each of the 256 bytes equally likely and nothing else possible."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = ModelConfig(vocab_size=VOCABULARY.size, context_length=32)
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens):
+        logits = torch.full((*tokens.shape, VOCABULARY.size), -torch.inf)
+        logits[..., :256] = 0
+        return logits
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=entry) for entry in arguments]
+
+
+def direct(model, context, continuation):
+    """The log-probability by the book: one text at a time, log-softmax summed over the continuation.
+
+    Blanks that end the context belong to the continuation: that is the harness's convention.
+    """
+    blank = context[len(context.rstrip()):]
+    prefix = [VOCABULARY.bos_id, *VOCABULARY.encode(context.rstrip())]
+    ids = torch.tensor([[*prefix, *VOCABULARY.encode(blank + continuation)]])
+    with torch.no_grad():
+        scores = model(ids[:, :-1]).double().log_softmax(-1)[0, len(prefix) - 1:]
+    wanted = ids[0, len(prefix):]
+    return float(scores.gather(-1, wanted[:, None]).sum()), bool((scores.argmax(-1) == wanted).all())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_loglikelihood_is_the_sum_of_log_softmax(batch):
+    model = small_model()
+    pairs = [("def f(", "x):"), ("", "import os"), ("a b ", "c"), ("for i in ", "range(10):\n    pass"), ("x", "y")]
+    found = HarnessModel(model, VOCABULARY, batch=batch).loglikelihood(requests(*pairs))
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        expected, expected_greedy = direct(model, context, continuation)
+        assert value == pytest.approx(expected, abs=1e-4)
+        assert greedy == expected_greedy
+
+
+def test_greedy_is_recognised():
+    model = small_model()
+    harness = HarnessModel(model, VOCABULARY, batch=4)
+    ids = [VOCABULARY.bos_id, *VOCABULARY.encode("x = ")]
+    with torch.no_grad():
+        best = int(model(torch.tensor([ids]))[0, -1].argmax())
+    [(_, greedy)] = harness._loglikelihood_tokens([(("", ""), ids, [best])])
+    [(_, other)] = harness._loglikelihood_tokens([(("", ""), ids, [(best + 1) % 256])])
+    assert greedy and not other
+
+
+def test_rolling_is_exact_for_a_uniform_byte_model():
+    harness = HarnessModel(Uniform(), VOCABULARY, batch=4)
+    texts = ["", "a", "x" * 32, "y" * 33, "größer" * 40]
+    for text, value in zip(texts, harness.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
+        assert value == pytest.approx(-math.log(2) * 8 * len(text.encode()), rel=1e-12)
+
+
+def test_long_contexts_lose_their_beginning_but_not_bos():
+    model = small_model(context=16)
+    harness = HarnessModel(model, VOCABULARY, batch=2)
+    (value, _), (short, _) = harness.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
+    assert harness.truncated == 1
+    assert value == pytest.approx(direct(model, ("0123456789" * 5)[-13:], "abc")[0], abs=1e-4)
+    assert short == pytest.approx(direct(model, "x", "abc")[0], abs=1e-4)
+
+
+def test_an_answer_longer_than_the_model_is_refused():
+    with pytest.raises(UserError, match="40 tokens"):
+        HarnessModel(small_model(context=16), VOCABULARY, batch=2).loglikelihood(requests(("a", "b" * 40)))
+
+
+class Merging(ByteVocabulary):
+    """Bytes, but "ab" is one token where it stands: encoding a pair as one text moves the cut."""
+
+    def encode(self, text):
+        return [byte for part in text.split("ab") for byte in [*part.encode(), 7]][:-1]
+
+
+def test_a_token_across_the_cut_leaves_no_empty_answer():
+    context, continuation = HarnessModel(small_model(), Merging(), batch=1)._encode_pair("xa", "b")
+    assert context == [VOCABULARY.bos_id, *b"xa"] and continuation == [*b"b"]
+    context, continuation = HarnessModel(small_model(), Merging(), batch=1)._encode_pair("x ", "ab")
+    assert context == [VOCABULARY.bos_id, *b"x"] and continuation == [*b" ", 7]
+
+
+def test_generation_stops_at_the_stopping_string():
+    model = small_model()
+    harness = HarnessModel(model, VOCABULARY, batch=1)
+    whole, = harness.generate_until(requests(("def ", {"until": [], "max_gen_toks": 20})))
+    assert len(whole) > 5
+    stop = whole[4]
+    cut, = harness.generate_until(requests(("def ", {"until": [stop], "max_gen_toks": 20})))
+    assert cut == whole[:whole.index(stop)]

@@ -1,0 +1,141 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pipeline.reporting.facts import collect
+from pipeline.reporting.render import compose, html, markdown
+from tests.reporting.made_up import EVIL, metrics, results, write_run
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails where tags do not close."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.ids = set(), [], "", []
+        self._open = []
+        self.feed(source)
+        self.close()
+        assert not self._open, f"left open: {self._open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag):
+        assert self._open and self._open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    run, _ = write_run(tmp_path_factory.mktemp("complete"))
+    document = compose(collect(run))
+    return html(document), markdown(document)
+
+
+@pytest.fixture(scope="module")
+def page(complete):
+    return Page(complete[0])
+
+
+def test_nothing_is_loaded_and_nothing_runs(complete, page):
+    assert page.tags.isdisjoint({"script", "img", "link", "iframe", "object", "embed", "base", "form"})
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on"), (tag, name)
+        if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+            assert value.startswith("#"), (tag, name, value)
+        if name == "style":
+            assert not re.search(r"url\((?!#)", value)
+    css = re.search(r"<style>(.*?)</style>", complete[0], re.DOTALL).group(1)
+    assert "@import" not in css and "url(" not in css
+
+
+def test_what_a_model_or_a_document_wrote_is_text(complete, page):
+    assert EVIL in page.text
+    assert "&lt;script&gt;" in complete[0] and "<script" not in complete[0]
+    assert "```" in EVIL and "\n````text\n" in complete[1], "a longer fence than any in the text"
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page):
+    assert len(page.ids) == len(set(page.ids))
+    targets = {value[1:] for _, name, value in page.attributes if name == "href"}
+    assert targets <= set(page.ids)
+
+
+def test_all_results_are_told(complete, page):
+    found = results()
+    figures = [f"{entry[key]:.4f}" for entry in (*found["heldout"]["sources"].values(), found["heldout"]["overall"])
+               for key in ("bits_per_byte", "entropy")]
+    figures += [f"{value:.4f}" for value in found["heldout"]["overall"]["baselines"].values()]
+    figures += [f"{entry[key]:,}" for entry in found["heldout"]["sources"].values()
+                for key in ("documents", "bytes", "targets")]
+    for name, task in found["tasks"].items():
+        figures += [name, f"{task['chance']:.3f}", f"{task['answer_bits_per_byte']:.3f}"]
+        figures += [f"{entry[key]:.3f}" for entry in task["metrics"].values() for key in ("value", "stderr")]
+    figures += [f"{metrics()[-1]['loss']:.4f}", "4,327,168", "4.33M", "4.92M", "2,960", "40.1 MB", "sentencepiece",
+                "1 time", "resume", "c0ffeec0ff", "2.13.0", "max_rejected_share", "181.3"[:3]]
+    for figure in figures:
+        assert figure in page.text, figure
+    for figure in figures[:-2]:
+        assert figure in complete[1], figure
+    assert "99.0" not in page.text, "the values of steps that were done again"
+
+
+def test_the_verdict_compares(complete):
+    for form in complete:
+        assert "59 % less than a unigram byte model, 9 % less than gzip -9 and 2 % less than xz -9" in form
+
+
+def test_markdown_tables_are_tables(complete):
+    """Every row of a table has as many cells as its heading."""
+    width, fenced = None, False
+    for line in complete[1].splitlines():
+        fenced ^= line.startswith("```")
+        if fenced or not line.startswith("|"):
+            width = None
+            continue
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+        width = width or cells
+        assert cells == width, line
+
+
+def test_a_sparse_run_has_a_report_too(tmp_path):
+    run, _ = write_run(tmp_path, sparse=True)
+    document = compose(collect(run))
+    sparse = Page(html(document))
+    assert "It was not measured on held-out text" in sparse.text
+    assert "wall time" in sparse.text and "Configuration" in sparse.text
+    assert "not measured" in markdown(document)
+
+
+def test_drift_and_changed_code_stand_at_the_top(tmp_path):
+    run, _ = write_run(tmp_path, drift=True)
+    document = compose(collect(run))
+    text = html(document)
+    for warning in ("--accept-drift let it pass", "encode.dtype", "The code changed after these stages ran"):
+        assert text.index(warning.replace('"', "&#34;")) < text.index('class="tiles"')
+        assert warning in markdown(document)
+    assert [notice.kind for notice in document.notices][:2] == ["warning", "warning"]
+
+
+def test_equal_runs_give_equal_reports(tmp_path):
+    pages = []
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        run, _ = write_run(tmp_path / place)
+        pages.append(html(compose(collect(run))).replace(str(tmp_path / place), ""))
+    assert pages[0] == pages[1]
