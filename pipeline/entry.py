@@ -14,6 +14,7 @@ from pipeline.console import say
 from pipeline.errors import UserError
 from pipeline.manifest import read_manifest
 from pipeline.run import Run, State
+from pipeline.stages import STAGES
 from pipeline.work import Work, begin, lock, set_aside
 
 INTERRUPTED = 130
@@ -75,10 +76,12 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
 
 def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     """Decide what the state of the stage allows; None if nothing is to be done."""
-    fingerprint = run.fingerprint(name)  # refuses first, if a stage before this one is not done
+    for need in STAGES[name].needs:
+        run.finished(need)  # refuses before anything is touched
     if options.force:
-        return _start_afresh(run, name, fingerprint)
-    state, drift = run.state(name), []
+        return _start_afresh(run, name)
+    state, fingerprint = run.state(name), run.fingerprint(name)
+    drift: list[dict[str, Any]] = []
     if state.kind == "done":
         _report_done(run, name)
         return None
@@ -99,13 +102,13 @@ def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     return begin(run, name, fingerprint, drift)
 
 
-def _start_afresh(run: Run, name: str, fingerprint: dict[str, Any]) -> Work:
+def _start_afresh(run: Run, name: str) -> Work:
     if not is_leader():
-        return Work(run, name, fingerprint)
+        return Work(run, name, run.fingerprint(name))
     aside = set_aside(run.own_folder(name), keep=name == "train")
     if aside is not None:
         say(name, f"the old outputs are kept in {aside}")
-    return begin(run, name, fingerprint, [])
+    return begin(run, name, run.fingerprint(name), [])
 
 
 def _report_done(run: Run, name: str) -> None:

@@ -6,8 +6,8 @@ import fcntl
 import os
 import platform
 import shutil
+import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,6 +24,7 @@ from pipeline.console import Progress, duration, say
 from pipeline.errors import UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
 from pipeline.manifest import Manifest
+from pipeline.orphans import end_with_parent
 from pipeline.run import STARTED, Run, code_hashes
 from pipeline.stages import REPOSITORY, STAGES
 
@@ -217,7 +218,7 @@ def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, u
             yield unit.name, function(folder, unit.payload)
         return
     pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
-                               initializer=_end_with_parent, initargs=(os.getpid(),))
+                               initializer=_start_worker, initargs=(os.getpid(),))
     try:
         futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
         for future in as_completed(futures):
@@ -226,16 +227,9 @@ def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, u
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with_parent(parent: int) -> None:
-    """In a worker: end when the parent was killed, so that no orphan writes into a stage that is run again."""
-    import signal
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.25)
-        os._exit(1)
+def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent(parent)
 
 
 def _now() -> str:

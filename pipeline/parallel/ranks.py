@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config.training import ParallelConfig
 from pipeline.errors import UserError
+from pipeline.orphans import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def start_ranks() -> Ranks:
     else:
         device, backend = torch.device("cpu"), "gloo"
     patience = timedelta(minutes=30)  # the slowest lawful wait: one rank hashing a checkpoint
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and outlive it
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience)
     else:

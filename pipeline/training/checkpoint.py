@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from pipeline.errors import UserError
@@ -89,11 +91,11 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], None], temporary: Path) -> None:
         """Do `action` on every rank; if it fails on one, fail on all, and leave no half checkpoint behind."""
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            problem = error
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised again below, on every rank
+            problem = error  # CheckpointException is no Exception: torch derives it from BaseException
         problems = [found for found in self.ranks.gather(problem and _picklable(problem)) if found is not None]
         if not problems:
             return
@@ -179,11 +181,14 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _picklable(error: Exception) -> Exception:
+def _picklable(error: BaseException) -> Exception:
     """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError):
         return OSError(cause.errno, cause.strerror, str(cause.filename))
+    if "inline_container" in str(error):
+        # torch's archive writer reports a write that came up short as its own inconsistency, and hides the OSError.
+        return OSError(errno.ENOSPC, "a write of the checkpoint came up short")
     return error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")

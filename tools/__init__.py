@@ -1,0 +1,1 @@
+"""Everything that looks at a run or a machine from outside."""
