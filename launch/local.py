@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launch.child import Child, Interruptions
-from launch.plan import Job, Machine, Options, log_path, refuse_stale, stage_state
+from launch.plan import Job, Machine, Options, log_path, refuse_stale
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.entry import INTERRUPTED
@@ -49,7 +49,7 @@ def _run_job(config: Config, job: Job, options: Options, interruptions: Interrup
     run = Run(config)
     if interruptions.count:
         return _stopped(job, done_before=True)
-    state = stage_state(run, job.stage)
+    state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
         _say_done(run, job.stage)
         return 0
@@ -81,9 +81,7 @@ def _start(job: Job, log: Path) -> Child:
                      patience_s=PATIENCE_S)
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
     python, *rest = job.command
-    torchrun, module = rest.index("torch.distributed.run"), rest.index("-m", 1)
-    command = [python, "-m", "launch.agent", str(log), *rest[torchrun + 1:module],
-               "-m", "launch.worker", *rest[module + 1:]]
+    command = [python, "-m", "launch.agent", str(log), *rest[rest.index("torch.distributed.run") + 1:]]
     # The agent passes SIGTERM on and waits for its workers, so nothing needs to be sent after it.
     return Child(command, environment, log, stop=signal.SIGTERM, orphaned=signal.SIGTERM, patience_s=SHUTDOWN_S)
 

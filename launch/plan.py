@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.config.checks import problems, rank_problems
-from pipeline.config.section import identity
 from pipeline.config.tree import Config
 from pipeline.errors import UserError, listed
-from pipeline.manifest import differences
 from pipeline.run import Run, State
-from pipeline.stages import REPOSITORY, STAGES
+from pipeline.stages import REPOSITORY, STAGES, before
 
 WORKER_STAGES = ("shard", "tokenizer", "encode")
 """Stages that spread their units over worker processes; the others without ranks are one process."""
@@ -81,31 +79,12 @@ class Job:
 
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
-    states = {stage: stage_state(run, stage) for stage in stages}
+    states = {stage: run.state(stage) for stage in stages}
     running = [stage for stage in stages if options.force or states[stage].kind != "done"]
     for stage in stages:
         if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):
             states[stage] = State("waiting", reasons=[f"for {', '.join(nearest)}"])
     return [_job(config, stage, states[stage], running, options) for stage in stages]
-
-
-def stage_state(run: Run, stage: str) -> State:
-    """`Run.state`, except that a stage whose inputs are merely gone waits for them.
-
-    The inputs may come back as they were (a killed repair, a deleted folder); then the stage is done as it stands.
-    """
-    state = run.state(stage)
-    if state.kind != "stale" or not _only_gone_inputs(state):
-        return state
-    manifest = run.manifest(stage)
-    if manifest is not None:
-        now = {part: identity(getattr(run.config, part)) for part in STAGES[stage].reads}
-        changed = differences({"config": manifest.fingerprint["config"], "inputs": {}, "files": {}},
-                              {"config": now, "inputs": {}, "files": {}})
-        if changed:
-            return State("stale", changed)
-    gone = ", ".join(difference.key.partition(".")[2] for difference in state.differences)
-    return State("waiting", reasons=[f"for {gone}"])
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str) -> None:
@@ -131,11 +110,11 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
                         f"or take finished stages from another run with reuse=<folder>.")
     for job in jobs:
         refuse_stale(run, job, options)
-    for stage in _before(asked):
-        state = stage_state(run, stage)
-        if stage not in asked and state.kind == "stale":
-            raise UserError(f"{run.refusal(stage, state)}\n{stage} was not asked for, but what was asked for is made "
-                            f"of it: name it as well (--stage {','.join(s for s in STAGES if s in (stage, *asked))}).")
+    for stage in before(asked):
+        if stage not in asked and (changed := run.changed_settings(stage)):
+            refusal, wanted = run.refusal(stage, State("stale", changed)), [stage, *asked]
+            raise UserError(f"{refusal}\n{stage} was not asked for, but what was asked for is made of it: name it as "
+                            f"well (--stage {','.join(name for name in STAGES if name in wanted)}).")
 
 
 def refuse_stale(run: Run, job: Job, options: Options) -> None:
@@ -149,7 +128,7 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
     if options.accept_drift and mixed:
         raise UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} was only begun, and outputs of "
                         f"two settings must not be mixed in one stage.")
-    later = [stage for stage in STAGES if stage == job.stage or job.stage in _before([stage])]
+    later = [stage for stage in STAGES if stage == job.stage or job.stage in before([stage])]
     raise UserError(f"{refusal}\n--force rebuilds every stage that is asked for; --stage {','.join(later)} --force "
                     f"rebuilds {job.stage} and what is made of it.") if len(later) > 1 else refusal
 
@@ -191,29 +170,13 @@ def _job(config: Config, stage: str, state: State, running: list[str], options: 
 def _dependencies(stage: str, running: list[str]) -> tuple[str, ...]:
     """The needed stages that run too, without those that another of them waits for anyway."""
     needed = [need for need in STAGES[stage].needs if need in running]
-    implied = _before(needed, through=running)
+    implied = before(needed, through=running)
     return tuple(need for need in needed if need not in implied)
-
-
-def _before(stages: list[str], through: list[str] | None = None) -> list[str]:
-    """All stages that `stages` are made of, directly or not, in the chain's order."""
-    found: set[str] = set()
-    frontier = list(stages)
-    while frontier:
-        new = set(STAGES[frontier.pop()].needs) - found
-        found |= new
-        frontier += [stage for stage in new if through is None or stage in through]
-    return [stage for stage in STAGES if stage in found]
 
 
 def _absent(run: Run, running: list[str], asked: list[str]) -> list[str]:
     needed = {need for stage in running for need in STAGES[stage].needs}
     return [stage for stage in STAGES if stage in needed and stage not in asked and run.manifest(stage) is None]
-
-
-def _only_gone_inputs(state: State) -> bool:
-    return bool(state.differences) and all(difference.key.startswith("inputs.") and difference.new is None
-                                           for difference in state.differences)
 
 
 def log_path(run_folder: Path, stage: str) -> Path:

@@ -1,14 +1,8 @@
-"""What a rank or a Slurm task runs: it prepares its process and becomes the stage.
-
-    python -m launch.worker pipeline.train --config ...      a rank under the elastic agent
-    RunStage(...)()                                          a task of a Slurm job, through submitit
-"""
+"""What a task of a Slurm job runs: it prepares its process and becomes the stage."""
 
 from __future__ import annotations
 
 import os
-import runpy
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,16 +48,3 @@ def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": _parse_node_list(slurm["SLURM_JOB_NODELIST"])[0],
         "MASTER_PORT": str(PORTS[int(slurm["SLURM_JOB_ID"]) % len(PORTS)]),
     }
-
-
-def main(arguments: list[str]) -> None:
-    """Run a module as a rank that cannot outlive its agent."""
-    from launch.processes import end_with_parent
-
-    end_with_parent(signal.SIGKILL)
-    sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -59,9 +59,11 @@ def _prove(work: Work, folder: Path, config: Any, weights: dict[str, Any]) -> di
     """Load the folder as a user would; compare logits with the training model, and ids with the vocabulary."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from model.llama import Llama
 
+    disable_progress_bar()
     ids, texts = _heldout(work)
     model = Llama(config)
     model.load_state_dict(weights)
@@ -72,8 +74,8 @@ def _prove(work: Work, folder: Path, config: Any, weights: dict[str, Any]) -> di
     difference = float((ours - theirs).abs().max())
     if not difference <= LARGEST_DIFFERENCE:
         raise UserError(f"The exported model in {folder} does not compute what the training model does: logits differ "
-                        f"by {difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}) on {ids.numel()} held-out tokens. This is a defect "
-                        f"of the export or of the installed transformers; nothing was committed.")
+                        f"by {difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}) on {ids.numel()} held-out tokens. "
+                        f"This is a defect of the export or of the installed transformers; nothing was committed.")
     tokenizer, vocabulary = AutoTokenizer.from_pretrained(folder), _vocabulary(work)
     wrong = [text for text in texts if tokenizer.encode(text, add_special_tokens=False) != vocabulary.encode(text)]
     if wrong:

@@ -13,6 +13,7 @@ from pipeline.config.loading import load_config
 from pipeline.console import say
 from pipeline.errors import UserError
 from pipeline.manifest import read_manifest
+from pipeline.orphans import end_with_parent
 from pipeline.run import Run, State
 from pipeline.stages import STAGES
 from pipeline.work import Work, begin, lock, set_aside
@@ -26,7 +27,9 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     `body(work)` does the work and calls `work.commit`. Under the elastic agent every rank runs this; rank 0 alone
     writes. A stage that leaves its body without a commit was asked to stop and will be continued.
     """
-    options = parser(name).parse_args(arguments)
+    options = parser(name).parse_intermixed_args(arguments)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
     try:
         return _run(name, body, options)
     except UserError as error:
@@ -36,8 +39,8 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(f"\n{name} stops here: the disk or quota is full ({error.strerror}: {error.filename or 'run folder'}). Nothing "
-              f"half-written is kept as finished. Free some space and run the same command again.",
+        print(f"\n{name} stops here: the disk or quota is full ({error.strerror}: {error.filename or 'run folder'}). "
+              f"Nothing half-written is kept as finished. Free some space and run the same command again.",
               file=sys.stderr, flush=True)
         return UserError.exit_status
     except KeyboardInterrupt:
@@ -78,6 +81,7 @@ def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     """Decide what the state of the stage allows; None if nothing is to be done."""
     for need in STAGES[name].needs:
         run.finished(need)  # refuses before anything is touched
+    run.refuse_stale_inputs(name)
     if options.force:
         return _start_afresh(run, name)
     state, fingerprint = run.state(name), run.fingerprint(name)

@@ -153,12 +153,7 @@ def _write(work: Work, ranks: Ranks, model: Llama, found: dict[str, Any], second
     total = results["heldout"]["overall"]
     work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "heldout_tokens": total["targets"],
                           "heldout_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
-                          "device": str(ranks.device.type), "device_name": _device_name(ranks), "seconds": seconds})
-
-
-def _device_name(ranks: Ranks) -> str | None:
-    import torch
-    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+                          "device": str(ranks.device.type), "device_name": ranks.device_name, "seconds": seconds})
 
 
 class _Clock:

@@ -25,7 +25,7 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -13,7 +13,7 @@ from pipeline.config.tree import Config
 from pipeline.errors import UserError, listed
 from pipeline.files import read_json, sha256_file
 from pipeline.manifest import Difference, Manifest, differences, read_manifest
-from pipeline.stages import STAGES, Stage
+from pipeline.stages import REPOSITORY, STAGES, Stage, before
 
 STARTED = "started.json"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
@@ -117,10 +117,9 @@ class Run:
         manifest = read_manifest(folder)
         absent = [need for need in spec.needs if self.manifest(need) is None]
         if absent:
-            if manifest is None:
-                return State("waiting", reasons=[f"for {', '.join(absent)}"])
-            return State("stale", [Difference(f"inputs.{need}", manifest.fingerprint["inputs"].get(need), None)
-                                   for need in absent])
+            # What is gone may come back as it was (a killed repair, a deleted folder): then this stage is done.
+            changed = self.changed_settings(stage)
+            return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
         if manifest is not None:
             changed = self._changed(spec, manifest)
             if changed:
@@ -133,6 +132,26 @@ class Run:
         if changed:
             return State("stale", changed, begun_only=True)
         return State("partial", reasons=["will continue"])
+
+    def changed_settings(self, stage: str) -> list[Difference]:
+        """Settings in which a finished stage differs from what is asked now, its inputs apart."""
+        manifest = self.manifest(stage)
+        if manifest is None:
+            return []
+        now = {part: identity(getattr(self.config, part)) for part in STAGES[stage].reads}
+        if any(accepted["config"] == now for accepted in manifest.accepted):
+            return []
+        return differences({**manifest.fingerprint, "inputs": {}, "files": {}},
+                           {"config": now, "inputs": {}, "files": {}})
+
+    def refuse_stale_inputs(self, stage: str) -> None:
+        """UserError if a stage that this one is made of, directly or not, was made with other settings.
+
+        Their outside files are not looked at: the corpus need not be here any more when its tokens are trained on.
+        """
+        for need in before([stage]):
+            if changed := self.changed_settings(need):
+                raise self.refusal(need, State("stale", changed))
 
     def changed_code(self, stage: str) -> list[str]:
         """Source files that differ from those that made the finished stage."""
@@ -177,7 +196,6 @@ class Run:
 
 def code_hashes(stage: Stage) -> dict[str, str]:
     """sha256 of each source file that makes the stage's outputs, by path in the repository."""
-    from pipeline.stages import REPOSITORY
     return {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
 
 

@@ -24,7 +24,7 @@ class Stage:
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
         ranks: whether it runs as ranks under torch's elastic agent; the others are one process with workers.
         reusable: whether `reuse:` may take it from another run.
-        code: source files and folders that make its outputs; a change there is recorded and warned of.
+        code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
         files: "module:function" giving its input files that no stage made, as (name, path) pairs.
     """
 
@@ -49,11 +49,12 @@ class Stage:
         return sorted(getattr(importlib.import_module(module), function)(config))
 
     def source_files(self) -> list[Path]:
-        """The `.py` files that make this stage's outputs, relative to the repository, sorted."""
+        """The source files that make this stage's outputs, relative to the repository, sorted."""
         found: set[Path] = set()
         for entry in (*self.code, f"pipeline/{self.name}.py"):
             path = REPOSITORY / entry
-            found.update(path.rglob("*.py") if path.is_dir() else [path] if path.is_file() else [])
+            inside = (file for file in path.rglob("*") if file.suffix in (".py", ".j2", ".css"))
+            found.update(inside if path.is_dir() else [path])
         return sorted(path.relative_to(REPOSITORY) for path in found)
 
 
@@ -68,15 +69,31 @@ STAGES = {stage.name: stage for stage in (
           code=("pipeline/vocabulary", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
-          code=("model", "pipeline/training", "pipeline/parallel", "pipeline/data/order.py",
-                "pipeline/data/loader.py")),
+          code=("model", "pipeline/training", "pipeline/parallel", "pipeline/data/order.py", "pipeline/data/loader.py",
+                "pipeline/data/token_shards.py", "pipeline/evaluation/bits_per_byte.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
-          code=("model", "pipeline/formats")),
+          code=("model", "pipeline/formats", "pipeline/training/checkpoint.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
-          files="pipeline.evaluation.tasks:input_files", code=("model", "pipeline/evaluation")),
+          files="pipeline.evaluation.tasks:input_files",
+          code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/vocabulary", "pipeline/parallel/ranks.py",
+                "pipeline/data/text_shards.py", "pipeline/data/token_shards.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
           code=("pipeline/reporting",)),
 )}
+
+
+def before(stages: list[str], through: list[str] | None = None) -> list[str]:
+    """All stages that `stages` are made of, directly or not, in the chain's order.
+
+    With `through`, only paths that lead through those stages are followed.
+    """
+    found: set[str] = set()
+    frontier = list(stages)
+    while frontier:
+        new = set(STAGES[frontier.pop()].needs) - found
+        found |= new
+        frontier += [stage for stage in new if through is None or stage in through]
+    return [stage for stage in STAGES if stage in found]
 
 
 def parse_stages(text: str) -> list[str]:

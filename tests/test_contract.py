@@ -102,7 +102,7 @@ def test_execution_settings_make_nothing_stale(place):
 def test_the_same_text_elsewhere_is_the_same_input(place):
     call(place, "shard", copy_corpus)
     (place / "moved").mkdir()
-    os.rename(place / "corpus.txt", place / "moved/corpus.txt")
+    (place / "corpus.txt").rename(place / "moved/corpus.txt")
     assert call(place, "shard", never, f"shard.sources.0.paths=[{place}/moved/corpus.txt]") == 0
 
 

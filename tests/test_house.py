@@ -35,8 +35,8 @@ def test_rooms_stay_small(path):
 def test_a_training_rank_needs_only_torch_numpy_pyarrow_and_the_config_library():
     """Importing all that training uses must not load the libraries of the other stages."""
     code = ("import sys; import pipeline.training.session; "
-            "print([name for name in ('datasets', 'transformers', 'lm_eval', 'sentencepiece', 'tokenizers', 'tiktoken', "
-            "'webdataset', 'matplotlib', 'jinja2', 'submitit', 'deepspeed', 'safetensors', 'tensorboard') "
+            "print([name for name in ('datasets', 'transformers', 'lm_eval', 'sentencepiece', 'tokenizers', "
+            "'tiktoken', 'webdataset', 'matplotlib', 'jinja2', 'submitit', 'deepspeed', 'safetensors', 'tensorboard') "
             "if name in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

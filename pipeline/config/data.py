@@ -99,7 +99,8 @@ class TokenizerConfig(Section):
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
     path: str | None = execution(None)
     """A ready tokenizer: sentencepiece `.model`, Llama 3 tiktoken `tokenizer.model`, or a Hugging Face
-    `tokenizer.json`. Its content, not its place, is what counts as an input."""
+    `tokenizer.json` (a `tokenizer_config.json` beside it says which tokens are BOS and EOS). Its content, not its
+    place, is what counts as an input."""
     vocab_size: int = Field(32768, gt=0)
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"

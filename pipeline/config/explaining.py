@@ -51,7 +51,7 @@ def _entries(section: type[BaseModel], value: Any, prefix: str) -> Iterator[tupl
 
 def _entry(key: str, field: FieldInfo, current: Any) -> str:
     default = "required" if field.is_required() else repr(
-        field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        field.get_default(call_default_factory=True)
         if field.default is PydanticUndefined else field.default)
     if isinstance(current, list) and current and isinstance(current[0], BaseModel):
         default = current_text = f"{len(current)} item(s), below"

@@ -67,7 +67,7 @@ def _with_bases(path: Path, seen: tuple[Path, ...]) -> Values:
         raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
     own = read_yaml(path)
     bases = own.tree.pop("base", [])
-    if not (isinstance(bases, str) or isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+    if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
         raise UserError(f"{own.place(('base',))}: `base` is a file name or a list of them, not {bases!r}.")
     values = Values()
     for base in [bases] if isinstance(bases, str) else bases:
@@ -102,7 +102,7 @@ def _path(location: tuple[Any, ...], tree: Any) -> Path_:
             node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
-        elif not last or node is not None and not isinstance(node, (dict, list)):
+        elif not last or (node is not None and not isinstance(node, (dict, list))):
             continue
         path.append(part)
     return tuple(path)

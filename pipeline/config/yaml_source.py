@@ -29,10 +29,8 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$"),
     list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int",
-                        lambda loader, node: int(loader.construct_scalar(node).replace("_", "")))
-_Loader.add_constructor("tag:yaml.org,2002:float",
-                        lambda loader, node: float(loader.construct_scalar(node).replace("_", "")))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value).replace("_", "")))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value).replace("_", "")))
 
 
 class Values:
@@ -57,7 +55,7 @@ class Values:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
         keys: Path_ = tuple(int(key) if key.isdigit() else key for key in dotted.split("."))
         try:
-            value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+            value = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
             raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
         node: Any = self.tree

@@ -44,15 +44,17 @@ class Batch:
         """Micro-batches of so many sequences."""
         for parts in zip(*(tensor.split(sequences) for tensor in
                            (self.tokens, self.labels, self.documents, self.positions)), strict=True):
-            yield Batch(*parts, targets=int((parts[1] != IGNORED).sum()))
+            tokens, labels, documents, positions = parts
+            yield Batch(tokens, labels, documents, positions, int((labels != IGNORED).sum()))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
         if device.type == "cpu":
             return self
-        moved = [tensor.pin_memory().to(device, non_blocking=True) for tensor in
-                 (self.tokens, self.labels, self.documents, self.positions)]
-        return Batch(*moved, targets=self.targets)
+        tokens, labels, documents, positions = (
+            tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (self.tokens, self.labels, self.documents, self.positions))
+        return Batch(tokens, labels, documents, positions, self.targets)
 
 
 class TokenStream:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config.training import ParallelConfig
 from pipeline.errors import UserError
-from pipeline.orphans import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,11 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this rank writes and speaks for all."""
         return self.rank == 0
+
+    @property
+    def device_name(self) -> str | None:
+        """The GPU as its vendor calls it; None on a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
 
     def mesh(self, parallel: ParallelConfig) -> DeviceMesh:
         """The ranks as an array (replicate, shard): copies of the model x shards of a copy."""
@@ -67,15 +71,13 @@ def start_ranks() -> Ranks:
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
-            raise UserError(f"This node has {torch.cuda.device_count()} GPUs, but rank {rank} is the local rank {local}. "
+            raise UserError(f"This node has {torch.cuda.device_count()} GPUs, but rank {rank} is local rank {local}. "
                             f"Start at most one rank per GPU.")
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
     patience = timedelta(minutes=30)  # the slowest lawful wait: one rank hashing a checkpoint
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and outlive it
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience)
     else:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,9 +71,9 @@ class Checkpoints:
         self._together(lambda: _write(state, temporary), temporary)
         files = sorted(path for path in temporary.iterdir() if path.is_file())
         mine = files[self.ranks.rank::self.ranks.world]
-        records = [{"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in mine]
-        records = sorted((record for part in self.ranks.gather(records) for record in part),
-                         key=lambda record: record["path"])
+        hashed = [{"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in mine]
+        records: list[dict[str, Any]] = sorted((record for part in self.ranks.gather(hashed) for record in part),
+                                               key=lambda record: str(record["path"]))
         self._together(lambda: self._publish(temporary, final, records, progress), temporary)
         return final
 
@@ -84,7 +84,7 @@ class Checkpoints:
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
         sync(temporary)
-        os.rename(temporary, final)
+        temporary.rename(final)
         sync(self.folder)
         write_json(final / MARKER, {"progress": asdict(progress), "files": records, "torch": torch.__version__,
                                     "world_size": self.ranks.world})
@@ -133,7 +133,7 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Bring model and optimizer to the state saved in `path`, on any number of ranks."""
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
@@ -160,10 +160,12 @@ def read_marker(path: Path) -> dict[str, Any]:
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint as whole tensors in host memory, by name, without a process group."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                             for name, entry in entries.items() if name.startswith("model.")}
+                             for name, entry in entries.items()
+                             if name.startswith("model.") and isinstance(entry, dcp.metadata.TensorStorageMetadata)}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 

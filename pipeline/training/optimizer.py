@@ -11,7 +11,7 @@ from pipeline.config.training import TrainConfig
 def decays(name: str, tied: bool) -> bool:
     """Whether weight decay applies: never to norms and embeddings, nor to an output matrix that is the embedding."""
     return not (name.endswith("norm.weight") or name.startswith("tok_embeddings.")
-                or tied and name.startswith("output."))
+                or (tied and name.startswith("output.")))
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, tied: bool) -> torch.optim.AdamW:

@@ -135,7 +135,7 @@ class Session:
         if self.ranks.leads:
             done = self.progress.step - self.started_from.step
             self.line.show(record, (now - self.began) / done * (train.steps - self.progress.step))
-        if self.metrics is not None and self.due(step, train.log_every):
+        if self.metrics is not None and (self.due(step, train.log_every) or "heldout_bpb" in record):
             self.metrics.step(record)
         if self.due(step, train.sample_every):
             for prompt, text in self.samples.draw(self.engine.model):
@@ -188,7 +188,8 @@ class Session:
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             "epochs": self.data.order.epochs(self.progress.samples), "plan_sha256": self.data.order.plan_sha256,
             "precision": str(self.precision).removeprefix("torch."), "ranks": self.ranks.world,
-            "accumulation": self.accumulation, "loss": metrics[-1]["loss"] if metrics else None,
+            "accumulation": self.accumulation,
+            "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 

@@ -1,6 +1,7 @@
 """The data order: a bijection per epoch, exact shares, and a function of nothing but the sample number."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_order_does_not_depend_on_how_it_is_asked(cuts, world):
     again = SampleOrder([Pool("a", 3001), Pool("b", 801)], 10, seed=5, shares=[2, 1])
     edges = sorted({0, 480, *cuts} & set(range(481)))
     pieces = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         ranks = np.array_split(np.arange(start, stop), world)
         pieces += [np.stack(again.locate(numbers)) for numbers in ranks if len(numbers)]
     assert np.array_equal(whole, np.concatenate(pieces, axis=1))

@@ -1,6 +1,7 @@
 """The learning rate: where it starts, peaks and ends, and that it is what a plain reading of the formula gives."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_cosine_ends_at_the_floor_and_is_halfway_in_the_middle():
     found = rates(steps=111, warmup_steps=10, lr=1.0, min_lr_share=0.1)
     assert found[10] == 1.0 and found[-1] == pytest.approx(0.1) and found[60] == pytest.approx(0.55)
     assert found[35] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)))
-    assert all(later <= earlier for earlier, later in zip(found[9:], found[10:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(found[9:]))
 
 
 def test_wsd_stays_then_falls_linearly_to_the_floor():
