@@ -21,7 +21,7 @@ class HeldOut:
     def __init__(self, work: Work, ranks: Ranks) -> None:
         folder, manifest = work.input("encode")
         train, self.ranks = work.config.train, ranks
-        texts = {source.name: first_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
+        texts = {source.name: some_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
                                               train.heldout_tokens) for source in work.config.shard.sources}
         self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
                                       length=train.sequence_length, batch=train.micro_batch,
@@ -38,16 +38,20 @@ class HeldOut:
         return {name: result.bits_per_byte for name, result in found.items()}
 
 
-def first_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
-    """Whole documents from the start of `shards` until they have `tokens` tokens (at least one document)."""
+def some_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
+    """Whole documents of `shards` until they have `tokens` tokens (at least one document).
+
+    Taken in the order of their keys, which are hashes: a fixed choice that favours no part of the corpus.
+    """
+    keys = [(shard.document_key(index), number, index)
+            for number, shard in enumerate(shards) for index in range(shard.documents)]
     documents, total, text_bytes = [], 0, 0
-    for shard in shards:
-        for index in range(shard.documents):
-            if total >= tokens:
-                break
-            documents.append(shard.document_tokens(index))
-            total += len(documents[-1])
-            text_bytes += shard.document_bytes(index)
+    for _, number, index in sorted(keys):
+        if total >= tokens:
+            break
+        documents.append(shards[number].document_tokens(index))
+        total += len(documents[-1])
+        text_bytes += shards[number].document_bytes(index)
     return HeldoutText(documents, text_bytes)
 
 

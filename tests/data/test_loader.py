@@ -1,0 +1,127 @@
+"""From token shards to batches: labels, document boundaries, and the same samples however they are asked for."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.loader import IGNORED, Prefetcher, TokenStream, TrainingData, pack
+from pipeline.data.token_shards import TokenShard, write_shard
+
+BOS, EOS = 1, 2
+
+
+def make_shard(folder, name, lengths, first):
+    """Documents of so many inner tokens, whose ids count up from `first`, as a real shard on disk."""
+    documents = []
+    for length in lengths:
+        documents.append(np.array([BOS, *range(first, first + length), EOS]))
+        first += length
+    path = folder / f"{name}.arrow"
+    record = write_shard(path, documents, [1] * len(lengths), ["00" * 16] * len(lengths), dtype="uint32", metadata={})
+    return TokenShard(path, {**record, "source": name, "bytes": path.stat().st_size})
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards with documents of very different lengths, one shard of a single document."""
+    return [make_shard(tmp_path, "a", [3, 40, 0, 1, 25], 1000), make_shard(tmp_path, "b", [100], 2000),
+            make_shard(tmp_path, "c", [7, 7, 7, 7, 60], 3000)]
+
+
+def everything(shards):
+    return np.concatenate([shard.tokens(0, shard.token_count) for shard in shards]).astype(np.int64)
+
+
+def test_a_stream_reads_across_shards(shards):
+    stream, whole = TokenStream(shards), everything(shards)
+    for start, stop in ((0, len(whole)), (70, 90), (0, 1), (len(whole) - 5, len(whole)), (76, 200)):
+        tokens, starts = stream.window(start, stop)
+        assert np.array_equal(tokens, whole[start:stop])
+        assert np.array_equal(starts, np.flatnonzero(tokens == BOS))
+
+
+def test_labels_are_inputs_shifted_by_one_and_never_cross_a_document(shards):
+    data = TrainingData({"all": shards}, 16, 0, None, None)
+    batch = data.batch(0, 12)
+    whole = everything(shards)
+    _, _, sequences = data.order.locate(np.arange(12))
+    for row, sequence in enumerate(sequences):
+        window = whole[sequence * 16:sequence * 16 + 17]
+        assert np.array_equal(batch.tokens[row], window[:-1])
+        wanted = np.where(window[1:] == BOS, IGNORED, window[1:])
+        assert np.array_equal(batch.labels[row], wanted)
+    assert BOS not in batch.labels
+    # EOS is predicted exactly at true document ends, and nothing is predicted from it.
+    assert torch.equal(batch.labels[batch.tokens == EOS], torch.full_like(batch.labels[batch.tokens == EOS], IGNORED))
+    assert batch.targets == int((batch.labels != IGNORED).sum())
+
+
+def test_documents_and_positions_start_anew_at_every_bos(shards):
+    batch = TrainingData({"all": shards}, 16, 0, None, None).batch(0, 12)
+    for row in range(12):
+        document, position = 0, 0
+        for place in range(16):
+            if place and batch.tokens[row, place] == BOS:
+                document, position = document + 1, 0
+            assert (batch.documents[row, place], batch.positions[row, place]) == (document, position)
+            position += 1
+
+
+def test_an_epoch_uses_every_token_as_input_once(shards):
+    data, whole = TrainingData({"all": shards}, 16, 3, None, None), everything(shards)
+    count = (len(whole) - 1) // 16
+    batch = data.batch(0, count)
+    rows = sorted(batch.tokens.tolist())
+    assert rows == sorted(whole[:count * 16].reshape(count, 16).tolist())
+
+
+@given(cuts=st.lists(st.integers(1, 59), max_size=5), world=st.sampled_from([1, 2, 3, 4]),
+       threads=st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_batches_do_not_depend_on_ranks_cuts_or_threads(tmp_path_factory, cuts, world, threads):
+    folder = tmp_path_factory.mktemp("shards")
+    parts = {"a": [make_shard(folder, "a", [30, 50, 90], 10)], "b": [make_shard(folder, "b", [200, 10], 500)]}
+    mixture = {"a": 2.0, "b": 1.0}
+    whole = TrainingData(parts, 8, 0, mixture, None).batch(0, 60)
+    again, rows = TrainingData(parts, 8, 0, mixture, None), []
+    edges = sorted({0, 60, *cuts})
+    pieces = [(int(part[0]), len(part)) for start, stop in pairwise(edges)
+              for part in np.array_split(np.arange(start, stop), world) if len(part)]
+    ahead = Prefetcher(lambda number: again.batch(*pieces[number]), range(len(pieces)), threads)
+    for _ in pieces:
+        rows.append(ahead.next())
+    ahead.close()
+    for name in ("tokens", "labels", "documents", "positions"):
+        assert torch.equal(torch.cat([getattr(row, name) for row in rows]), getattr(whole, name))
+
+
+def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches():
+    def make(step):
+        time.sleep(0.02 if step % 3 == 0 else 0.0)
+        return pack([(np.arange(step, step + 5), np.array([0]))])
+    ahead = Prefetcher(make, range(20), threads=4)
+    assert [int(ahead.next().tokens[0, 0]) for _ in range(20)] == list(range(20))
+    ahead.close()
+
+
+def test_an_error_while_reading_ahead_reaches_the_loop():
+    def make(step):
+        raise OSError("disk gone")
+    ahead = Prefetcher(make, range(3), threads=1)
+    with pytest.raises(OSError, match="disk gone"):
+        ahead.next()
+    ahead.close()
+
+
+def test_split_gives_micro_batches_with_their_own_targets(shards):
+    batch = TrainingData({"all": shards}, 16, 0, None, None).batch(0, 12)
+    parts = list(batch.split(4))
+    assert sum(part.targets for part in parts) == batch.targets and len(parts) == 3
+    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)

@@ -1,0 +1,175 @@
+"""Docs are code: every command of the README runs, in order, on a miniature of the demo, as a new user would give them.
+
+Commands after `<!-- needs a cluster -->` are not run; those of `make` are checked against the Makefile. The same run
+then serves the tests of the chain as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.manifest import read_manifest
+from pipeline.stages import STAGES
+from pipeline.training.metrics import read_metrics
+from tests.conftest import REPOSITORY, environment, write_config
+
+README = (REPOSITORY / "README.md").read_text()
+BLOCK = re.compile(r"(<!-- needs a cluster -->\n)?```bash\n(.*?)```", re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The README's shell commands, one string each; multi-line quotes stay together."""
+    found = []
+    for cluster, text in BLOCK.findall(README):
+        if not cluster:
+            found += [text] if '"\n' in text else text.splitlines()
+    return [command.split("  #")[0].strip() for command in found]
+
+
+RUN_HERE = [command for command in commands() if not command.startswith("make ")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, corpus):
+    """A folder that looks like the checkout, with miniature configurations under the README's names."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("launch", "pipeline", "model", "tools"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / "configs").mkdir()
+    shutil.copytree(REPOSITORY / "configs/tasks", folder / "configs/tasks")
+    path = write_config(folder, corpus, name="demo", runs_dir="runs", evaluate={"tasks": ["python_line"]},
+                        train={"steps": 60, "warmup_steps": 5, "heldout_every": 20})
+    path.rename(folder / "configs/demo.yaml")
+    mine = yaml.safe_load(re.search(r"```yaml\n# configs/mine.yaml\n(.*?)```", README, re.DOTALL)[1])
+    (folder / "configs/mine.yaml").write_text(yaml.safe_dump(mine))
+    files = sorted(corpus.glob("*.txt"))
+    (folder / "data/notes/deep").mkdir(parents=True)
+    for file in files[::2]:
+        shutil.copy(file, folder / "data/notes/deep" / file.name)
+    (folder / "data/web").mkdir()
+    lines = "".join(json.dumps({"content": file.read_text()}) + "\n" for file in files[1::2])
+    import zstandard
+    (folder / "data/web/part.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(home):
+    """Every command's result, run once, in the README's order."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = {}
+    for command in RUN_HERE:
+        if command.startswith("tensorboard"):
+            continue
+        found[command] = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=400,
+                                        env={**environment(), "PATH": path}, check=False)
+    return found
+
+
+def test_the_readme_has_the_promised_commands():
+    text = "\n".join(commands())
+    for needed in ("make demo", "make test", "--stage all", "--stage train", "--nodes 4", "torchrun", "tensorboard"):
+        assert needed in text
+
+
+@pytest.mark.parametrize("command", [command for command in RUN_HERE if not command.startswith("tensorboard")])
+def test_every_command_runs(outcomes, command):
+    result = outcomes[command]
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint"])
+def test_make_knows_its_targets(target):
+    result = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and (target == "setup" or ".venv/bin/python" in result.stdout)
+
+
+def test_make_demo_runs_the_first_command_of_the_readme():
+    result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in result.stdout
+
+
+def test_the_first_run_ends_with_a_report(outcomes, home):
+    first = next(result for command, result in outcomes.items() if "--stage all" in command)
+    assert first.stdout.rstrip().endswith("report: runs/demo/report.html")
+    page = (home / "runs/demo/report.html").read_text()
+    results = json.loads((home / "runs/demo/evaluate/results.json").read_text())
+    assert f"{results['heldout']['overall']['bits_per_byte']:.3f}" in page
+
+
+def test_the_model_learns_and_beats_the_unigram_baseline(outcomes, home):
+    metrics = read_metrics(home / "runs/demo/train/metrics.jsonl")
+    assert metrics[-1]["loss"] < 0.75 * metrics[0]["loss"]
+    overall = json.loads((home / "runs/demo/evaluate/results.json").read_text())["heldout"]["overall"]
+    assert overall["bits_per_byte"] < 0.95 * overall["baselines"]["unigram"]
+
+
+def test_manifests_tie_the_chain_together(outcomes, home):
+    manifests = {name: read_manifest(home / "runs/demo" / name) for name in STAGES}
+    for name, manifest in manifests.items():
+        assert manifest.fingerprint["inputs"] == {need: manifests[need].digest for need in STAGES[name].needs}
+        assert not manifest.missing_outputs(home / "runs/demo" / name)
+    assert len({manifest.config_sha256 for manifest in manifests.values()}) == 1
+
+
+def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
+    assert sorted(path.name for path in (home / "runs/trial").iterdir() if not path.name.startswith(".")) == \
+        ["config.yaml", "convert", "logs", "tensorboard", "train"]
+
+
+def test_where_shows_text_of_the_corpus(outcomes, corpus):
+    text = next(result.stdout for command, result in outcomes.items() if "tools.where" in command)
+    assert text.count("\nsample ") >= 16
+    whole = "\n".join(file.read_text() for file in corpus.glob("*.txt"))
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ") and len(line) > 30]
+    assert len(lines) > 10 and sum(line in whole for line in lines) > 0.7 * len(lines)  # the rest is cut at its ends
+
+
+def test_transformers_generates_from_the_export(outcomes):
+    result = next(result for command, result in outcomes.items() if "AutoModelForCausalLM" in command)
+    assert "def main():" in result.stdout and len(result.stdout) > 20
+
+
+def test_a_second_run_is_up_to_date_at_once(outcomes, home):
+    command = next(command for command in outcomes if "--stage all" in command and "demo" in command)
+    before = {path: path.stat().st_mtime_ns for path in (home / "runs/demo").rglob("*") if path.is_file()}
+    result = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, check=True,
+                            env={**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    assert result.stdout.count("up to date") == len(STAGES)
+    after = {path: path.stat().st_mtime_ns for path in (home / "runs/demo").rglob("*") if path.is_file()}
+    assert before == after
+
+
+def test_tensorboard_shows_the_runs(outcomes, home):
+    command = next(command for command in RUN_HERE if command.startswith("tensorboard"))
+    port = 16006 + os.getpid() % 1000
+    server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *command.split()[1:], "--port", str(port)],
+                              cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://localhost:{port}/data/plugin/scalars/tags"
+        tags: dict = {}
+        for _ in range(120):
+            time.sleep(0.5)
+            try:
+                tags = json.load(urllib.request.urlopen(address, timeout=5))
+            except OSError:
+                continue
+            if any("demo" in run for run in tags):
+                break
+        shown = next(values for run, values in tags.items() if "demo" in run)
+        assert {"train/loss", "train/lr", "train/grad_norm", "heldout/bits_per_byte/code"} <= set(shown)
+    finally:
+        server.kill()
+        server.wait()
