@@ -54,7 +54,7 @@ class Stage:
         for entry in (*self.code, f"pipeline/{self.name}.py"):
             path = REPOSITORY / entry
             inside = (file for file in path.rglob("*") if file.suffix in (".py", ".j2", ".css"))
-            found.update(inside if path.is_dir() else [path])
+            found.update(inside if path.is_dir() else [path] if path.is_file() else [])
         return sorted(path.relative_to(REPOSITORY) for path in found)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.stages import STAGES
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 FLOORS = {"model": {"model"}, "pipeline": {"model", "pipeline"}, "launch": {"model", "pipeline", "launch"}}
 FILES = [path for floor in (*FLOORS, "tools") for path in sorted((REPOSITORY / floor).rglob("*.py"))]
@@ -30,6 +32,12 @@ def test_imports_never_run_upwards(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_rooms_stay_small(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
+def test_the_code_of_every_stage_is_where_its_table_says(stage):
+    assert all((REPOSITORY / entry).exists() for entry in stage.code)
+    assert Path(f"pipeline/{stage.name}.py") in stage.source_files()
 
 
 def test_a_training_rank_needs_only_torch_numpy_pyarrow_and_the_config_library():
