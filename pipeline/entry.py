@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 from pipeline.config.loading import load_config
 from pipeline.console import say
-from pipeline.errors import UserError
+from pipeline.errors import UserError, is_full_disk
 from pipeline.manifest import read_manifest
 from pipeline.orphans import end_with_parent
 from pipeline.run import Run, State
@@ -36,12 +35,11 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
         if is_leader():
             print(f"\n{name} stops here: {error}", file=sys.stderr, flush=True)
         return error.exit_status
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:
+        if not is_full_disk(error):
             raise
-        print(f"\n{name} stops here: the disk or quota is full ({error.strerror}: {error.filename or 'run folder'}). "
-              f"Nothing half-written is kept as finished. Free some space and run the same command again.",
-              file=sys.stderr, flush=True)
+        print(f"\n{name} stops here: the disk or quota is full ({error}). Nothing half-written is kept as finished. "
+              f"Free some space and run the same command again.", file=sys.stderr, flush=True)
         return UserError.exit_status
     except KeyboardInterrupt:
         say(name, "stopped; the same command continues")

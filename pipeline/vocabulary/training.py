@@ -97,9 +97,11 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
 
 
 def refuse_skipped(log: Path) -> None:
-    """UserError if the trainer's log says that it left text out: the vocabulary would be bad, and nobody would know."""
+    """UserError if the trainer's log says that it left text out, or is not whole: a bad vocabulary would go unnoticed."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    assert "trainer_interface.cc" in text, f"{log} holds no messages of the trainer, so nothing can be said of them"
+    if "Done! preprocessed" not in text:  # said after every sentence was looked at
+        raise UserError(f"The trainer's messages did not all reach {log}, as happens when the disk is full, so it "
+                        f"cannot be known whether it left text out. Free some space and run the stage again.")
     too_long = sum(map(int, re.findall(r"Skipped (\d+) too long sentences", text)))
     with_nul = text.count("Found null character")
     if too_long or with_nul:

@@ -80,7 +80,8 @@ def test_skipped_text_fails_training(tmp_path, texts):
 
 def test_text_with_nul_that_reached_the_trainer_fails_training(tmp_path):
     log = tmp_path / "log"
-    log.write_text("trainer_interface.cc(548) LOG(INFO) Found null character. The corpus must be encoded in utf-8.\n")
+    log.write_text("trainer_interface.cc(548) LOG(INFO) Found null character. The corpus must be encoded in utf-8.\n"
+                   "trainer_interface.cc(655) LOG(INFO) Done! preprocessed 5 sentences.\n")
     with pytest.raises(UserError, match="1 NUL-bearing"):
         refuse_skipped(log)
 
