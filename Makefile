@@ -19,7 +19,7 @@ demo: setup
 	$(PY) launch/submit.py --stage all --config configs/demo.yaml --cluster local $(ARGS)
 
 test: setup
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

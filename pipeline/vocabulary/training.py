@@ -97,7 +97,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
 
 
 def refuse_skipped(log: Path) -> None:
-    """UserError if the trainer's log says that it left text out, or is not whole: a bad vocabulary would go unnoticed."""
+    """UserError if the trainer's log says that it left text out, or is not whole: nobody would know."""
     text = log.read_text(encoding="utf-8", errors="replace")
     if "Done! preprocessed" not in text:  # said after every sentence was looked at
         raise UserError(f"The trainer's messages did not all reach {log}, as happens when the disk is full, so it "
