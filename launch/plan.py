@@ -98,11 +98,14 @@ def configuration_problems(config: Config, jobs: list[Job], path: str) -> None:
         raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")
 
 
-def refuse_unsound(run: Run, jobs: list[Job], options: Options) -> None:
-    """Refuse, before anything starts, what a stage would refuse later: absent inputs and stale stages."""
+def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
+    """Refuse, before anything starts, what a stage would refuse later: absent inputs and stale stages.
+
+    Where jobs are only shown, inputs may still be absent.
+    """
     asked = [job.stage for job in jobs]
     running = [job.stage for job in jobs if job.to_run]
-    if absent := _absent(run, running, asked):
+    if not showing and (absent := _absent(run, running, asked)):
         wanted = [stage for stage in STAGES if stage in asked or stage in absent]
         raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} "
                         f"{'is' if len(absent) == 1 else 'are'} not done, and not asked for. Ask for "

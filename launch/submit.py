@@ -117,7 +117,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     jobs = plan(config, run, stages, request)
     configuration_problems(config, jobs, options.config)
     print_plan(config, run, jobs, request, where)
-    refuse_unsound(run, jobs, request)
+    refuse_unsound(run, jobs, request, showing=options.dry_run)
     if options.dry_run:
         return _show(config, jobs, request)
     return _submit(config, jobs) if cluster == "slurm" else run_jobs(config, jobs, request)

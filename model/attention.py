@@ -41,20 +41,25 @@ class KeyValueCache:
         return self.keys[:, :end], self.values[:, :end]
 
 
-def attention_mask(length: int, start: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which keys each query may see: (batch or 1, 1, length, start + length) bool, True where it may.
+def attention_mask(
+    length: int, start: int, documents: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """What is added to the scores: (batch or 1, 1, length, start + length), 0 where a query may see a key, else -inf.
 
     The queries are tokens start .. start + length - 1, the keys all tokens up to there. documents: (batch,
     length) ints, only with start 0; tokens of different documents do not see each other. Returns None where
     attention's own causal rule says the same, because kernels without a mask are faster.
+
+    A mask of truth values would be turned into this one by each layer for itself, and each copy be kept for the
+    backward pass: at 8,192 tokens in bf16, 134 MB a layer.
     """
     if documents is None and (start == 0 or length == 1):
         return None
     assert documents is None or start == 0, "a cache holds one document"
-    mask = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)[None, None]
-    if documents is None:
-        return mask
-    return mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)[None, None]
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
 class Attention(nn.Module):

@@ -103,7 +103,7 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
         rotation = self.rotary_table.at(positions, wide)
-        mask = attention_mask(tokens.shape[1], start, documents, tokens.device)
+        mask = attention_mask(tokens.shape[1], start, documents, tokens.device, h.dtype)
         for index, layer in enumerate(self.layers):
             h = layer(h, rotation, mask, caches[index] if caches else None)
         h = self.norm(h)

@@ -56,7 +56,10 @@ def convert(work: Work) -> None:
 
 
 def _prove(work: Work, folder: Path, config: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Load the folder as a user would; compare logits with the training model, and ids with the vocabulary."""
+    """Load the folder as a user would; compare logits with the training model, and ids with the vocabulary.
+
+    Empties `weights` on the way.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -65,12 +68,15 @@ def _prove(work: Work, folder: Path, config: Any, weights: dict[str, Any]) -> di
 
     disable_progress_bar()
     ids, texts = _heldout(work)
-    model = Llama(config)
-    model.load_state_dict(weights)
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # One model at a time, and ours without a copy of the weights: an 8B model in fp32 is 32 GB.
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict(weights, assign=True)
     with torch.no_grad():
         ours = model.eval()(ids)
-        theirs = exported(ids).logits.float()
+        del model
+        weights.clear()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits.float()
     difference = float((ours - theirs).abs().max())
     if not difference <= LARGEST_DIFFERENCE:
         raise UserError(f"The exported model in {folder} does not compute what the training model does: logits differ "

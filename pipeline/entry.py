@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from pipeline.config.loading import load_config
 from pipeline.console import say
 from pipeline.errors import UserError, is_full_disk
-from pipeline.manifest import read_manifest
+from pipeline.manifest import MANIFEST, read_manifest
 from pipeline.orphans import end_with_parent
 from pipeline.run import Run, State
 from pipeline.stages import STAGES
 from pipeline.work import Work, begin, lock, set_aside
 
 INTERRUPTED = 130
+SILENCE_S = 3.0
+"""How long a rank other than 0 keeps its error to itself."""
 
 
 def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | None = None) -> int:
@@ -32,8 +35,12 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     try:
         return _run(name, body, options)
     except UserError as error:
-        if is_leader():
-            print(f"\n{name} stops here: {error}", file=sys.stderr, flush=True)
+        if not is_leader():
+            # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
+            # waits. What this rank alone knows must be heard, though.
+            time.sleep(SILENCE_S)
+        print(f"\n{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {error}",
+              file=sys.stderr, flush=True)
         return error.exit_status
     except Exception as error:
         if not is_full_disk(error):
@@ -66,37 +73,47 @@ def is_leader() -> bool:
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
     run = Run(load_config(options.config, options.overrides))
     # Only the leader locks: the other ranks were started with it and read the same folder.
-    held = lock(run.folder, name) if is_leader() else None
+    for need in STAGES[name].needs:
+        run.finished(need)  # refuses before anything is touched
+    run.refuse_stale_inputs(name)
+    if not options.force and run.state(name).kind == "done":
+        _report_done(run, name)  # without a lock: others may be reading it
+        return 0
+    held = _locks(run, name) if is_leader() else []
     work = _prepare(run, name, options)
     if work is None:
         return 0
     body(work)
     del held
-    return 0 if read_manifest(work.folder) is not None else INTERRUPTED
+    return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
+
+
+def _locks(run: Run, name: str) -> list[IO[str] | None]:
+    """Write this stage alone, and let nobody rebuild those that it reads."""
+    own = lock(run.folder, name)
+    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs]
+    return [own, *reading]
 
 
 def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     """Decide what the state of the stage allows; None if nothing is to be done."""
-    for need in STAGES[name].needs:
-        run.finished(need)  # refuses before anything is touched
-    run.refuse_stale_inputs(name)
     if options.force:
         return _start_afresh(run, name)
     state, fingerprint = run.state(name), run.fingerprint(name)
-    drift: list[dict[str, Any]] = []
+    drift: list[dict[str, Any]] = run.begun_drift(name) if state.kind == "partial" else []
     if state.kind == "done":
         _report_done(run, name)
         return None
     if state.kind == "stale":
         if not options.accept_drift or run.is_reused(name):
             raise run.refusal(name, state)
-        drift = [{"stage": name, "differences": [str(difference) for difference in state.differences]}]
-        if not state.begun_only:
-            _accept(run, name, fingerprint, drift)
+        accepted = {"stage": name, "differences": [str(difference) for difference in state.differences]}
+        if not state.begun_only and not _prolongs(run, name):
+            _accept(run, name, fingerprint, accepted)
             return None
-        if name != "train":
-            raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
-                            f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
+        _refuse_mixing(run, name, state)
+        drift = [*_earlier_drift(run, name), accepted]
+        _withdraw(run, name)
     if state.kind == "damaged":
         _mend(run, name, state)
     if not is_leader():
@@ -123,16 +140,44 @@ def _report_done(run: Run, name: str) -> None:
                   f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
 
 
-def _accept(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]]) -> None:
+def _refuse_mixing(run: Run, name: str, state: State) -> None:
+    """Only training can go on under other settings, and not with another network."""
+    if name != "train":
+        raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
+                        f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
+    shape = [str(difference) for difference in state.differences if difference.key.startswith("config.model.")]
+    if shape:
+        raise UserError(f"A checkpoint of one network cannot go on as another: {'; '.join(shape)}. Use --force to "
+                        f"start again, or name=<another>.")
+
+
+def _prolongs(run: Run, name: str) -> bool:
+    """Whether a finished training run is asked for more steps than it has done: then it goes on."""
+    manifest = run.manifest(name)
+    return name == "train" and manifest is not None and run.config.train.steps > manifest.counts["steps"]
+
+
+def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
+    manifest = run.manifest(name)
+    return [entry for entry in manifest.drift if entry["stage"] == name] if manifest else run.begun_drift(name)
+
+
+def _withdraw(run: Run, name: str) -> None:
+    """Make a finished stage an unfinished one; its outputs stay."""
+    if is_leader():
+        (run.own_folder(name) / MANIFEST).unlink(missing_ok=True)
+
+
+def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:
     """Serve a finished stage although it was made of something else, and leave the trace in its manifest."""
     if not is_leader():
         return
     manifest = run.finished(name)
-    manifest.drift += drift
+    manifest.drift.append(accepted)
     manifest.accepted.append(fingerprint)
     manifest.write(run.stage_folder(name))
     say(name, "accepted as it is, in spite of:")
-    for difference in drift[0]["differences"]:
+    for difference in accepted["differences"]:
         say(name, f"  {difference}")
 
 
@@ -143,4 +188,4 @@ def _mend(run: Run, name: str, state: State) -> None:
     if is_leader():
         for reason in state.reasons[:5]:
             say(name, f"damaged: {reason}; making it again")
-        (run.own_folder(name) / "manifest.json").unlink(missing_ok=True)
+    _withdraw(run, name)

@@ -61,6 +61,9 @@ class Run:
             raise UserError(f"reuse: {folder} holds no run (no config.yaml there). Give the folder of a run whose "
                             f"{', '.join(name for name, stage in STAGES.items() if stage.reusable)} are finished.")
         config = load_config(folder / "config.yaml", check=False)
+        if self.folder.resolve() in _reuse_chain(folder):
+            raise UserError(f"reuse: {folder} is, or reuses, this very run ({self.folder}). Leave reuse= out, or give "
+                            f"this run another name=.")
         # The folder may have been moved or copied: it, not its own old name, is what the user pointed at.
         return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
@@ -102,11 +105,13 @@ class Run:
     def files(self, stage: str) -> list[dict[str, Any]]:
         """The stage's outside input files with path, bytes, mtime_ns and sha256.
 
-        A file whose path, size and modification time are those of the manifest is not hashed again.
+        A file whose path, size and modification time are those of the manifest, or of the start record of a stage
+        that is not finished, is not hashed again.
         """
         if stage not in self._known_files:
             manifest = self.manifest(stage)
-            known = {record["path"]: record for record in (manifest.files if manifest else [])}
+            records = manifest.files if manifest else _started(self.own_folder(stage)).get("files", [])
+            known = {record["path"]: record for record in records}
             self._known_files[stage] = [_file_record(name, path, known.get(str(path.absolute())))
                                         for name, path in STAGES[stage].input_files(self.config)]
         return self._known_files[stage]
@@ -128,10 +133,14 @@ class Run:
             return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
         if not (folder / STARTED).is_file():
             return State("to do")
-        changed = differences(_begun(folder), self.fingerprint(stage))
+        changed = differences(_started(folder)["fingerprint"], self.fingerprint(stage))
         if changed:
             return State("stale", changed, begun_only=True)
         return State("partial", reasons=["will continue"])
+
+    def begun_drift(self, stage: str) -> list[dict[str, Any]]:
+        """The drift that was accepted for a stage that is begun and not finished."""
+        return list(_started(self.own_folder(stage)).get("drift", []))
 
     def changed_settings(self, stage: str) -> list[Difference]:
         """Settings in which a finished stage differs from what is asked now, its inputs apart."""
@@ -199,11 +208,25 @@ def code_hashes(stage: Stage) -> dict[str, str]:
     return {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
 
 
-def _begun(folder: Path) -> dict[str, Any]:
+def _started(folder: Path) -> dict[str, Any]:
+    """The start record of a stage, {} if it was not begun."""
     try:
-        return read_json(folder / STARTED)["fingerprint"]
-    except (ValueError, KeyError):
+        record: dict[str, Any] = read_json(folder / STARTED)
+        return record if record["fingerprint"] else {}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"{folder / STARTED} is damaged. Run the stage with --force to start it afresh.") from None
+
+
+def _reuse_chain(folder: Path) -> list[Path]:
+    """The run in `folder` and those that it takes stages from, resolved."""
+    chain: list[Path] = []
+    while (here := folder.resolve()) not in chain:
+        chain.append(here)
+        reuse = load_config(folder / "config.yaml", check=False).reuse if (folder / "config.yaml").is_file() else None
+        folder = Path(reuse) if reuse is not None else folder
+    return chain
 
 
 def _file_record(name: str, path: Path, known: dict[str, Any] | None) -> dict[str, Any]:

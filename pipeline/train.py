@@ -29,9 +29,10 @@ def train(work: Work) -> None:
                                          session.lr(step))
             session.check_finite(step, result)
             session.advance(batch, targets)
-            session.log(step, result, targets)
+            session.record(step, result, targets)
             if session.due(step, work.config.train.checkpoint.every_steps) or stop:
                 session.save()
+            session.look()
             if stop:
                 return session.leave(stop)
         session.finish()

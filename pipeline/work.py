@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,7 +28,7 @@ from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json
 from pipeline.manifest import Manifest
 from pipeline.orphans import end_with_parent
 from pipeline.run import STARTED, Run, code_hashes
-from pipeline.stages import REPOSITORY, STAGES
+from pipeline.stages import REPOSITORY, STAGES, before
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval")
@@ -122,9 +124,11 @@ class Work:
         Raises:
             UserError: an output is not what was written (failing disk, a second writer).
         """
+        remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
             if path.stat().st_size != record["bytes"] or (not verified and sha256_file(path) != record["sha256"]):
+                path.unlink()  # so that the unit that made it is done again
                 raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
@@ -140,7 +144,7 @@ class Work:
 
     def _all_drift(self) -> list[dict[str, Any]]:
         found = list(self.drift)
-        for need in STAGES[self.name].needs:
+        for need in before([self.name]):
             found += [entry for entry in self.run.finished(need).drift if entry not in found]
         return found
 
@@ -151,23 +155,43 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     work.folder.mkdir(parents=True, exist_ok=True)
     remove_temporary(work.folder)
     save_config(run.config, run.folder / "config.yaml")
-    write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started})
+    # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
+    # others again.
+    write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
+                                       "files": run.files(name)})
     return work
 
 
-def lock(folder: Path, stage: str) -> IO[str]:
-    """Hold a stage of the run in `folder` against a second process; released when this one ends, however it ends."""
+def lock(folder: Path, stage: str, *, shared: bool = False) -> IO[str] | None:
+    """Hold a stage of the run in `folder` until this process ends, however it ends.
+
+    `shared` is for reading the stage: several may read, but nobody rebuilds it meanwhile. None where the file system
+    has no locks, which is said, or where a reader may not write.
+
+    Raises:
+        UserError: somebody else works on the stage (or reads it, for a writer).
+    """
     path = folder / ".locks" / stage  # not inside the stage's own folder, which --force moves away
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the process
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the process
+    except PermissionError:
+        if shared:
+            return None
+        raise
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise UserError(f"The stage {stage} of {folder} is being worked on by {holder}. Wait for it, or stop it "
-                        f"first; or use name=<another> for a run of its own.") from None
+        raise UserError(f"The stage {stage} of {folder} is in use by {holder}. Wait for it, or stop it first; "
+                        f"or use name=<another> for a run of its own.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        say(stage, f"warning: {folder} is on a file system without locks; do not run this stage twice at once")
+        return None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}\n")
     file.flush()
@@ -223,6 +247,9 @@ def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, u
         futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    except BrokenProcessPool:
+        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
+                        "launch.processes lower and run the same command again; finished units are kept.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

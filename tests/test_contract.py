@@ -50,6 +50,12 @@ def count_bytes(work):
     work.commit([output_record(work.folder, work.folder / "size.txt")], {"vocab_size": len(text)})
 
 
+def count_bytes_again(work):
+    """A stand-in for the encode stage: needs both stages before it."""
+    work.input("tokenizer")
+    count_bytes(work)
+
+
 def never(work):
     raise AssertionError("this stage should not have run")
 
@@ -215,10 +221,50 @@ def test_reuse_of_something_else_is_refused(place, capsys):
 
 def test_two_processes_cannot_work_on_one_stage(place):
     held = lock(place / "runs/a", "shard")
-    with pytest.raises(UserError, match=f"being worked on by process {os.getpid()}"):
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
         lock(place / "runs/a", "shard")
     held.close()
     lock(place / "runs/a", "shard").close()
+
+
+def test_a_stage_that_is_being_read_is_not_rebuilt(place, capsys):
+    call(place, "shard", copy_corpus)
+    reading = lock(place / "runs/a", "shard", shared=True)
+    also = lock(place / "runs/a", "shard", shared=True)
+    assert call(place, "shard", never, "--force") == 2
+    assert "is in use by" in capsys.readouterr().err
+    assert call(place, "shard", never) == 0  # up to date needs no lock
+    reading.close()
+    also.close()
+    assert call(place, "shard", copy_corpus, "--force") == 0
+
+
+def test_a_run_that_reuses_itself_is_refused(place, capsys):
+    call(place, "shard", copy_corpus)
+    assert call(place, "tokenizer", never, f"reuse={place}/runs/a") == 2
+    call(place, "tokenizer", count_bytes, "name=b", f"reuse={place}/runs/a")
+    assert call(place, "tokenizer", never, f"reuse={place}/runs/b") == 2
+    assert capsys.readouterr().err.count("this very run") == 2
+
+
+def test_settings_of_a_stage_further_back_are_not_stale_in_silence(place, capsys):
+    call(place, "shard", copy_corpus)
+    assert call(place, "tokenizer", never, "shard.heldout_share=0.5") == 2
+    assert "shard.heldout_share: 0.01 -> 0.5" in capsys.readouterr().err
+
+
+def test_a_finished_run_needs_its_corpus_no_more(place):
+    call(place, "shard", copy_corpus)
+    (place / "corpus.txt").unlink()
+    assert call(place, "tokenizer", count_bytes) == 0
+
+
+def test_drift_accepted_later_reaches_manifests_two_stages_on(place):
+    call(place, "shard", copy_corpus)
+    call(place, "tokenizer", count_bytes)
+    call(place, "shard", never, "shard.heldout_share=0.5", "--accept-drift")
+    call(place, "encode", count_bytes_again, "shard.heldout_share=0.5")
+    assert [entry["stage"] for entry in read_manifest(place / "runs/a/encode").drift] == ["shard"]
 
 
 def test_why_and_changed_code(place, monkeypatch):

@@ -21,6 +21,7 @@ from pipeline.config.tree import Config
 from pipeline.data.loader import TrainingData
 from pipeline.errors import UserError
 from pipeline.run import Run
+from pipeline.training.metrics import read_lines, read_metrics
 from pipeline.training.session import open_training_data
 from pipeline.work import Work
 
@@ -73,6 +74,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _samples(run: Path, step: int, batch: int) -> tuple[int, int]:
+    """The samples [first, end) of a step: as logged, or, where it is not done yet, as it will be."""
+    if any(event.get("drift") for event in read_lines(run / "train/events.jsonl")):
+        print("warning: this run went on under other settings at some point (--accept-drift); steps before that may "
+              "have seen other text than is shown here", file=sys.stderr)
+    logged = {record["step"]: record["samples"] for record in read_metrics(run / "train/metrics.jsonl")}
+    first, end = logged.get(step, ((step - 1) * batch, step * batch))
+    return first, end
+
+
 def show(config: Config, options: argparse.Namespace) -> None:
     """Print the pieces of the asked step."""
     from pipeline.vocabulary.kinds import load_vocabulary
@@ -84,8 +95,9 @@ def show(config: Config, options: argparse.Namespace) -> None:
         raise UserError(f"--step counts from 1, --rank from 0 below --ranks, and --ranks must divide the "
                         f"{batch} sequences of a step; asked: step {options.step}, rank {options.rank} of "
                         f"{options.ranks}.")
-    share = batch // options.ranks if options.rank is not None else batch
-    first = (options.step - 1) * batch + (options.rank or 0) * share
+    begin, end = _samples(options.run, options.step, batch)
+    share = (end - begin) // options.ranks if options.rank is not None else end - begin
+    first = begin + (options.rank or 0) * share
     vocabulary = load_vocabulary(work.input("tokenizer")[0]) if options.text else None
     print(f"step {options.step}: samples [{first}, {first + share})")
     for piece in pieces(open_training_data(work), first, share):

@@ -26,6 +26,15 @@ def _batch(config: Config) -> list[str]:
         found.append(f"train.batch_tokens {train.batch_tokens} is not a multiple of train.sequence_length "
                      f"{train.sequence_length}; nearest: "
                      f"{max(1, round(train.batch_tokens / train.sequence_length)) * train.sequence_length}.")
+    if train.sample_tokens >= config.model.context_length:
+        found.append(f"train.sample_tokens {train.sample_tokens} leaves no room for a prompt in model.context_length "
+                     f"{config.model.context_length}.")
+    if config.evaluate.prompt_tokens >= config.model.context_length:
+        found.append(f"evaluate.prompt_tokens {config.evaluate.prompt_tokens} leaves no room for a prompt in "
+                     f"model.context_length {config.model.context_length}.")
+    if (config.evaluate.sequence_length or 0) > config.model.context_length:
+        found.append(f"evaluate.sequence_length {config.evaluate.sequence_length} is longer than model.context_length "
+                     f"{config.model.context_length}.")
     parallel = config.parallel
     if parallel.dp_shard == 0:
         found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config.checks import problems
 from pipeline.config.tree import Config
-from pipeline.config.yaml_source import Path_, Values, read_yaml
+from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
 from pipeline.errors import UserError, listed
 from pipeline.files import sha256_json, write_text
 
@@ -33,11 +33,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
         if not sign or not key:
             raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
         values.set(key.strip(), text)
-    try:
-        config = Config.model_validate(values.tree)
-    except ValidationError as error:
-        found = [_sentence(item, values) for item in error.errors()]
-        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}") from None
+    config = _validated(values, path)
     if check and (found := problems(config)):
         raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
     return config
@@ -45,7 +41,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives an equal `Config`."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -58,6 +54,17 @@ def save_config(config: Config, path: Path) -> None:
 def config_hash(config: Config) -> str:
     """Hex sha256 of the whole resolved configuration."""
     return sha256_json(config.model_dump(mode="json"))
+
+
+def _validated(values: Values, path: str | Path) -> Config:
+    try:
+        return Config.model_validate(values.tree)
+    except ValidationError as error:
+        texts = [_path(item["loc"], values.tree) for item in error.errors() if item["type"] == "string_type"]
+        if values.take_words(texts):
+            return _validated(values, path)
+        found = [_sentence(item, values) for item in error.errors()]
+        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}") from None
 
 
 def _with_bases(path: Path, seen: tuple[Path, ...]) -> Values:

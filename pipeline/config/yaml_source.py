@@ -33,12 +33,21 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(no
 _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value).replace("_", "")))
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` would take for something else: a run may be called 1e3."""
+
+
+Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 class Values:
     """A nested value and the place (`file:line`) where each part of it was written."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
         self.places: dict[Path_, str] = {}
+        self.words: dict[Path_, str] = {}
+        """Overrides as they were typed: `name=20261101` is a number in YAML, but a name where a text is wanted."""
 
     def place(self, path: Path_) -> str:
         """Where the value at `path`, or its nearest enclosing part, was written."""
@@ -50,6 +59,16 @@ class Values:
         """Lay `other` over this: mappings join key by key, lists and single values are replaced whole."""
         _merge(self.tree, other.tree, (), self.places)
         self.places.update(other.places)
+
+    def take_words(self, paths: list[Path_]) -> bool:
+        """Where a text was wanted and an override's value is none, take what was typed; whether any was taken."""
+        taken = [path for path in paths if path in self.words]
+        for path in taken:
+            node: Any = self.tree
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = self.words.pop(path)
+        return bool(taken)
 
     def set(self, dotted: str, text: str) -> None:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
@@ -74,6 +93,7 @@ class Values:
             raise UserError(f"The override {dotted}={text} names no place in the configuration: the list "
                             f"{'.'.join(map(str, keys[:-1]))} has {len(node)} items, counted from 0.")
         node[last] = value
+        self.words[keys] = text
         _forget(self.places, keys)
         self.places[keys] = f"the command line ({dotted}={text})"
 

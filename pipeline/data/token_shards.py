@@ -7,6 +7,7 @@ with `os.pread`, not mapped: a file that is cut or gone on a network disk is the
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -94,6 +95,9 @@ class TokenShard:
         try:
             return open(self.path, "rb", buffering=0)
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise UserError(f"{self.path} cannot be opened: this process may have no more open files. Raise the hard "
+                                f"limit (ulimit -Hn), or make fewer shards with a larger shard.shard_mb.") from None
             raise UserError(f"{self.path} cannot be opened: {error.strerror}. {_MEND}") from None
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:

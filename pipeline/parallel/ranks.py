@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -65,8 +66,16 @@ class Ranks:
         return box[0]
 
 
+def allow_open_files() -> None:
+    """Raise the soft limit of open files to the hard one: every token shard stays open once it was read."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def start_ranks() -> Ranks:
     """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one."""
+    allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -25,8 +25,11 @@ KEPT_OPERATORS = {
 """What selective activation checkpointing keeps: matrix products and attention; the rest is cheap to redo."""
 
 
-def spread(config: ModelConfig, seed: int, mesh: DeviceMesh, precision: torch.dtype, checkpointing: str) -> Llama:
+def spread(config: ModelConfig, seed: int | None, mesh: DeviceMesh, precision: torch.dtype,
+           checkpointing: str) -> Llama:
     """A model with its initial weights, sharded over `mesh` by FSDP2, block by block.
+
+    seed: None leaves the weights undefined, for a checkpoint to fill in.
 
     Masters and reductions are float32 (float64 for float64); compute is in `precision`. Gradients are summed, not
     averaged: the loss is divided by the global number of targets before. The weights depend on `seed` alone.
@@ -49,7 +52,8 @@ def spread(config: ModelConfig, seed: int, mesh: DeviceMesh, precision: torch.dt
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
     model.to_empty(device=mesh.device_type)  # "cuda" is this rank's own, set when the ranks started
-    fill(model, config, seed)
+    if seed is not None:
+        fill(model, config, seed)
     return model
 
 

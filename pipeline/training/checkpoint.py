@@ -34,6 +34,7 @@ class Progress:
 
     step: optimizer steps done. samples: sequences used, which is the data order's whole state. plan_sha256: the
     order they were drawn in. tokens, targets: what has been trained on. restarts: how often it was continued.
+    precision: of the arithmetic. record: the metrics of the last step, should a kill have kept them from the log.
     """
 
     step: int = 0
@@ -42,6 +43,8 @@ class Progress:
     targets: int = 0
     restarts: int = 0
     plan_sha256: str = ""
+    precision: str = ""
+    record: dict[str, Any] | None = None
 
 
 class Checkpoints:
@@ -62,20 +65,24 @@ class Checkpoints:
         """
         final = self.path(progress.step)
         temporary = final.with_name(f"{final.name}.tmp")
-        if self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self.ranks.barrier()
+        self._together(lambda: self._make_room(temporary), temporary)
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
         self._together(lambda: _write(state, temporary), temporary)
-        files = sorted(path for path in temporary.iterdir() if path.is_file())
+        # One listing for all: on a network file system two ranks may not see the same files at once.
+        files: list[Path] = self.ranks.same(sorted(temporary.iterdir()) if self.ranks.leads else None)
         mine = files[self.ranks.rank::self.ranks.world]
         hashed = [{"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in mine]
         records: list[dict[str, Any]] = sorted((record for part in self.ranks.gather(hashed) for record in part),
                                                key=lambda record: str(record["path"]))
         self._together(lambda: self._publish(temporary, final, records, progress), temporary)
         return final
+
+    def _make_room(self, temporary: Path) -> None:
+        if self.ranks.leads:
+            for leftover in self.folder.glob("step-*.tmp"):  # of saves that were killed
+                shutil.rmtree(leftover)
+            temporary.mkdir(parents=True)
 
     def _publish(self, temporary: Path, final: Path, records: list[dict[str, Any]], progress: Progress) -> None:
         if not self.ranks.leads:
@@ -104,17 +111,38 @@ class Checkpoints:
         raise problems[0] from problem
 
     def newest_valid(self) -> tuple[Path, Progress] | None:
-        """The newest checkpoint whose files are all there and unchanged; damaged ones are named and passed over."""
-        for path in sorted(self.folder.glob("step-*"), reverse=True):
-            if path.name.endswith(".tmp") or not path.is_dir():
+        """The newest checkpoint whose files are all there and unchanged, or None if none was ever finished.
+
+        Unfinished ones are removed; damaged ones are named, set aside as `*.damaged`, and passed over.
+
+        Raises:
+            UserError: there are finished checkpoints, and every one is damaged.
+        """
+        damaged = 0
+        found = sorted(self.folder.glob("step-*"), reverse=True) if self.ranks.leads else None
+        for path in self.ranks.same(found):
+            if path.suffix in (".tmp", ".damaged"):
+                damaged += path.suffix == ".damaged"
                 continue
             marker = self.ranks.same(_read_marker(path) if self.ranks.leads else None)
             if marker is None:
-                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or is being removed; skipped")
+                self.say(f"checkpoint {path.name} has no valid {MARKER}: it was never finished, or its removal was "
+                         f"cut short; removed")
+                if self.ranks.leads:
+                    shutil.rmtree(path)
                 continue
             if not (problems := self.damage(path, marker["files"])):
                 return path, Progress(**marker["progress"])
-            self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); going back to the one before it")
+            self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); set aside as "
+                     f"{path.name}.damaged, going back to the one before it")
+            damaged += 1
+            if self.ranks.leads:
+                # Otherwise it would count as one of the newest when old ones are pruned.
+                shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
+                path.rename(path.with_name(f"{path.name}.damaged"))
+        if damaged:
+            raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Put sound files back "
+                            f"(and take .damaged off the folder's name), or start training again with --force.")
         return None
 
     def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
@@ -141,7 +169,8 @@ class Checkpoints:
         """Remove all but the newest `keep` complete checkpoints and the permanent ones; markers go first."""
         if not self.ranks.leads:
             return
-        complete = sorted(path for path in self.folder.glob("step-*") if (path / MARKER).is_file())
+        complete = sorted(path for path in self.folder.glob("step-*")
+                          if path.suffix != ".damaged" and (path / MARKER).is_file())
         for path in complete[:-keep]:
             step = int(path.name.removeprefix("step-"))
             if permanent_every is None or step % permanent_every:

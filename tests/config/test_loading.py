@@ -77,6 +77,13 @@ def test_numbers_are_numbers_and_words_are_words(tmp_path):
     assert (config.train.lr, config.train.eps, config.train.batch_tokens, config.name) == (0.001, 1e-8, 65536, "on")
 
 
+@pytest.mark.parametrize("name", ["20261101", "1e3", "1.5", "null", "true", "on"])
+def test_a_name_may_look_like_a_number(tmp_path, name):
+    config = load_config(write(tmp_path / "c.yaml", "seed: 0\n"), [f"name={name}"])
+    assert config.name == name
+    save_config(config, tmp_path / "again.yaml")
+
+
 def test_overrides_reach_into_lists(tmp_path):
     path = write(tmp_path / "c.yaml", "shard:\n  sources:\n  - {kind: files, name: a, paths: [x.txt]}\n")
     config = load_config(path, ["shard.sources.0.name=b", "train.lr=2e-4", "launch.processes=null"])
@@ -111,14 +118,15 @@ def test_every_problem_is_reported_at_once_with_file_and_line(tmp_path):
 def test_impossible_combinations_are_reported_at_once_with_their_numbers(tmp_path):
     path = write(tmp_path / "c.yaml", """
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
-train: {sequence_length: 256, batch_tokens: 1000, warmup_steps: 60, steps: 50}
+train: {sample_tokens: 128, sequence_length: 256, batch_tokens: 1000, warmup_steps: 60, steps: 50}
 tokenizer: {vocab_size: 70016}
 encode: {dtype: uint16}
 """)
     text = refusal(path)
     for expected in ("heads (6) must be divisible by kv_heads (4)", "sequence_length 256 is longer than "
                      "model.context_length 128", "batch_tokens 1000 is not a multiple", "warmup_steps 60",
-                     "uint16 holds ids up to 65535, but the vocabulary has 70016"):
+                     "uint16 holds ids up to 65535, but the vocabulary has 70016",
+                     "train.sample_tokens 128 leaves no room"):
         assert expected in text
 
 

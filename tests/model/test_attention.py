@@ -40,7 +40,7 @@ def test_equals_the_formula(kv_heads, packed):
     allowed = torch.ones(10, 10, dtype=torch.bool).tril().expand(2, 10, 10)
     if documents is not None:
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
-    actual = attention(x, rotation, attention_mask(10, 0, documents, CPU))
+    actual = attention(x, rotation, attention_mask(10, 0, documents, CPU, torch.float64))
     assert torch.allclose(actual, by_formula(attention, x, rotation, allowed, heads=6), rtol=0, atol=1e-12)
 
 
@@ -61,14 +61,14 @@ def test_mask_of_packed_documents():
     mask = attention_mask(4, 0, torch.tensor([[0, 0, 1, 1]]), CPU)
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask.shape == (1, 1, 4, 4)
-    assert mask[0, 0].int().tolist() == expected
+    assert (mask[0, 0] == 0).int().tolist() == expected and set(mask.unique().tolist()) == {0, -torch.inf}
 
 
 def test_mask_is_left_out_where_plain_causal_is_meant():
     assert attention_mask(4, 0, None, CPU) is None
     assert attention_mask(1, 3, None, CPU) is None
     continued = attention_mask(2, 3, None, CPU)
-    assert continued[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert (continued[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
 def test_no_biases():

@@ -39,11 +39,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, how: int = signal.SIGKILL) -> None:
-    """Start training, and signal it and its workers once `after_step` is logged."""
+    """Start training, and signal it and its workers once it has itself logged `after_step` or a later one."""
+    metrics, deadline = train_folder(config) / "metrics.jsonl", time.monotonic() + 120
+    earlier = len(list(read_lines(metrics)))
     process = subprocess.Popen(stage_command("train", config, *overrides, ranks=ranks), cwd=REPOSITORY,
                                env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics, deadline = train_folder(config) / "metrics.jsonl", time.monotonic() + 120
-    while not any(record["step"] >= after_step for record in read_lines(metrics)):
+    while not any(record["step"] >= after_step for record in list(read_lines(metrics))[earlier:]):
         assert time.monotonic() < deadline and process.poll() is None, "training did not get that far"
         time.sleep(0.01)
     for pid in [process.pid, *descendants(process.pid)]:
@@ -188,6 +189,97 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace(
     run_stage("train", fresh, "train.lr=0.02", "--accept-drift")
     assert curve(fresh)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
     assert read_manifest(train_folder(fresh)).drift[0]["differences"] == ["train.lr: 0.01 -> 0.02"]
+
+
+def test_accepted_drift_survives_further_kills(fresh):
+    """Its trace must not depend on the attempt that happens to finish."""
+    train_and_kill(fresh, "train.steps=30", ranks=1, after_step=5)
+    changed = ["train.steps=30", "seed=5"]  # another order of samples: the plan in the checkpoint differs
+    train_and_kill(fresh, *changed, "--accept-drift", ranks=2, after_step=7)
+    run_stage("train", fresh, *changed, ranks=2)
+    assert read_manifest(train_folder(fresh)).drift == [{"stage": "train", "differences": ["seed: 0 -> 5"]}]
+
+
+def test_another_network_cannot_go_on_from_a_checkpoint(fresh):
+    train_and_kill(fresh, ranks=1, after_step=5)
+    result = run_stage("train", fresh, "model.layers=3", "--accept-drift", expect=2)
+    assert "model.layers: 2 -> 3" in result.stderr and "cannot go on as another" in result.stderr
+
+
+def test_a_finished_run_can_be_prolonged(fresh):
+    settings = ["train.schedule=wsd", "train.decay_steps=2"]
+    run_stage("train", fresh, *settings)
+    result = run_stage("train", fresh, *settings, "train.steps=20", "--accept-drift")
+    assert "continuing after step 12" in result.stdout
+    assert [record["step"] for record in curve(fresh)] == list(range(1, 21))
+    manifest = read_manifest(train_folder(fresh))
+    assert manifest.counts["steps"] == 20 and "train.steps: 12 -> 20" in manifest.drift[0]["differences"]
+    assert "up to date" in run_stage("train", fresh, *settings, "train.steps=20").stdout
+
+
+def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again(fresh):
+    train_and_kill(fresh, ranks=1, after_step=9)
+    for file in (train_folder(fresh) / "checkpoints").glob("step-*/*.distcp"):
+        os.truncate(file, 10)
+    for _ in range(2):
+        result = run_stage("train", fresh, expect=2)
+        assert "Every finished checkpoint" in result.stderr
+    run_stage("train", fresh, "--force")
+
+
+def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
+    """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
+    settings = ["train.steps=40", "train.checkpoint.every_steps=4", "train.checkpoint.keep=2"]
+    train_and_kill(fresh, *settings, ranks=1, after_step=13)
+    newest = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-1]
+    os.truncate(next(newest.glob("*.distcp")), 10)
+    before = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-2]
+    train_and_kill(fresh, *settings, "train.checkpoint.keep=1", ranks=1, after_step=int(newest.name[5:]) + 1)
+    sound = [path.name for path in (train_folder(fresh) / "checkpoints").glob("step-????????")
+             if (path / "COMPLETE.json").is_file()]
+    assert sound and max(sound) >= before.name and newest.with_name(f"{newest.name}.damaged").is_dir()
+    run_stage("train", fresh, *settings)
+
+
+def test_a_kill_between_checkpoint_and_log_loses_no_line(fresh):
+    """The checkpoint holds its step's metrics; a log that lacks them gets them, held-out loss and samples included."""
+    run_stage("train", fresh, "name=whole")
+    train_and_kill(fresh, ranks=1, after_step=9)
+    path = train_folder(fresh) / "metrics.jsonl"
+    newest = max(int(folder.name[5:]) for folder in (train_folder(fresh) / "checkpoints").glob("step-????????"))
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < newest]
+    path.write_text("".join(line + "\n" for line in lines))
+    run_stage("train", fresh)
+    assert curve(fresh) == curve(fresh, "whole")
+
+
+def test_arithmetic_stays_what_the_run_was_begun_in(fresh):
+    """`auto` on a machine with other hardware must not change it."""
+    train_and_kill(fresh, "train.precision=fp64", ranks=1, after_step=5)
+    marker = sorted((train_folder(fresh) / "checkpoints").glob("step-*/COMPLETE.json"))[-1]
+    assert json.loads(marker.read_text())["progress"]["precision"] == "fp64"
+    result = run_stage("train", fresh, "train.precision=auto", "--accept-drift")
+    assert "fp64, as the run was begun" in result.stdout
+
+
+def test_steps_beyond_which_a_run_already_is_are_refused(fresh):
+    train_and_kill(fresh, "train.steps=40", ranks=1, after_step=13)
+    result = run_stage("train", fresh, "train.steps=6", "--accept-drift", expect=2)
+    assert re.search(r"at step \d+ already, beyond train.steps 6", result.stderr)
+
+
+def test_what_only_one_rank_knows_is_heard(fresh, encoded):
+    """An error that befalls rank 1 alone: its sentence reaches the terminal."""
+    code = ("import os, sys\nfrom pipeline.entry import stage_main\nfrom pipeline.errors import UserError\n"
+            "def body(work):\n    from pipeline.parallel.ranks import start_ranks\n    ranks = start_ranks()\n"
+            "    if ranks.rank == 1:\n        raise UserError('the cable of rank 1 is loose')\n    ranks.barrier()\n"
+            "sys.exit(stage_main('train', body))\n")
+    script = fresh.parent / "script.py"
+    script.write_text(code)
+    command = stage_command("train", fresh, ranks=2)
+    command[command.index("pipeline.train") - 1:command.index("pipeline.train") + 1] = [str(script)]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and "train stops here on rank 1: the cable of rank 1 is loose" in result.stderr
 
 
 def test_force_sets_the_old_checkpoints_aside(fresh):
