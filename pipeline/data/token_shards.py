@@ -97,7 +97,7 @@ class TokenShard:
         except OSError as error:
             if error.errno == errno.EMFILE:
                 raise UserError(f"{self.path} cannot be opened: this process may have no more open files. Raise the "
-                                f"hard limit (ulimit -Hn), or make fewer shards with a larger shard.shard_mb.") from None
+                                f"hard limit (ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
             raise UserError(f"{self.path} cannot be opened: {error.strerror}. {_MEND}") from None
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
