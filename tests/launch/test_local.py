@@ -53,7 +53,7 @@ def test_an_old_manifest_does_not_make_a_failed_rebuild_done(ready: House) -> No
     with (ready.run / ".locks" / "encode").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         result = ready.submit("--stage", "encode", "--force")
-    assert result.returncode == 2 and "is being worked on by" in result.stderr and not ready.started()
+    assert result.returncode == 2 and "is in use by" in result.stderr and not ready.started()
 
 
 def test_a_failed_stage_speaks_for_itself(house: House) -> None:

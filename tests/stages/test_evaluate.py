@@ -49,7 +49,7 @@ def settings(folder):
                                                      "context_length": 64},
             "evaluate": {"tasks": ["words"], "task_folders": [str(folder)], "batch": 3, "prompts": ["def ", "x"],
                          "prompt_tokens": 12},
-            "train": {"sequence_length": 64}, "launch": {"processes": 1}}
+            "train": {"sequence_length": 64, "sample_tokens": 16}, "launch": {"processes": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_again_it_is_up_to_date(small_run, evaluated, capsys):
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("evaluate.sequence_length=65", "65 is longer than the model's context_length 64"),
+    ("evaluate.sequence_length=65", "65 is longer than model.context_length 64"),
     (f"evaluate.prompts=['{'x' * 70}']", "leaves no room in the model's context of 64"),
     ("evaluate.tasks=[word]", "did you mean words"),
 ])
