@@ -77,7 +77,9 @@ def _run_job(config: Config, job: Job, options: Options, interruptions: Interrup
 def _start(job: Job, log: Path) -> Child:
     environment = {**job.environment, **os.environ, **_python_environment()}
     if not job.ranks:
-        return Child(job.command, environment, log, stop=signal.SIGINT, orphaned=signal.SIGKILL,
+        # SIGTERM, not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is. What such a
+        # stage has finished is on disk, and nothing else counts.
+        return Child(job.command, environment, log, stop=signal.SIGTERM, orphaned=signal.SIGKILL,
                      patience_s=PATIENCE_S)
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
     python, *rest = job.command

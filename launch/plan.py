@@ -111,6 +111,7 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
                         f"{'is' if len(absent) == 1 else 'are'} not done, and not asked for. Ask for "
                         f"{'it' if len(absent) == 1 else 'them'} too (--stage {','.join(wanted)}, or --stage all), "
                         f"or take finished stages from another run with reuse=<folder>.")
+    _refuse_absent_files(run.config, jobs)
     for job in jobs:
         refuse_stale(run, job, options)
     for stage in before(asked):
@@ -118,6 +119,21 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
             refusal, wanted = run.refusal(stage, State("stale", changed)), [stage, *asked]
             raise UserError(f"{refusal}\n{stage} was not asked for, but what was asked for is made of it: name it as "
                             f"well (--stage {','.join(name for name in STAGES if name in wanted)}).")
+
+
+def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
+    """A corpus or tokenizer file that is not there is found before the stages ahead of it have run."""
+    found = []
+    for job in jobs:
+        if not job.to_run:
+            continue
+        try:
+            found += [f"{job.stage}: the input file {path} is not there." for _, path in
+                      STAGES[job.stage].input_files(config) if not path.is_file()]
+        except UserError as error:
+            found.append(f"{job.stage}: {error}")
+    if found:
+        raise UserError(f"What the stages read is not there:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
 def refuse_stale(run: Run, job: Job, options: Options) -> None:

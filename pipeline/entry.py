@@ -15,8 +15,8 @@ from pipeline.errors import UserError, is_full_disk
 from pipeline.manifest import MANIFEST, read_manifest
 from pipeline.orphans import end_with_parent
 from pipeline.run import Run, State
-from pipeline.stages import STAGES
-from pipeline.work import Work, begin, lock, set_aside
+from pipeline.stages import STAGES, before
+from pipeline.work import Work, begin, lock, mark_failed, set_aside
 
 INTERRUPTED = 130
 SILENCE_S = 3.0
@@ -83,7 +83,12 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
     work = _prepare(run, name, options)
     if work is None:
         return 0
-    body(work)
+    try:
+        body(work)
+    except UserError:
+        if is_leader():
+            mark_failed(work)
+        raise
     del held
     return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
 
@@ -100,6 +105,8 @@ def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
     if options.force:
         return _start_afresh(run, name)
     state, fingerprint = run.state(name), run.fingerprint(name)
+    if state.kind == "to do" and state.differences:
+        return _start_afresh(run, name)
     drift: list[dict[str, Any]] = run.begun_drift(name) if state.kind == "partial" else []
     if state.kind == "done":
         _report_done(run, name)
@@ -179,6 +186,13 @@ def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str
     say(name, "accepted as it is, in spite of:")
     for difference in accepted["differences"]:
         say(name, f"  {difference}")
+    for later in STAGES:
+        made = read_manifest(run.own_folder(later)) if name in before([later]) else None
+        if made is not None:
+            made.drift.append(accepted)
+            made.write(run.own_folder(later))
+    if name in before(["report"]):
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it has to tell of this: it is made again
 
 
 def _mend(run: Run, name: str, state: State) -> None:

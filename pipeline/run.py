@@ -25,7 +25,7 @@ class State:
 
     kind: `done`; `to do`; `partial` (begun, can be continued); `damaged` (an output is gone: only that is redone);
         `stale` (made of something else than what is asked now); `waiting` (a stage before it is not done).
-    differences: for `stale`, what differs.
+    differences: for `stale`, what differs; for `to do`, from an attempt that refused its own input.
     reasons: sentences that say more.
     begun_only: for `stale`, whether it was merely begun, not finished.
     """
@@ -134,6 +134,8 @@ class Run:
         if not (folder / STARTED).is_file():
             return State("to do")
         changed = differences(_started(folder)["fingerprint"], self.fingerprint(stage))
+        if changed and _started(folder).get("failed") and stage != "train":
+            return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
         if changed:
             return State("stale", changed, begun_only=True)
         return State("partial", reasons=["will continue"])
@@ -186,9 +188,11 @@ class Run:
             shown.append(f"... and {len(state.differences) - 12} more (--why {stage})")
         was = "was begun" if state.begun_only else "was made"
         where = self.stage_folder(stage)
+        accepting = "" if state.begun_only and stage != "train" else \
+            " --accept-drift to go on with what is there (this leaves its trace in every later manifest),"
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
-                f"--force to rebuild it, --accept-drift to go on with what is there (this leaves its trace in every "
-                f"later manifest), or name=<another> for a run of its own (reuse={self.folder} shares what still fits)")
+                f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
+                f"what still fits)")
         return UserError(f"The stage {stage} in {where} {was} with other inputs or settings than are asked for now, "
                          f"so it is neither served nor overwritten. What differs, old -> new:\n"
                          f"{listed([*shown])}\nWays on: {ways}.")

@@ -117,7 +117,7 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                             f"it out.")
     limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
     advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
-              f"same command then goes on from here")
+              f"same command then goes on")
     if counts["rejected"] > config.max_rejected_share * counts["documents_in"]:
         problems.append(f"{counts['rejected']:,} of {counts['documents_in']:,} documents cannot be read, {limit}"
                         f"{_first(work.folder)}. {advice}.")
@@ -125,11 +125,14 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         problems.append(f"{lost:,} of {files:,} files cannot be read to their end, and what follows in them is lost, "
                         f"{limit}{_first(work.folder)}. {advice}.")
     documents = counts["train"] + counts["heldout"]
-    if documents and not counts["heldout"]:
+    if documents == 1:
+        problems.append("the corpus is a single document, which cannot be both trained on and held out. Cut it into "
+                        "documents with the source's `separator`, or give more files.")
+    elif documents and not counts["heldout"]:
         problems.append(f"none of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
                         f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), or give more "
                         f"documents; a `separator` makes many of one text file.")
-    if documents and not counts["train"]:
+    if documents > 1 and not counts["train"]:
         problems.append(f"all of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
                         f"is {config.heldout_share:g}. Lower it, or give more documents; a `separator` makes many of "
                         f"one text file.")
@@ -162,7 +165,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
         for split, word in zip(SPLITS, ("train", "held-out"), strict=True):
             if not own[split]:
                 work.say(f"warning: source {source} has no {word} document ({own['train']} train, "
-                         f"{own['heldout']} held out)")
+                         f"{own['heldout']} held out); shard.heldout_share is {work.config.shard.heldout_share:g}")
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")

@@ -162,6 +162,13 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     return work
 
 
+def mark_failed(work: Work) -> None:
+    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force."""
+    path = work.folder / STARTED
+    if path.is_file():
+        write_json(path, {**read_json(path), "failed": True})
+
+
 def lock(folder: Path, stage: str, *, shared: bool = False) -> IO[str] | None:
     """Hold a stage of the run in `folder` until this process ends, however it ends.
 

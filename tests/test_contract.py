@@ -185,6 +185,31 @@ def test_begun_outputs_of_other_settings_are_not_mixed(place, capsys):
     assert call(place, "shard", copy_corpus, "shard.heldout_share=0.5", "--force") == 0
 
 
+def test_a_stage_that_refused_its_input_starts_afresh_once_that_is_corrected(place, capsys):
+    def refuse(work):
+        write_text(work.folder / "left.txt", "half")
+        raise UserError("the corpus is in Latin-1")
+    assert call(place, "shard", refuse) == 2
+    assert call(place, "shard", refuse) == 2  # the same again is the same again
+    (place / "corpus.txt").write_text("mended\n")
+    assert call(place, "shard", copy_corpus) == 0
+    assert not (place / "runs/a/shard/left.txt").exists()
+    assert call(place, "tokenizer", lambda work: refuse(work)) == 2
+    assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
+
+
+def test_drift_accepted_late_reaches_what_was_made_before_and_renews_the_report(place):
+    call(place, "shard", copy_corpus)
+    call(place, "tokenizer", count_bytes)
+    report = place / "runs/a/report"
+    report.mkdir()
+    read_manifest(place / "runs/a/tokenizer").write(report)
+    assert call(place, "shard", never, "shard.heldout_share=0.5", "--accept-drift") == 0
+    assert [entry["stage"] for entry in read_manifest(place / "runs/a/tokenizer").drift] == ["shard"]
+    assert call(place, "tokenizer", never, "shard.heldout_share=0.5") == 0
+    assert read_manifest(report) is None
+
+
 def test_forced_training_keeps_the_old_checkpoints(place):
     call(place, "shard", copy_corpus)
     run = Run(load_config(place / "c.yaml"))

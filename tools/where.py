@@ -71,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
     return 0
 
 
@@ -80,6 +82,8 @@ def _samples(run: Path, step: int, batch: int) -> tuple[int, int]:
         print("warning: this run went on under other settings at some point (--accept-drift); steps before that may "
               "have seen other text than is shown here", file=sys.stderr)
     logged = {record["step"]: record["samples"] for record in read_metrics(run / "train/metrics.jsonl")}
+    if step > max(logged, default=0):
+        print(f"this run has done {max(logged, default=0)} steps; this is what step {step} would see")
     first, end = logged.get(step, ((step - 1) * batch, step * batch))
     return first, end
 

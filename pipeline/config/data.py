@@ -13,6 +13,7 @@ class StdlibSource(Section):
     """The `.py` files of this Python's own standard library: 10+ MB of real text without a network."""
 
     kind: Literal["stdlib"]
+    """This Python's own standard library."""
     name: str = "stdlib"
     """Name of the source in folders, tables and mixtures."""
     include_tests: bool = False
@@ -24,6 +25,7 @@ class FilesSource(Section):
     """Local files. Compressed ones (.gz, .zst) are read as what they hold."""
 
     kind: Literal["files"]
+    """Local files."""
     name: str
     """Name of the source in folders, tables and mixtures."""
     paths: list[str] = execution(min_length=1)
@@ -46,6 +48,7 @@ class HubSource(Section):
     """A dataset through `datasets.load_dataset`: from the Hugging Face Hub, or a local folder of data files."""
 
     kind: Literal["hf"]
+    """A dataset of the Hugging Face Hub, or a local folder of one."""
     name: str
     """Name of the source in folders, tables and mixtures."""
     dataset: str

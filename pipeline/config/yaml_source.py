@@ -82,6 +82,7 @@ class Values:
             if isinstance(node, dict):
                 if not isinstance(node.get(key), (dict, list)):
                     node[key] = {}
+                    self.places[keys[:depth + 1]] = f"the command line ({dotted}={text})"
                 node = node[key]
             elif isinstance(node, list) and isinstance(key, int) and key < len(node):
                 node = node[key]

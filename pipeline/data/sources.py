@@ -124,7 +124,7 @@ def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
         if not files:
             has_wildcard = glob.has_magic(pattern)
             problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
-                            f"{pattern} does not exist" if not full.exists() else f"{pattern} is not a file") +
+                            _what_it_is(pattern, full)) +
                             f" (looked in {full.parent if not has_wildcard else Path.cwd()}). Correct `paths`.")
         found.update(dict.fromkeys(files))
     endings = [path.name for path in found if file_format(path, source.format) is None]
@@ -134,6 +134,12 @@ def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return list(found), problems
+
+
+def _what_it_is(pattern: str, path: Path) -> str:
+    if path.is_dir():
+        return f"{pattern} is a folder: name its files, as in {pattern.rstrip('/')}/**/*.txt"
+    return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
 def _named(source: str, paths: list[Path]) -> list[tuple[str, Path]]:
@@ -186,7 +192,8 @@ def _document(source: Source, file: str, number: int | None, record: Any) -> Ite
             document = _from_fields(source, where, record)
         return document, to_json(document)
     except UnicodeEncodeError:
-        return Rejection(source.name, file, number, "broken UTF-8, or half of a surrogate pair")
+        return Rejection(source.name, file, number, "broken UTF-8, or half of a surrogate pair; "
+                         "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         return Rejection(source.name, file, number, str(error))
 

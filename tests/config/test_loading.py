@@ -92,6 +92,7 @@ def test_overrides_reach_into_lists(tmp_path):
 
 
 @pytest.mark.parametrize("override, expected", [
+    ("trian.steps=4", "the command line (trian.steps=4): unknown key 'trian'"),
     ("train.lrr=1", "did you mean 'lr'"), ("trian.lr=1", "did you mean 'train'"),
     ("train.steps=many", "'train.steps' is 'many' (str)"), ("train.steps=1.5", "'train.steps' is 1.5 (float)"),
     ("train.steps=true", "'train.steps' is True (bool)"), ("train.steps=0", "greater than 0"),

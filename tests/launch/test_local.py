@@ -95,9 +95,9 @@ def test_a_request_to_stop_ends_a_plain_stage(house: House) -> None:
     launcher = house.start("--stage", "all", "--force", FAKE_shard="slow")
     wait_for(lambda: (house.pids / "shard-0.ready").exists())
     launcher.send_signal(signal.SIGINT)
-    output, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 130 and not house.alive()
-    assert "stopped; the same command continues" in output
+    assert "Traceback" not in errors
     assert "the same command without --force continues" in errors
     assert house.submit("--stage", "shard").returncode == 0
 
