@@ -269,8 +269,15 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "source empty yields no documents: 1 read, of which 1 empty" in error
     assert "source same yields no documents: 1 read, of which 0 empty, 1 duplicates" in error
     assert "the corpus is a single document" in error and "separator" in error
-    assert run(config, "name=b", "shard.heldout_share=0.9999999") == 2
-    assert "all of the 1 documents fell into the held-out split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share, expected", [("1e-9", "none of the 2 documents fell into the held-out split"),
+                                             ("0.999999999", "all of the 2 documents fell into the held-out split")])
+def test_a_split_without_documents_is_refused(tmp_path, capsys, share, expected):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"document {name}")
+    assert run(write_config(tmp_path, [files_source("a", tmp_path / "*.txt")]), f"shard.heldout_share={share}") == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_missing_files_are_refused_before_anything_is_made(tmp_path, capsys):
