@@ -21,7 +21,6 @@ from pipeline.errors import UserError
 from pipeline.files import atomic_file
 
 FORMAT = 1
-MAGIC = b"ARROW1"
 KEY_BYTES = 16
 _MEND = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
 
