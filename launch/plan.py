@@ -80,6 +80,10 @@ class Job:
 def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[Job]:
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
     states = {stage: run.state(stage) for stage in stages}
+    for stage in stages:
+        stale = [name for name in before([stage]) if name in states and states[name].kind == "stale"]
+        if states[stage].kind == "done" and stale:  # done, but of something that is not to be trusted
+            states[stage] = State("waiting", reasons=[f"for {', '.join(stale)}"])
     running = [stage for stage in stages if options.force or states[stage].kind != "done"]
     for stage in stages:
         if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):

@@ -86,6 +86,8 @@ def test_finished_partial_and_stale_stages(ready: House) -> None:
     assert "stale: encode.dtype: \"auto\" -> \"uint32\"" in rows(stale.stdout)["encode"]
     assert "encode.dtype: \"auto\" -> \"uint32\"" in stale.stderr and "--accept-drift" in stale.stderr
     assert "--stage encode,train,convert,evaluate,report --force" in stale.stderr
+    above = house.submit("--stage", "tokenizer,encode", "tokenizer.algorithm=unigram")
+    assert above.returncode == 2 and rows(above.stdout)["encode"].startswith("waiting (for tokenizer)")
 
 
 def test_settings_that_differ_show_although_the_inputs_are_gone(house: House) -> None:
