@@ -72,13 +72,13 @@ def is_leader() -> bool:
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
     run = Run(load_config(options.config, options.overrides))
-    # Only the leader locks: the other ranks were started with it and read the same folder.
     for need in STAGES[name].needs:
         run.finished(need)  # refuses before anything is touched
     run.refuse_stale_inputs(name)
     if not options.force and run.state(name).kind == "done":
         _report_done(run, name)  # without a lock: others may be reading it
         return 0
+    # Only the leader locks: the other ranks were started with it and read the same folder.
     held = _locks(run, name) if is_leader() else []
     work = _prepare(run, name, options)
     if work is None:

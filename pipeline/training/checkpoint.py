@@ -124,14 +124,16 @@ class Checkpoints:
             if path.suffix in (".tmp", ".damaged"):
                 damaged += path.suffix == ".damaged"
                 continue
-            marker = self.ranks.same(_read_marker(path) if self.ranks.leads else None)
-            if marker is None:
-                self.say(f"checkpoint {path.name} has no valid {MARKER}: it was never finished, or its removal was "
-                         f"cut short; removed")
+            seen = (_read_marker(path), (path / MARKER).exists()) if self.ranks.leads else None
+            marker, marked = self.ranks.same(seen)
+            if not marked:
+                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was cut "
+                         f"short; removed")
                 if self.ranks.leads:
                     shutil.rmtree(path)
                 continue
-            if not (problems := self.damage(path, marker["files"])):
+            problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is torn"]
+            if marker and not problems:
                 return path, Progress(**marker["progress"])
             self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); set aside as "
                      f"{path.name}.damaged, going back to the one before it")

@@ -152,7 +152,7 @@ def test_a_run_continues_on_another_number_of_ranks(fresh):
         assert one["samples"] == two["samples"] and one["loss"] == pytest.approx(two["loss"], rel=1e-11)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "marker"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "marker", "torn marker"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
     run_stage("train", fresh, "name=whole", "train.steps=16")
     train_and_kill(fresh, "train.steps=16", ranks=1, after_step=9)
@@ -166,10 +166,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
         os.truncate(victim, victim.stat().st_size // 2)
     elif damage == "remove":
         victim.unlink()
+    elif damage == "torn marker":
+        os.truncate(newest / "COMPLETE.json", 20)
     else:
         (newest / "COMPLETE.json").unlink()
     result = run_stage("train", fresh, "train.steps=16")
     assert f"checkpoint {newest.name}" in result.stdout
+    # What was once finished is set aside for the user to look at; only what never was is removed.
+    assert newest.with_name(f"{newest.name}.damaged").is_dir() == (damage != "marker")
     resumed = int(re.search(r"continuing after step (\d+)", result.stdout)[1])
     assert resumed < int(newest.name.removeprefix("step-"))
     assert curve(fresh) == curve(fresh, "whole")
