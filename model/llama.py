@@ -1,6 +1,7 @@
 """The Llama decoder with Meta's parameter names, and the values that its parameters start from."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention, KeyValueCache, attention_mask
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum, token_losses
+from model.loss import Losses
 from model.rope import RotaryTable, Rotation
 
 
@@ -71,6 +72,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.rotary_table = RotaryTable(config)
+        self.losses = Losses()
         self._tie()
 
     def forward(
@@ -111,8 +113,8 @@ class Llama(nn.Module):
             logits: Tensor = self.output(h).to(wide)
             return logits
         if reduction == "sum":
-            return cross_entropy_sum(h.flatten(0, 1), self.output.weight, labels.flatten())
-        return token_losses(h.flatten(0, 1), self.output.weight, labels.flatten()).view(labels.shape)
+            return self.losses.total(h, self.output.weight, labels)
+        return self.losses.each(h, self.output.weight, labels)
 
     def _check_arguments(
         self,
@@ -149,12 +151,18 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
 
-def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
-    """The parameter's first value: `shape`, float32, on the CPU.
+BLOCK_VALUES = 2**20
+"""Initial values that share a generator: a rank draws only the blocks of rows that it holds."""
 
-    It depends on nothing but the arguments: the generator is seeded by the SHA-256 of seed and name, so
-    neither ranks, order nor sharding matter. Meta has not published its scheme; this one is GPT-2's with
-    scaled-down writers into the residual stream:
+
+def initial_value(
+    name: str, shape: Sequence[int], config: ModelConfig, seed: int, rows: range | None = None
+) -> Tensor:
+    """The parameter's first value, or only some of its rows: float32, on the CPU.
+
+    It depends on nothing but the arguments: each block of rows has a generator seeded by the SHA-256 of seed,
+    name and block number, so neither ranks, order nor sharding matter. Meta has not published its scheme; this
+    one is GPT-2's with scaled-down writers into the residual stream:
 
     - embedding, wq, wk, wv, w1, w3: normal, standard deviation 0.02
     - wo, w2: 0.02 / sqrt(2 * layers), because that many of them add up
@@ -165,9 +173,11 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
     """
     if name == "output.weight" and config.tied_embeddings:
         name = "tok_embeddings.weight"
+    rows = range(shape[0]) if rows is None else rows
+    value = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
     match name.split(".")[-2:]:
         case ["attention_norm" | "ffn_norm" | "norm", "weight"]:
-            return torch.ones(*shape, dtype=torch.float32, device="cpu")
+            return value.fill_(1)
         case ["tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3", "weight"]:
             deviation = 0.02
         case ["wo" | "w2", "weight"]:
@@ -176,11 +186,17 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
             deviation = config.dim**-0.5
         case _:
             raise ValueError(f"There is no parameter {name!r} in a Llama.")
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    value = torch.empty(*shape, dtype=torch.float32, device="cpu")
-    limit = 3 * deviation
-    return nn.init.trunc_normal_(value, std=deviation, a=-limit, b=limit, generator=generator)
+    height = max(1, BLOCK_VALUES // math.prod(shape[1:]))  # rows of a block
+    for start in range(rows.start // height * height, rows.stop, height):
+        stop = min(start + height, shape[0])
+        block = torch.empty(stop - start, *shape[1:], dtype=torch.float32, device="cpu")
+        digest = hashlib.sha256(f"{seed} {name} {start // height}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        limit = 3 * deviation
+        nn.init.trunc_normal_(block, std=deviation, a=-limit, b=limit, generator=generator)
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        value[first - rows.start : last - rows.start] = block[first - start : last - start]
+    return value
 
 
 @torch.no_grad()

@@ -23,28 +23,77 @@ CHUNK_TOKENS_ACCELERATOR = 2048
 Llama 3's vocabulary one chunk is 1 GiB in float32."""
 
 
+class Vocabulary:
+    """The part of the vocabulary whose rows of the output matrix are at hand: here, all of it.
+
+    Tensor parallelism gives each rank a slice; `pipeline.parallel.tensor` derives the class for it.
+    """
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's label as a column of this part's logits, and whether it is one of them: (rows, 1) both."""
+        ignored = (labels == IGNORED).unsqueeze(-1)
+        return labels.unsqueeze(-1).masked_fill(ignored, 0), ~ignored
+
+    def normaliser(self, part: Tensor) -> Tensor:
+        """Log-sum-exp over the whole vocabulary, from that over this part: (rows, 1)."""
+        return part
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sum over all parts: (rows, 1)."""
+        return part
+
+
+class Losses:
+    """What a decoder's last hidden states lose against labels, through its output matrix.
+
+    The decoder calls these two and knows no more; tensor parallelism puts another object in its place.
+    """
+
+    def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """`cross_entropy_sum` for hidden (batch, length, dim) and labels (batch, length)."""
+        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten())
+
+    def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """`token_losses` for the same shapes: (batch, length)."""
+        return token_losses(hidden.flatten(0, 1), weight, labels.flatten()).view(labels.shape)
+
+
+WHOLE = Vocabulary()
+
+
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """Sum over the rows of -log softmax(hidden @ weight.T)[label], in nats; rows labelled -100 count nothing.
 
     hidden: (rows, dim); weight: (vocabulary, dim); labels: (rows,) int64. Logits are computed in the weight's
     dtype, the rest in float32 (float64 stays float64). Returns a scalar in float32 or float64. Differentiable
-    once, with regard to hidden and weight.
+    once, with regard to hidden and weight. Where `weight` is a slice of the vocabulary, the gradient of hidden
+    is this slice's part of it: their sum is the caller's to make.
     """
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
     # Inside a Function gradients always look disabled, and needs_input_grad ignores no_grad: ask out here.
     chunk = _chunk(hidden, chunk_tokens)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, torch.is_grad_enabled())
     return loss
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
+) -> Tensor:
     """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 where the label is -100."""
     chunk = _chunk(hidden, chunk_tokens)
     losses = [
-        _chunk_losses(_logits(h, weight), target)[0]
+        _chunk_losses(_logits(h, weight), target, vocabulary)[0]
         for h, target in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
     ]
     return torch.cat(losses)
@@ -62,21 +111,20 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _chunk_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_losses(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """Losses (rows,), 0 where ignored, and the logarithm of each row's normaliser (rows, 1)."""
-    ignored = labels == IGNORED
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    target = logits.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1))
-    return (normaliser - target).squeeze(-1).masked_fill(ignored, 0.0), normaliser
+    normaliser = vocabulary.normaliser(logits.logsumexp(dim=-1, keepdim=True))
+    columns, here = vocabulary.columns(labels)
+    target = vocabulary.total(logits.gather(-1, columns).masked_fill_(~here, 0.0))
+    return (normaliser - target).squeeze(-1).masked_fill(labels == IGNORED, 0.0), normaliser
 
 
-def _logits_gradient(logits: Tensor, normaliser: Tensor, labels: Tensor) -> Tensor:
+def _logits_gradient(logits: Tensor, normaliser: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
     """softmax(logits) - onehot(label), 0 in ignored rows; overwrites the logits, the largest thing here."""
-    ignored = (labels == IGNORED).unsqueeze(-1)
     gradient = logits.sub_(normaliser).exp_()
-    target = labels.unsqueeze(-1).masked_fill(ignored, 0)
-    gradient.scatter_add_(-1, target, torch.full_like(target, -1, dtype=gradient.dtype))
-    return gradient.masked_fill_(ignored, 0.0)
+    columns, here = vocabulary.columns(labels)
+    gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
+    return gradient.masked_fill_((labels == IGNORED).unsqueeze(-1), 0.0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -90,7 +138,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, gradients: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        vocabulary: Vocabulary,
+        gradients: bool,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -101,11 +155,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = _logits(hidden[rows], weight)
-            losses, normaliser = _chunk_losses(logits, labels[rows])
+            losses, normaliser = _chunk_losses(logits, labels[rows], vocabulary)
             loss += losses.sum()
             if hidden_gradient is None and weight_gradient is None:
                 continue
-            gradient = _logits_gradient(logits, normaliser, labels[rows]).to(weight.dtype)
+            gradient = _logits_gradient(logits, normaliser, labels[rows], vocabulary).to(weight.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
@@ -116,10 +170,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, loss_gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient * loss_gradient
         if weight_gradient is not None:
             weight_gradient = (weight_gradient * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from model import llama
 from model.config import ModelConfig
 from model.llama import Llama, initial_value, initialise
 
@@ -60,8 +61,16 @@ def test_value_is_fixed_across_processes_and_releases():
     # A changed stream would silently change every published run that names only its seed.
     value = initial_value("tok_embeddings.weight", (1, 4), CONFIG, 1)
     assert torch.allclose(
-        value, torch.tensor([[0.00125532, 0.0069475, 0.000831752, 0.0128589]]), rtol=1e-4, atol=0
+        value, torch.tensor([[-0.000707755, -0.0252138, 0.0109752, -0.00644872]]), rtol=1e-4, atol=0
     )
+
+
+def test_rows_are_those_of_the_whole(monkeypatch):
+    monkeypatch.setattr(llama, "BLOCK_VALUES", 40)  # blocks of 5 rows
+    whole = initial_value("output.weight", (23, 8), CONFIG, 3)
+    assert whole.unique().numel() > 180, "blocks must differ from each other"
+    for start, stop in ((0, 23), (0, 5), (3, 4), (4, 11), (20, 23), (23, 23)):
+        assert torch.equal(initial_value("output.weight", (23, 8), CONFIG, 3, range(start, stop)), whole[start:stop])
 
 
 def test_tied_output_is_the_embedding():
