@@ -18,6 +18,9 @@ class ConvertConfig(Section):
     """Largest safetensors file."""
     check_tokens: int = execution(512, gt=0)
     """Held-out tokens on which the exported model's logits are compared with the training model's."""
+    check_memory_gb: float = execution(16.0, gt=0)
+    """Memory for that comparison. Of a model that needs more in float32, as many layers as fit are compared, at least
+    one; that every exported tensor is the checkpoint's, bit for bit, is checked at any size, one tensor at a time."""
 
 
 class EvaluateConfig(Section):

@@ -6,7 +6,8 @@ speaks fluent nonsense.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama
+from pipeline.formats.tensor_file import Layout, write_tensors
 
 _OUTER_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -79,26 +81,43 @@ def write_folder(
     eos_id: int | list[int] | None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
+    """`stream_folder` for weights that lie in memory."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    stream_folder(path, shapes, state_dict.__getitem__, config, dtype=dtype, bos_id=bos_id, eos_id=eos_id,
+                  max_shard_bytes=max_shard_bytes)
+
+
+def stream_folder(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    bos_id: int | None,
+    eos_id: int | list[int] | None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
     """Write config.json, generation_config.json, safetensors shards and their index into the folder `path`.
 
-    A shard holds at most max_shard_bytes, except for a single tensor that is larger; one shard's tensors are
-    converted at a time. The files are written plainly: who needs the folder to appear at once, renames it.
-    Raises ValueError if the state dict does not fit the config.
+    shapes: of all weights, by our names. `read` gives one by name; each is asked for once, when its turn to be
+    written has come, so that memory is needed for two or three tensors, not for a shard or the model. A shard holds
+    at most max_shard_bytes, except for a single tensor that is larger. The files are written plainly: who needs the
+    folder to appear at once, renames it. Raises ValueError if the weights do not fit the config.
     """
-    from safetensors.torch import save_file
-
-    shapes = _shapes(config)
-    _check_fit({name: tensor.shape for name, tensor in state_dict.items()}, shapes, config)
+    expected = _shapes(config)
+    _check_fit(shapes, expected, config)
     path.mkdir(parents=True, exist_ok=True)
-    shards = _split(shapes, dtype.itemsize, max_shard_bytes)
+    theirs = _names(config)
+    shards = _split(expected, dtype.itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        pairs = to_huggingface(((name, state_dict[name]) for name in names), config)
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in pairs}
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-    size = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        layouts = {theirs[name]: Layout(dtype, expected[name]) for name in names}
+        pairs = to_huggingface(((name, read(name)) for name in names), config)
+        write_tensors(path / file, layouts, (tensor.detach().to("cpu", dtype).contiguous() for _, tensor in pairs))
+        weight_map.update(dict.fromkeys(layouts, file))
+    size = sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize
     _write_json(
         path / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )
@@ -113,19 +132,24 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises ValueError for models that differ from Llama (biases, other activations, other rotary scaling ...)
     and FileNotFoundError if a file is missing.
     """
-    from safetensors.torch import load_file
-
     config = _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    state_dict = dict(read_tensors(path, config))
+    _check_fit({name: tuple(tensor.shape) for name, tensor in state_dict.items()}, _shapes(config), config)
+    return config, state_dict
+
+
+def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The weights of such a folder as our (name, tensor) pairs, one at a time; nothing is checked for being there."""
+    from safetensors import safe_open
+
     index = path / "model.safetensors.index.json"
     if index.exists():
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         files = ["model.safetensors"]
-    state_dict: dict[str, Tensor] = {}
     for file in files:
-        state_dict.update(from_huggingface(load_file(path / file).items(), config))
-    _check_fit({name: tensor.shape for name, tensor in state_dict.items()}, _shapes(config), config)
-    return config, state_dict
+        with safe_open(path / file, "pt") as opened:
+            yield from from_huggingface(((name, opened.get_tensor(name)) for name in opened.keys()), config)  # noqa: SIM118
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
@@ -154,13 +178,15 @@ def _to_pairs(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters under our names, a tied matrix once."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Llama(config).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
-def _check_fit(found: dict[str, torch.Size], expected: dict[str, torch.Size], config: ModelConfig) -> None:
+def _check_fit(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], config: ModelConfig
+) -> None:
     tied = {"output.weight"} if config.tied_embeddings else set()
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - tied)
@@ -168,17 +194,17 @@ def _check_fit(found: dict[str, torch.Size], expected: dict[str, torch.Size], co
         raise ValueError(f"The weights do not fit the config: missing {missing[:8]}, unknown {unknown[:8]}.")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise ValueError(f"{name} is {tuple(found[name])}; by the config it should be {tuple(shape)}.")
+            raise ValueError(f"{name} is {found[name]}; by the config it should be {shape}.")
 
 
-def _split(shapes: dict[str, torch.Size], itemsize: int, max_bytes: int) -> list[list[str]]:
+def _split(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
     """Names in order, as groups of at most max_bytes (or a single name)."""
     if max_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be above 0, not {max_bytes}.")
     shards: list[list[str]] = []
     room = 0
     for name, shape in shapes.items():
-        size = shape.numel() * itemsize
+        size = math.prod(shape) * itemsize
         if not shards or size > room:
             shards.append([])
             room = max_bytes

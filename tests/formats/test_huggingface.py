@@ -1,6 +1,9 @@
 """Export and import against transformers, which is the oracle for the whole network."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
 from model.rope import cos_sin, rotary_frequencies, rotate
-from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface, write_folder
+from pipeline.formats.checkpoint import CheckpointReader
+from pipeline.formats.huggingface import from_huggingface, read_folder, stream_folder, to_huggingface, write_folder
+from tests.conftest import REPOSITORY
+from tests.formats.cutting import write_checkpoint
 
 CONFIGS = {
     "untied": ModelConfig(
@@ -221,3 +227,57 @@ def test_state_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"norm.weight is \(3,\)"):
         write_folder(tmp_path, state | {"norm.weight": torch.ones(3)}, model.config, **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stream_from_pieces_gives_the_same_files(name, dtype, tmp_path):
+    model = built(CONFIGS[name])
+    parameters = dict(model.named_parameters())
+    write_checkpoint(tmp_path / "pieces", parameters, ranks=3, cuts=5)
+    options = {"dtype": dtype, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 20_000}
+    write_folder(tmp_path / "memory", model.state_dict(), model.config, **options)
+    with CheckpointReader(tmp_path / "pieces") as reader:
+        asked = []
+        stream_folder(tmp_path / "stream", {name: reader.shape(name) for name in reader.names()},
+                      lambda name: asked.append(name) or reader.read(name), model.config, **options)
+    assert asked == list(parameters)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "memory").iterdir()}
+    assert len(files) > 4 and files == {path.name: path.read_bytes() for path in (tmp_path / "stream").iterdir()}
+
+
+LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)
+"""210 MB in float32, its largest tensors 4.2 MB."""
+EXPORT = """
+import resource, sys
+from pathlib import Path
+import torch
+from pipeline.formats.checkpoint import CheckpointReader
+from pipeline.formats.huggingface import stream_folder, write_folder
+from tests.formats.test_huggingface import CONFIGS, LARGE, built, write
+source, target, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+options = {"dtype": torch.bfloat16, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 50_000_000}
+write(built(CONFIGS["tied"]), target / "small")  # so that all libraries are loaded
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000, resource.RLIM_INFINITY))
+with CheckpointReader(source) as reader:
+    if way == "stream":
+        stream_folder(target, {name: reader.shape(name) for name in reader.names()}, reader.read, LARGE, **options)
+    else:
+        write_folder(target, {name: reader.read(name) for name in reader.names()}, LARGE, **options)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
+def test_an_export_needs_memory_for_tensors_not_for_the_model(tmp_path):
+    """A model of 210 MB in shards of 50 MB goes through 60 MB of memory (it needs under 30); read as a whole, not."""
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
+    write_checkpoint(tmp_path / "pieces", {name: torch.ones(shape) for name, shape in shapes.items()}, ranks=2, cuts=2)
+    ended = {way: subprocess.run(
+        [sys.executable, "-c", EXPORT, str(tmp_path / "pieces"), str(tmp_path / way), way], cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True) for way in ("stream", "whole")}
+    assert ended["stream"].returncode == 0, ended["stream"].stderr
+    assert ended["whole"].returncode != 0 and "memory" in ended["whole"].stderr
+    _, state = read_folder(tmp_path / "stream")
+    assert all(bool((tensor == 1).all()) for tensor in state.values())

@@ -3,29 +3,89 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
+import yaml
 
-from model.llama import Llama
-from pipeline.manifest import read_manifest
-from pipeline.training.checkpoint import load_weights
+from model.config import PRESETS
+from model.llama import Llama, initialise
+from pipeline.config.loading import load_config
+from pipeline.convert import PREFIX, convert, layers_that_fit
+from pipeline.entry import stage_main
+from pipeline.files import output_record, write_json
+from pipeline.formats.checkpoint import CheckpointReader
+from pipeline.manifest import Manifest, read_manifest
+from pipeline.run import Run, code_hashes
+from pipeline.stages import STAGES
+from pipeline.training.checkpoint import FORMAT, MARKER, Progress
 from tests.conftest import run_stage, write_config
+from tests.formats.cutting import write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, encoded):
     """Config of a trained miniature run that reuses the encoded one."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = write_config(folder, encoded.parent, reuse=str(encoded.parent / "runs/mini"),
-                          shard={"sources": json.loads(json.dumps(_sources(encoded)))})
+    config = reusing(tmp_path_factory.mktemp("trained"), encoded)
     run_stage("train", config, ranks=2)
     return config
 
 
-def _sources(config):
-    import yaml
-    return yaml.safe_load(config.read_text())["shard"]["sources"]
+@pytest.fixture
+def spread(tmp_path, encoded):
+    """Function: config of a run whose checkpoint holds random weights in pieces of three ranks."""
+    def make(**model):
+        config = reusing(tmp_path, encoded, model=model)
+        fake_training(Run(load_config(config)))
+        return config
+    return make
+
+
+def reusing(folder, encoded, **changes):
+    sources = yaml.safe_load(encoded.read_text())["shard"]["sources"]
+    return write_config(folder, encoded.parent, reuse=str(encoded.parent / "runs/mini"),
+                        shard={"sources": json.loads(json.dumps(sources))}, **changes)
+
+
+def fake_training(run):
+    """A finished stage train: weights and one moment, cut at random over three ranks."""
+    shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
+    model = Llama(shape)
+    initialise(model, shape, seed=5)
+    folder = run.own_folder("train")
+    checkpoint = folder / "checkpoints/step-00000003"
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    records = write_checkpoint(checkpoint, {PREFIX + name: tensor for name, tensor in state.items()}
+                               | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()})
+    write_json(checkpoint / MARKER, {"format": FORMAT, "progress": asdict(Progress(step=3)), "files": records})
+    counts = {"checkpoint": "checkpoints/step-00000003", "vocab_size": shape.vocab_size,
+              "parameters": shape.parameter_count}
+    Manifest(stage="train", fingerprint=run.fingerprint("train"), counts=counts, config_sha256="",
+             outputs=[output_record(folder, checkpoint / record["path"]) for record in records],
+             code=code_hashes(STAGES["train"]), finished="2026-03-01T10:00:00+00:00").write(folder)
+
+
+def run_convert(config, *overrides):
+    return stage_main("convert", convert, ["--config", str(config), *overrides])
+
+
+def training_model(folder):
+    """The model that the run's checkpoint holds."""
+    counts = read_manifest(folder / "train").counts
+    model = Llama(load_config(folder.parent.parent / "mini.yaml").model.model_copy(
+        update={"vocab_size": counts["vocab_size"]}))
+    with CheckpointReader(folder / "train" / counts["checkpoint"]) as reader:
+        for name, parameter in model.named_parameters():
+            reader.read(PREFIX + name, out=parameter)
+    return model
+
+
+def logits(model, vocab_size):
+    ids = torch.randint(0, vocab_size, (2, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model.eval()(ids)
+    return getattr(found, "logits", found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,45 +93,85 @@ def test_the_export_computes_what_was_trained(trained, dtype):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     run_stage("convert", trained, f"convert.dtype={dtype}", "--force")
     folder = trained.parent / "runs/mini"
-    exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32).eval()
-    counts = read_manifest(folder / "train").counts
-    weights = load_weights(folder / "train" / counts["checkpoint"])
-    from pipeline.config.loading import load_config
-    config = load_config(folder / "config.yaml").model.model_copy(update={"vocab_size": counts["vocab_size"]})
-    model = Llama(config)
-    model.load_state_dict(weights)
-    ids = torch.randint(0, counts["vocab_size"], (2, 60), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        difference = (model(ids) - exported(ids).logits).abs().max()
+    exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32)
+    size = exported.config.vocab_size
+    difference = (logits(training_model(folder), size) - logits(exported, size)).abs().max()
     assert difference < (1e-5 if dtype == "float32" else 0.1)
     assert read_manifest(folder / "convert").counts["largest_logit_difference"] < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(folder / "convert/hf")
     assert tokenizer("def f():").input_ids[0] == exported.config.bos_token_id
 
 
-def test_weights_that_do_not_fit_are_not_committed(trained, monkeypatch, capsys):
-    """A layout mistake (two matrices swapped) must be found by the stage itself."""
-    import pipeline.formats.huggingface as huggingface
-    from pipeline.convert import convert
-    from pipeline.entry import stage_main
-    original = huggingface.write_folder
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_pieces_are_exported(spread, tied):
+    from transformers import AutoModelForCausalLM
+    config = spread(tied_embeddings=tied)
+    assert run_convert(config, "convert.max_shard_mb=0.05") == 0
+    folder = config.parent / "runs/mini"
+    exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32)
+    assert len(list((folder / "convert/hf").glob("*.safetensors"))) > 2
+    size = exported.config.vocab_size
+    ours = logits(training_model(folder), size)
+    assert ours.std() > 0.01 and (ours - logits(exported, size)).abs().max() < 1e-5
+    counts = read_manifest(folder / "convert").counts
+    assert counts["layers_compared"] == 2 and counts["tensors_compared"] == 2 * 9 + (2 if tied else 3)
 
-    def swapped(path, state, *arguments, **options):
-        names = ["layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"]
-        state = {**state, names[0]: state[names[1]], names[1]: state[names[0]]}
-        return original(path, state, *arguments, **options)
-    monkeypatch.setattr(huggingface, "write_folder", swapped)
-    assert stage_main("convert", convert, ["--config", str(trained), "name=mini", "--force"]) == 2
-    assert "does not compute what the training model does" in capsys.readouterr().err
-    assert read_manifest(trained.parent / "runs/mini/convert") is None
+
+def test_of_a_model_that_does_not_fit_some_layers_are_compared(spread, capsys):
+    config = spread(layers=4)
+    assert run_convert(config, "convert.check_memory_gb=1e-6") == 0
+    counts = read_manifest(config.parent / "runs/mini/convert").counts
+    assert counts["layers_compared"] == 1 and counts["tensors_compared"] == 4 * 9 + 3
+    assert counts["largest_logit_difference"] < 1e-5 and "(1 of 4 layers)" in capsys.readouterr().out
+
+
+def test_layers_that_fit():
+    config = PRESETS["llama3_8b"].model_copy(update={"vocab_size": 128256})
+    for layers in (1, 2, 13, 31, 32):
+        needed = 4 * config.model_copy(update={"layers": layers}).parameter_count
+        assert layers_that_fit(config, needed) == layers
+        assert layers_that_fit(config, needed - 4) == max(1, layers - 1)
+    assert layers_that_fit(config, 1e15) == 32
+
+
+def swapped(original):
+    """Two matrices of equal shape change places."""
+    names = ["layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w3.weight"]
+    other = {names[0]: names[1], names[1]: names[0]}
+
+    def stream(path, shapes, read, *arguments, **options):
+        return original(path, shapes, lambda name: read(other.get(name, name)), *arguments, **options)
+    return stream
+
+
+@pytest.mark.parametrize(("memory", "message"), [
+    (1, "does not compute what the training model does"),
+    (1e-6, "layers.1.feed_forward.w1.weight in the exported model")])
+def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys, memory, message):
+    """A layout mistake must be found by the stage itself, also where only other layers' logits were compared."""
+    import pipeline.formats.huggingface as huggingface
+    config = spread()
+    monkeypatch.setattr(huggingface, "stream_folder", swapped(huggingface.stream_folder))
+    assert run_convert(config, f"convert.check_memory_gb={memory}") == 2
+    assert message in capsys.readouterr().err
+    assert read_manifest(config.parent / "runs/mini/convert") is None
     monkeypatch.undo()
-    run_stage("convert", trained)
+    assert run_convert(config) == 0
+
+
+def test_a_damaged_part_stops_the_stage(spread, capsys):
+    config = spread()
+    folder = config.parent / "runs/mini"
+    victim = next((folder / "train/checkpoints/step-00000003").glob("*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-4])
+    assert run_convert(config) == 2
+    assert victim.name in capsys.readouterr().err and read_manifest(folder / "convert") is None
 
 
 def test_a_missing_checkpoint_file_is_made_again_by_train(trained):
     folder = trained.parent / "runs/mini/train"
     counts = read_manifest(folder).counts
-    victim = next((folder / counts["checkpoint"]).glob("*.distcp"))
+    victim = next((folder / counts["checkpoint"]).glob("*.safetensors"))
     victim.unlink()
     result = run_stage("train", trained, ranks=2)
     assert "making it again" in result.stdout and "is damaged" in result.stdout

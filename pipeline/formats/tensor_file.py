@@ -1,0 +1,187 @@
+"""Safetensors files: written tensor by tensor and hashed on the way, read in parts.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as JSON,
+the tensors' bytes, little-endian and without gaps. The library of that name writes only what lies in memory as a
+whole, and a hash takes a second reading; it reads through a memory map, where a damaged disk ends the process
+instead of raising an error. And a training rank gets by without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}
+"""The format's names of element types."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_CHUNK = 1 << 20
+"""Bytes hashed and written at a time: what was hashed is still in the cache when it is written."""
+_BLOCK = 16 << 20
+"""Bytes read at a time where they cannot go straight to their place."""
+_RUN = 64 << 10
+"""Bytes from which a part of a row is read by itself, rather than with the row around it."""
+
+
+class DamagedFileError(Exception):
+    """A tensor file is missing, torn, too short, or not what it should be."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element type and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Write a safetensors file; returns its record: path (the name alone), bytes, sha256 of what was written.
+
+    `tensors` gives the contents in the order of `layouts`, contiguous and in host memory. They are asked for one
+    at a time, and not copied. The file is fsynced, its name in the folder is not (`pipeline.files.sync` does that);
+    after an error it is left as far as it came.
+
+    Raises:
+        OSError: the disk is full, or does not work.
+        ValueError: a tensor is not what its layout says.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb", buffering=0) as file:
+        for content in _contents(layouts, tensors):
+            for start in range(0, len(content), _CHUNK):
+                chunk = content[start:start + _CHUNK]
+                digest.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[file.write(chunk):]
+        os.fsync(file.fileno())
+    return {"path": path.name, "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of a file in order: header first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, layout in layouts.items():
+        header[name] = {"dtype": DTYPE_NAMES[layout.dtype], "shape": layout.shape,
+                        "data_offsets": [end, end + layout.size]}
+        end += layout.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors start at a multiple of 8 bytes
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for (name, layout), tensor in zip(layouts.items(), tensors, strict=True):
+        if Layout(tensor.dtype, tuple(tensor.shape)) != layout or tensor.device.type != "cpu":
+            raise ValueError(f"{name} should be {layout} in host memory; it is {tensor.dtype}, {tuple(tensor.shape)} "
+                             f"on {tensor.device}.")
+        yield _bytes(tensor)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, of any element type (numpy has no bfloat16)."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"The tensor {tuple(tensor.shape)} is not contiguous.")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file, open for reading any rectangle of its tensors. Close it, or use it in a `with`.
+
+    Raises:
+        DamagedFileError: now, if it is missing or its size is not what its header says; later, if a read comes up
+            short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        except FileNotFoundError as error:
+            raise DamagedFileError(f"{path} is missing") from error
+        try:
+            self.layouts, self._starts = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape.
+
+        A target of another element type gets the values converted; it may be strided, and on any device.
+        """
+        layout, start = self.layouts[name], self._starts[name]
+        if not layout.shape:  # a scalar is a row of one
+            layout, target, offset = Layout(layout.dtype, (1,)), target.view(1), (0,)
+        if target.numel():
+            self._fill(target, layout, start, offset)
+
+    def _fill(self, target: Tensor, layout: Layout, start: int, offset: tuple[int, ...]) -> None:
+        first, inner = offset[0], Layout(layout.dtype, layout.shape[1:])
+        whole_rows = tuple(target.shape[1:]) == inner.shape
+        straight = target.dtype == layout.dtype and target.device.type == "cpu"
+        if whole_rows and straight and target.is_contiguous():
+            self._read(_bytes(target), start + first * inner.size)
+        elif not whole_rows and target[0].numel() * layout.dtype.itemsize >= _RUN:
+            for index, row in enumerate(target):
+                self._fill(row, inner, start + (first + index) * inner.size, offset[1:])
+        else:
+            step = max(1, _BLOCK // inner.size)
+            inside = tuple(slice(low, low + size) for low, size in zip(offset[1:], target.shape[1:], strict=True))
+            block = torch.empty((min(step, len(target)), *inner.shape), dtype=layout.dtype)
+            for done in range(0, len(target), step):
+                rows = block[:len(target) - done]
+                self._read(_bytes(rows), start + (first + done) * inner.size)
+                target[done:done + step].copy_(rows[:, *inside])
+
+    def _read(self, memory: memoryview, position: int) -> None:
+        while memory:
+            count = os.preadv(self._file.fileno(), [memory], position)
+            if not count:
+                raise DamagedFileError(f"{self.path} ends at byte {position}")
+            memory, position = memory[count:], position + count
+
+    def _read_header(self) -> tuple[dict[str, Layout], dict[str, int]]:
+        size = os.fstat(self._file.fileno()).st_size
+        layouts, starts, end = {}, {}, 0
+        try:
+            length = int.from_bytes(self._file.read(8), "little")
+            header = json.loads(os.pread(self._file.fileno(), min(length, size), 8))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                layouts[name] = Layout(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+                starts[name], stop = 8 + length + entry["data_offsets"][0], entry["data_offsets"][1]
+                if starts[name] + layouts[name].size != 8 + length + stop:
+                    raise ValueError(f"the bytes of {name} are not those of its shape")
+                end = max(end, stop)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DamagedFileError(f"{self.path} has no sound header ({error})") from error
+        if size != 8 + length + end:
+            raise DamagedFileError(f"{self.path} has {size} bytes instead of {8 + length + end}")
+        return layouts, starts

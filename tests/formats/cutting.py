@@ -1,0 +1,40 @@
+"""Tensors cut into rectangles, as ranks own them."""
+
+import random
+
+from pipeline.formats.checkpoint import Piece, write_index, write_part
+
+
+def cut(shape, cuts, chance: random.Random):
+    """Rectangles (offset, size) that cover `shape`, from that many cuts at random places; some may be empty."""
+    found = [((0,) * len(shape), tuple(shape))]
+    for _ in range(cuts if shape else 0):
+        offset, size = found.pop(chance.randrange(len(found)))
+        axis = chance.randrange(len(shape))
+        at = chance.randint(0, size[axis])
+        for start, length in ((0, at), (at, size[axis] - at)):
+            found.append(((*offset[:axis], offset[axis] + start, *offset[axis + 1:]),
+                          (*size[:axis], length, *size[axis + 1:])))
+    return found
+
+
+def part_of(tensor, offset, size):
+    """That rectangle of a tensor, as a view."""
+    return tensor[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+
+
+def piece(tensor, offset, size):
+    """The rectangle as what a rank would hand out."""
+    return Piece(part_of(tensor, offset, size).contiguous(), tuple(offset), tuple(tensor.shape))
+
+
+def write_checkpoint(folder, tensors, ranks=3, cuts=4, seed=0):
+    """Write tensors as if `ranks` ranks owned pieces of them; returns the records of all files."""
+    chance = random.Random(seed)
+    owned = [{} for _ in range(ranks)]
+    for name, tensor in tensors.items():
+        for offset, size in cut(tensor.shape, cuts, chance):
+            owned[chance.randrange(ranks)].setdefault(name, []).append(piece(tensor, offset, size))
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [write_part(folder / f"rank-{rank:05d}.safetensors", pieces) for rank, pieces in enumerate(owned)]
+    return [*(part.record for part in parts), write_index(folder, parts)]
