@@ -2,14 +2,17 @@
 
     python -m tools.audit --run runs/demo
 
-Read are metrics.jsonl (the sample range of every step, repeated steps included), the markers of the checkpoints and the
-manifest. The order itself is computed again, and each sample is followed to the sequence that it stands for.
+Read are metrics.jsonl (the sample range of every step, repeated steps included), rollbacks.json (what was left out on
+purpose), the markers of the checkpoints and the manifest. The order itself is computed again, and each sample is
+followed to the sequence that it stands for.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +20,22 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.loading import load_config
+from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from pipeline.data.order import SampleOrder
 from pipeline.errors import UserError
 from pipeline.manifest import read_manifest
 from pipeline.run import Run
 from pipeline.training.checkpoint import read_marker
 from pipeline.training.metrics import read_lines
+from pipeline.training.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
 from pipeline.training.session import open_training_data
 from pipeline.work import Work
 
 ROUNDING = 1e-3
-"""Relative difference allowed in the loss of a repeated step where the number of ranks changed: sums are then added in
+"""Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
 another order, and in bf16 a few such steps drift apart. On equal ranks the losses must be equal to the last bit."""
+PLACES = ("ranks", "engine", "parallel", "device")
+"""What a start or resume event tells of where the steps after it were computed."""
 
 
 @dataclass
@@ -38,17 +45,38 @@ class Audit:
     steps: int = 0
     samples: int = 0
     repeated: int = 0
+    abandoned: int = 0
     restarts: int = 0
     checkpoints: int = 0
+    left_out: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """The finding for a person."""
+        undone = f"{self.abandoned} undone by rollbacks, " if self.abandoned else ""
         head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
-                f"done again, {self.checkpoints} checkpoints")
-        if not self.faults:
-            return [head, "proven: every sample was used exactly once, in order, and repeated steps gave the same loss"]
-        return [head, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
+                f"done again, {undone}{self.checkpoints} checkpoints")
+        left_out = [f"left out on purpose: {entry}" for entry in self.left_out]
+        if self.faults:
+            return [head, *left_out, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
+        every = "every other sample" if left_out else "every sample"
+        return [head, *left_out, f"proven: {every} was used exactly once, in order, and repeated steps gave the same "
+                                 f"loss"]
+
+
+class Rules:
+    """What the run's rollbacks say about which samples each step must have seen."""
+
+    def __init__(self, rollbacks: list[Rollback], plan_sha256: str) -> None:
+        self.rollbacks, self._plan = rollbacks, plan_sha256
+
+    def excluded(self, rollbacks: int | None = None) -> Excluded:
+        """What was left out after the first so many rollbacks; by default after all."""
+        return excluded_by(self.rollbacks[:rollbacks], self._plan)
+
+    def is_abandoned(self, line: dict[str, Any], rollbacks: int | None = None) -> bool:
+        """Whether the first so many rollbacks undid the step of this line, to do it on other samples."""
+        return is_abandoned(line, self.rollbacks[:rollbacks], self._plan)
 
 
 def audit(folder: Path) -> Audit:
@@ -61,37 +89,56 @@ def audit(folder: Path) -> Audit:
     if not lines:
         raise UserError(f"{folder / 'train/metrics.jsonl'} holds no step; there is nothing to audit.")
     starts = [event for event in read_lines(folder / "train/events.jsonl") if event["event"] in ("start", "resume")]
-    found = Audit(restarts=len(starts) - 1)
-    final = _repeats(lines, found, ROUNDING if len({event["ranks"] for event in starts}) > 1 else 0.0)
+    places = {str([event.get(key) for key in PLACES]) for event in starts}
+    found, order = Audit(restarts=len(starts) - 1), _order(folder)
+    rules = Rules(read_rollbacks(folder / "train"), order.plan_sha256)
+    final = _repeats(lines, rules, found, ROUNDING if len(places) > 1 else 0.0)
     _coverage(final, found)
-    _checkpoints(folder, final, found)
-    _sequences(_order(folder), found)
+    _left_out(final, rules, found)
+    _checkpoints(folder, final, rules, found)
+    _sequences(order, rules.excluded().outside(0, found.samples), found)
     return found
 
 
-def _repeats(lines: list[dict[str, Any]], found: Audit, tolerance: float) -> dict[int, dict[str, Any]]:
-    """The last line of each step; a step done again after a kill must have been the same step.
+def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit, tolerance: float) -> dict[int, dict[str, Any]]:
+    """The line that counts of each step; a step done again after a kill must have been the same step.
 
-    tolerance: relative difference of its losses that is allowed.
+    After a rollback, steps up to the samples left out are the same again, and those from there on see others.
+
+    tolerance: relative difference of a repeated step's losses that is allowed.
     """
     final: dict[int, dict[str, Any]] = {}
     for line in lines:
-        earlier = final.get(line["step"])
-        if earlier is not None:
+        earlier, done = final.get(line["step"]), line.get("rollbacks", 0)
+        if done > len(rules.rollbacks):
+            found.faults.append(f"step {line['step']} was done after {done} rollbacks, rollbacks.json has "
+                                f"{len(rules.rollbacks)}")
+        if earlier is not None and rules.is_abandoned(earlier, done):
+            found.abandoned += 1
+        elif earlier is not None:
             found.repeated += 1
-            if earlier["samples"] != line["samples"]:
-                found.faults.append(f"step {line['step']} was done twice with different samples: {earlier['samples']} "
-                                    f"and {line['samples']}")
-            if abs(earlier["loss"] - line["loss"]) > tolerance * abs(line["loss"]):
-                found.faults.append(f"step {line['step']} was done twice with different loss: {earlier['loss']} "
-                                    f"and {line['loss']}")
+            _same(earlier, line, found, tolerance)
         final[line["step"]] = line
-    return final
+    undone = [step for step, line in final.items() if rules.is_abandoned(line)]  # and not done again so far
+    found.abandoned += len(undone)
+    return {step: line for step, line in final.items() if step not in undone}
+
+
+def _same(earlier: dict[str, Any], line: dict[str, Any], found: Audit, tolerance: float) -> None:
+    for key in ("samples", "left_out", "skipped"):
+        if earlier.get(key) != line.get(key):
+            found.faults.append(f"step {line['step']} was done twice with different {key}: {earlier.get(key)} "
+                                f"and {line.get(key)}")
+    before, now = float(earlier["loss"]), float(line["loss"])
+    if before != now and not abs(before - now) <= tolerance * abs(now) and not (math.isnan(before) and math.isnan(now)):
+        found.faults.append(f"step {line['step']} was done twice with different loss: {earlier['loss']} and "
+                            f"{line['loss']}")
 
 
 def _coverage(final: dict[int, dict[str, Any]], found: Audit) -> None:
     end = 0
-    for step in range(1, max(final) + 1):
+    found.steps = max(final, default=0)
+    for step in range(1, found.steps + 1):
         if step not in final:
             found.faults.append(f"step {step} has no line in metrics.jsonl (train.log_every above 1?), so its samples "
                                 f"cannot be told")
@@ -102,10 +149,35 @@ def _coverage(final: dict[int, dict[str, Any]], found: Audit) -> None:
         elif first < end:
             found.faults.append(f"samples [{first}, {min(end, stop)}) were used again in step {step}")
         end = stop
-    found.steps, found.samples = max(final), end
+    found.samples = end
 
 
-def _checkpoints(folder: Path, final: dict[int, dict[str, Any]], found: Audit) -> None:
+def _left_out(final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> None:
+    """What the steps passed over must be what the rollbacks excluded, and only numbers may have been trained on."""
+    for rollback in rules.rollbacks:
+        if parts := [part for a, b in rollback.samples for part in rules.excluded().within(a, min(b, found.samples))
+                     if a < found.samples]:
+            found.left_out.append(f"samples {spelled(parts)}, by the rollback from step {rollback.step} to step "
+                                  f"{rollback.back_to} ({rollback.why})")
+    for step, line in sorted(final.items()):
+        wanted = rules.excluded(line.get("rollbacks", 0))
+        logged, should = Excluded(line.get("left_out", ())), Excluded(wanted.within(*line["samples"]))
+        if lost := [part for a, b in logged.ranges for part in should.outside(a, b)]:
+            found.faults.append(f"step {step} passed over samples {spelled(lost)}, which no rollback excludes: lost")
+        if kept := [part for a, b in should.ranges for part in logged.outside(a, b)]:
+            found.faults.append(f"step {step} used samples {spelled(kept)}, which a rollback excludes")
+        finite = math.isfinite(float(line["loss"])) and math.isfinite(float(line["grad_norm"]))
+        if "skipped" in line:
+            found.left_out.append(f"samples {spelled(logged.outside(*line['samples']))}, whose update was skipped in "
+                                  f"step {step} ({line['skipped']}: loss {line['loss']}, gradient norm "
+                                  f"{line['grad_norm']})")
+        elif not finite:
+            found.faults.append(f"step {step} counts as an update, with loss {line['loss']} and gradient norm "
+                                f"{line['grad_norm']}")
+
+
+def _checkpoints(folder: Path, final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> None:
+    skipped = sorted(step for step, line in final.items() if "skipped" in line)
     for path in sorted((folder / "train/checkpoints").glob("step-????????")):
         progress = read_marker(path)["progress"]
         found.checkpoints += 1
@@ -113,9 +185,18 @@ def _checkpoints(folder: Path, final: dict[int, dict[str, Any]], found: Audit) -
         if line is not None and line["samples"][1] != progress["samples"]:
             found.faults.append(f"checkpoint {path.name} counts {progress['samples']} samples, the log "
                                 f"{line['samples'][1]}")
+        _count(f"checkpoint {path.name}", "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
+               sum(step <= progress["step"] for step in skipped), found)
     manifest = read_manifest(folder / "train")
-    if manifest is not None and manifest.counts["samples"] != found.samples:
-        found.faults.append(f"the manifest counts {manifest.counts['samples']} samples, the log {found.samples}")
+    if manifest is not None:
+        _count("the manifest", "samples", manifest.counts["samples"], found.samples, found)
+        _count("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped), found)
+        _count("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(rules.rollbacks), found)
+
+
+def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) -> None:
+    if counted is not None and counted != logged:
+        found.faults.append(f"{who} counts {counted} {what}, the log {logged}")
 
 
 def _order(folder: Path) -> SampleOrder:
@@ -124,11 +205,11 @@ def _order(folder: Path) -> SampleOrder:
     return open_training_data(Work(run, "train", run.fingerprint("train"))).order
 
 
-def _sequences(order: SampleOrder, found: Audit, chunk: int = 1_000_000) -> None:
-    """Follow every sample to its sequence: within an epoch of a pool no sequence may come twice."""
+def _sequences(order: SampleOrder, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
+    """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice."""
     seen: dict[tuple[int, int], np.ndarray] = {}
-    for start in range(0, found.samples, chunk):
-        pools, epochs, sequences = order.locate(np.arange(start, min(start + chunk, found.samples)))
+    for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
+        pools, epochs, sequences = order.locate(sample_numbers([part]))
         for pool, epoch in {(int(pool), int(epoch)) for pool, epoch in zip(pools, epochs, strict=True)}:
             used = seen.setdefault((pool, epoch), np.zeros(order.counts[pool], dtype=np.int64))
             here = sequences[(pools == pool) & (epochs == epoch)]

@@ -1,6 +1,6 @@
 """Sample numbers into batches: packed windows of documents, read ahead in threads.
 
-The loader holds no state of its own: `batch(first, count)` is the same whenever and wherever it is asked for.
+The loader holds no state of its own: `batch_of(samples)` is the same whenever and wherever it is asked for.
 """
 
 from __future__ import annotations
@@ -124,7 +124,11 @@ class TrainingData:
 
     def batch(self, first: int, count: int) -> Batch:
         """Samples [first, first + count) in order."""
-        pools, _, sequences = self.order.locate(np.arange(first, first + count, dtype=np.int64))
+        return self.batch_of(np.arange(first, first + count, dtype=np.int64))
+
+    def batch_of(self, samples: np.ndarray) -> Batch:
+        """The samples with these numbers (int64, one dimension), in the order given."""
+        pools, _, sequences = self.order.locate(samples)
         return pack([self.streams[pool].window(start := int(sequence) * self.length, start + self.length + 1)
                      for pool, sequence in zip(pools, sequences, strict=True)])
 

@@ -125,3 +125,11 @@ def test_split_gives_micro_batches_with_their_own_targets(shards):
     parts = list(batch.split(4))
     assert sum(part.targets for part in parts) == batch.targets and len(parts) == 3
     assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)
+
+
+def test_a_batch_of_numbers_is_those_samples_in_that_order(shards):
+    data = TrainingData({"all": shards}, 16, 0, None, None)
+    whole, some = data.batch(0, 12), data.batch_of(np.array([9, 0, 4, 5]))
+    for name in ("tokens", "labels", "documents", "positions"):
+        assert torch.equal(getattr(some, name), getattr(whole, name)[[9, 0, 4, 5]])
+    assert some.targets == int((some.labels != IGNORED).sum())

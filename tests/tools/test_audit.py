@@ -8,8 +8,12 @@ import shutil
 import pytest
 
 from pipeline.config.loading import load_config
+from pipeline.data.exclusion import Excluded
+from pipeline.manifest import Manifest, read_manifest
+from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from tests.conftest import run_stage, write_config
 from tests.stages.test_train import train_and_kill
+from tests.tools.recorded import Recorded
 from tools.audit import audit, main
 
 
@@ -65,3 +69,87 @@ def test_planted_faults_are_named(disturbed, tmp_path, change, expected, capsys)
 def test_nothing_to_audit_is_said(tmp_path, capsys):
     assert main(["--run", str(tmp_path)]) == 2
     assert "nothing to audit" in capsys.readouterr().err
+
+
+def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(tmp_path, encoded):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    assert [line["samples"] for line in recorded.lines if line["step"] == 13] == [[192, 208], [192, 224]]
+    found = audit(recorded.folder)
+    assert found.faults == [] and found.steps == 30 and found.samples == 32 * 16 and found.restarts == 1
+    assert found.repeated == 2 + 3 + 2 and found.abandoned == 2  # steps 11 and 12, 16 to 18, 21 and 22 of the second
+    assert found.left_out == [
+        "samples [192, 208), by the rollback from step 13 to step 10 (a spike)",
+        "samples [368, 384), by the rollback from step 23 to step 20 (a spike)",
+        "samples [112, 128), whose update was skipped in step 8 (nonfinite: loss nan, gradient norm 1.0)"]
+    assert "proven: every other sample was used exactly once" in found.lines()[-1]
+
+
+def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded):
+    """The second spike's batch lies on both sides of the first's samples, as after a change of the batch size."""
+    folder = tmp_path / "mini"
+    recorded = Recorded(folder, encoded, unsound=(), spikes=(), kills=(), stop_after=0)
+    add_rollback(recorded.train, Rollback(2, 0, ((20, 28),), recorded.plan, "old"))
+    recorded.spikes, recorded.kills = [16], [7]
+    while not recorded.attempt(12):
+        pass
+    recorded.write()
+    assert read_rollbacks(recorded.train)[1].samples == ((16, 20), (28, 40))
+    assert Excluded([(16, 40)]) == excluded_by(read_rollbacks(recorded.train), recorded.plan)
+    found = audit(folder)
+    assert found.faults == [] and found.samples == 12 * 16 + 24
+    assert [entry.split(",")[0] for entry in found.left_out] == ["samples [20", "samples [16"]
+    assert "samples [16, 20) and [28, 40), by the rollback from step 2 to step 0" in found.left_out[1]
+
+
+def test_a_run_that_was_killed_within_a_rollback_counts_only_what_still_holds(tmp_path, encoded):
+    """The log ends with steps that the rollback undid; they are not lost samples, and not used ones."""
+    found = audit(Recorded(tmp_path / "mini", encoded, kills=(), stop_after=23).folder)
+    assert found.faults == [] and found.steps == 23
+    cut = Recorded(tmp_path / "cut", encoded, kills=())
+    last = next(index for index, line in enumerate(cut.lines) if line["samples"] == [352, 368]) + 1
+    cut.lines, cut.checkpoints = cut.lines[:last + 1], {step: at for step, at in cut.checkpoints.items() if step <= 20}
+    assert cut.lines[-1]["samples"] == [368, 384]
+    for path in (cut.train / "checkpoints").glob("*"):
+        shutil.rmtree(path)
+    cut.write()
+    found = audit(cut.folder)
+    assert found.faults == [] and (found.steps, found.samples, found.abandoned) == (22, 368, 2)
+
+
+def edit(recorded, step, **changes):
+    """Change the last line of a step; None takes a field away."""
+    line = [line for line in recorded.lines if line["step"] == step][-1]
+    line.update(changes)
+    for name in [name for name, value in changes.items() if value is None]:
+        del line[name]
+
+
+@pytest.mark.parametrize("plant, expected", [
+    (lambda run: edit(run, 13, left_out=None), "step 13 used samples [192, 208), which a rollback excludes"),
+    (lambda run: edit(run, 13, left_out=[[192, 210]]), "step 13 passed over samples [208, 210), which no rollback"),
+    (lambda run: edit(run, 5, left_out=[[64, 66]]), "step 5 passed over samples [64, 66), which no rollback"),
+    (lambda run: edit(run, 14, samples=[192, 208]), "samples [192, 208) were used again in step 14"),
+    (lambda run: edit(run, 12, samples=[160, 176]), "step 12 was done twice with different samples"),
+    (lambda run: edit(run, 12, loss=1.0), "step 12 was done twice with different loss"),
+    (lambda run: edit(run, 17, left_out=[[260, 261]]), "step 17 was done twice with different left_out"),
+    (lambda run: edit(run, 8, skipped=None), "step 8 counts as an update, with loss nan"),
+    (lambda run: edit(run, 9, skipped="spike"), "checkpoint step-00000010 counts 1 skipped updates, the log 2"),
+    (lambda run: (run.train / "rollbacks.json").unlink(), "was done after 1 rollbacks, rollbacks.json has 0"),
+])
+def test_planted_faults_around_rollbacks_are_named(tmp_path, encoded, plant, expected, capsys):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    plant(recorded)
+    recorded.write()
+    assert main(["--run", str(recorded.folder)]) == 1
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, counted, logged", [("skipped", 3, 1), ("rollbacks", 1, 2), ("samples", 500, 512)])
+def test_counts_of_the_manifest_are_compared(tmp_path, encoded, name, counted, logged):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    counts = {"samples": 512, "skipped": 1, "rollbacks": 2}
+    Manifest("train", {}, [], counts, "").write(recorded.train)
+    assert audit(recorded.folder).faults == [] and read_manifest(recorded.train) is not None
+    Manifest("train", {}, [], {**counts, name: counted}, "").write(recorded.train)
+    fault, = audit(recorded.folder).faults
+    assert f"counts {counted} " in fault and fault.endswith(f"the log {logged}")

@@ -1,0 +1,38 @@
+"""Settings of the guards: what training does about numbers that are none, spikes, and replicas that differ."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.config.section import Section, execution
+
+
+class GuardConfig(Section):
+    """What is done when a step goes wrong.
+
+    All of it is execution: a run in which nothing went wrong is the same under every setting, and where something did,
+    the manifest counts it (`skipped`, `spikes`, `rollbacks`). So a stopped run may go on under other guards, and a
+    finished one does not become stale.
+    """
+
+    max_skipped: int = execution(8, ge=0)
+    """Updates that may be skipped in a row before training stops with an explanation; 0 stops at the first. A loss
+    or gradient norm that is not finite always skips the update; a spike does under `spike: skip`."""
+    spike: Literal["log", "skip", "rollback"] = execution("log")
+    """On a loss or gradient norm far above those of the steps before: `log` says so and goes on; `skip` leaves the
+    update out; `rollback` goes back to the last checkpoint and leaves the samples of that step out for good."""
+    spike_deviations: float = execution(8.0, gt=0)
+    """A spike is a value above the running median by more than so many running deviations (median absolute
+    deviation, scaled to equal the standard deviation of normal noise). Gradient norms have long tails: below 6 good
+    steps begin to count as spikes."""
+    spike_window: int = execution(128, gt=1)
+    """Updates that the running median and deviation look back on. A lasting higher level is taken for normal once
+    it fills half the window."""
+    spike_min_history: int = execution(32, gt=1)
+    """Updates before anything counts as a spike; the window is this long at least."""
+    max_rollbacks: int = execution(5, ge=0)
+    """Rollbacks over the whole run, restarts included, before training stops with an explanation: data that spikes
+    again and again is not mended by leaving out more of it."""
+    replica_hash_every: int | None = execution(200, gt=0)
+    """Steps between two comparisons of the weights of replicas, which must be equal to the last bit: it finds faulty
+    hardware that computes wrong numbers without a word. Nothing to do where there is one copy; null: never."""

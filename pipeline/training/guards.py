@@ -1,0 +1,218 @@
+"""What to do about a step whose loss or gradient norm is no number, or far above those of the steps before.
+
+Before a step the guards give limits; the engine updates the weights, on the device and on all ranks alike, only if
+neither number is above its limit (a comparison that NaN fails by itself). After it they judge the two numbers, by the
+same comparison, so that both agree. All of it is a pure function of the numbers seen, and the state goes into the
+checkpoint with every float exact: a run that is continued decides as one that was never interrupted.
+
+A spike is a value above `median + spike_deviations x deviation` of the last `spike_window` updates. These hold what
+was applied and nothing else: no number that is not finite, and none of a skipped update. So under `log` a lasting
+higher level becomes normal once it fills half the window; under `skip` it cannot, and cannot lock the run into skipping
+for ever either, since `max_skipped` updates in a row stop it with an explanation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pipeline.config.guarding import GuardConfig
+from pipeline.data.exclusion import Range, spelled
+from pipeline.errors import UserError
+
+UNLIMITED = float(np.finfo(np.float32).max)
+"""The largest float32, not float64: as a float32 on the device the latter is infinity, which infinity would pass."""
+NORMAL = 1.4826
+"""Standard deviations in a median absolute deviation of normal noise."""
+LOSS_FLOOR, NORM_FLOOR = 0.01, 0.05
+"""The deviation is at least this share of the median: a curve that happens to lie flat must not make every wiggle a
+spike. With 8 deviations a loss must rise by 8%, a gradient norm by 40%."""
+
+Outcome = Literal["ok", "spike_logged", "nonfinite", "spike_skipped", "rollback"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The update is applied only if `loss <= limits.loss and grad_norm <= limits.grad_norm`.
+
+    Both are exact in float32, so that the comparison is the same there and in float64.
+    """
+
+    loss: float = UNLIMITED
+    grad_norm: float = UNLIMITED
+
+    def allow(self, loss: float, grad_norm: float) -> bool:
+        """The comparison that the device makes."""
+        return loss <= self.loss and grad_norm <= self.grad_norm
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a step. text: a sentence with the numbers, for a person; empty where all is well."""
+
+    outcome: Outcome
+    step: int
+    samples: tuple[Range, ...]
+    loss: float
+    grad_norm: float
+    text: str = ""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated."""
+        return self.outcome in ("ok", "spike_logged")
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the step's line in the metrics counts as skipped: `nonfinite` or `spike`; None if it does not."""
+        return {"nonfinite": "nonfinite", "spike_skipped": "spike"}.get(self.outcome)
+
+    @property
+    def event(self) -> str | None:
+        """Name of the event to record: skip, spike or rollback; None where all is well."""
+        return {"spike_logged": "spike", "nonfinite": "skip", "spike_skipped": "skip",
+                "rollback": "rollback"}.get(self.outcome)
+
+    def details(self) -> dict[str, Any]:
+        """The event's fields, as JSON: numbers that are not finite are written as text."""
+        return {"step": self.step, "samples": [list(part) for part in self.samples], "loss": json_number(self.loss),
+                "grad_norm": json_number(self.grad_norm), "outcome": self.outcome, "text": self.text}
+
+
+class Guards:
+    """The judge of every step. All ranks hold one, give it the same numbers, and so decide alike.
+
+    Args:
+        config: train.guards.
+        state: of the checkpoint that is continued from.
+        rollbacks: how many the run has made; they are not in a checkpoint's state, which lies before them.
+        describe: names the documents in ranges of samples; asked only when training must stop.
+    """
+
+    def __init__(self, config: GuardConfig, state: dict[str, Any] | None = None, rollbacks: int = 0,
+                 describe: Callable[[Sequence[Range]], str] | None = None) -> None:
+        self.config, self.rollbacks_total, self._describe = config, rollbacks, describe
+        state = state or {}
+        window = max(config.spike_window, config.spike_min_history)
+        self._losses: deque[float] = deque(state.get("losses", ()), window)
+        self._norms: deque[float] = deque(state.get("grad_norms", ()), window)
+        self.skipped_total: int = state.get("skipped_total", 0)
+        self.spikes_total: int = state.get("spikes_total", 0)
+        self.consecutive_skipped: int = state.get("consecutive_skipped", 0)
+
+    def state(self) -> dict[str, Any]:
+        """JSON from which another `Guards` goes on exactly here."""
+        return {"losses": list(self._losses), "grad_norms": list(self._norms), "skipped_total": self.skipped_total,
+                "spikes_total": self.spikes_total, "consecutive_skipped": self.consecutive_skipped}
+
+    def counters(self) -> dict[str, int]:
+        """For the manifest: updates skipped for either reason, spikes logged or skipped, rollbacks."""
+        return {"skipped": self.skipped_total, "spikes": self.spikes_total, "rollbacks": self.rollbacks_total}
+
+    def limits(self) -> Limits:
+        """Above which the next update must not be applied."""
+        return Limits() if self.config.spike == "log" else self._spike_limits()
+
+    def judge(self, step: int, loss: float, grad_norm: float, samples: Sequence[Range],
+              can_roll_back: bool = True) -> Verdict:
+        """What came of the step that was made under `limits()`.
+
+        Args:
+            step: its number, counted from 1.
+            loss, grad_norm: global, the same on every rank.
+            samples: what it trained on.
+            can_roll_back: whether there is a checkpoint to go back to; where there is none yet, a spike is skipped.
+
+        Raises:
+            UserError: too many updates in a row were skipped, or there were too many rollbacks.
+        """
+        parts = tuple((int(first), int(end)) for first, end in samples)
+        finite, limits = Limits().allow(loss, grad_norm), self._spike_limits()
+        if finite and limits.allow(loss, grad_norm):
+            self._note(loss, grad_norm)
+            return Verdict("ok", step, parts, loss, grad_norm)
+        if not finite:
+            text = f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}, not both finite"
+            return self._skip(Verdict("nonfinite", step, parts, loss, grad_norm, text))
+        text = f"step {step}: {' and '.join(self._excesses(loss, grad_norm, limits))}"
+        if self.config.spike == "log":
+            self._note(loss, grad_norm)
+            self.spikes_total += 1
+            return Verdict("spike_logged", step, parts, loss, grad_norm, text)
+        if self.config.spike == "rollback" and can_roll_back:
+            return self._roll_back(Verdict("rollback", step, parts, loss, grad_norm, text))
+        if self.config.spike == "rollback":
+            text += ", and there is no checkpoint yet to go back to"
+        self.spikes_total += 1
+        return self._skip(Verdict("spike_skipped", step, parts, loss, grad_norm, text))
+
+    def _note(self, loss: float, grad_norm: float) -> None:
+        self.consecutive_skipped = 0
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+
+    def _skip(self, verdict: Verdict) -> Verdict:
+        self.skipped_total += 1
+        self.consecutive_skipped += 1
+        if self.consecutive_skipped <= self.config.max_skipped:
+            return verdict
+        mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
+                "train.guards.max_skipped." if verdict.outcome == "spike_skipped" else
+                "Look at the text (python -m tools.where --run RUN --step N --text). If it is sound, lower train.lr or "
+                "lengthen train.warmup_steps, and go on with --accept-drift, or start again with --force.")
+        raise UserError(
+            f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
+            f"train.guards.max_skipped is {self.config.max_skipped}. The last was {verdict.text}; "
+            f"{self._where(verdict.samples)}. The weights are those of before the first of these steps, and the "
+            f"checkpoints are sound. {mend}")
+
+    def _roll_back(self, verdict: Verdict) -> Verdict:
+        if self.rollbacks_total >= self.config.max_rollbacks:
+            raise UserError(
+                f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
+                f"is {self.config.max_rollbacks}. The reason was {verdict.text}; {self._where(verdict.samples)}. This "
+                f"update was not applied, and the checkpoints are sound. Look at the text (python -m tools.where --run "
+                f"RUN --step N --text); lower train.lr and go on with --accept-drift, or set "
+                f"train.guards.spike=log to take such steps for normal.")
+        self.rollbacks_total += 1
+        return verdict
+
+    def _where(self, samples: Sequence[Range]) -> str:
+        documents = f", of the documents {self._describe(samples)}" if self._describe is not None else ""
+        return f"it was to train on samples {spelled(samples)}{documents}"
+
+    def _spike_limits(self) -> Limits:
+        if len(self._losses) < self.config.spike_min_history:
+            return Limits()
+        return Limits(self._limit(self._losses, LOSS_FLOOR), self._limit(self._norms, NORM_FLOOR))
+
+    def _limit(self, values: Sequence[float], floor: float) -> float:
+        median, deviation = spread_of(values, floor)
+        return min(UNLIMITED, float(np.float32(median + self.config.spike_deviations * deviation)))
+
+    def _excesses(self, loss: float, grad_norm: float, limits: Limits) -> list[str]:
+        found = []
+        for name, value, limit, history, floor in (
+                ("the loss", loss, limits.loss, self._losses, LOSS_FLOOR),
+                ("the gradient norm", grad_norm, limits.grad_norm, self._norms, NORM_FLOOR)):
+            if value > limit:
+                median, deviation = spread_of(history, floor)
+                found.append(f"{name} {value:.4g} is a spike against a median of {median:.4g} over the last "
+                             f"{len(history)} updates (deviation {deviation:.3g}, limit {limit:.4g})")
+        return found
+
+
+def spread_of(values: Sequence[float], floor: float) -> tuple[float, float]:
+    """Median of `values`, and their deviation from it as a standard deviation, at least `floor` x the median."""
+    median = statistics.median(values)
+    return median, max(NORMAL * statistics.median(abs(value - median) for value in values), floor * abs(median))
+
+
+def json_number(value: float) -> float | str:
+    """A number as JSON holds it: NaN and the infinities, for which JSON has no word, as `nan`, `inf`, `-inf`."""
+    return value if np.isfinite(value) else str(float(value))

@@ -1,0 +1,58 @@
+"""The rollbacks of a run: which samples were left out for good, and why. Kept beside the checkpoints, not in them.
+
+A rollback goes to a checkpoint that knows nothing of it, so what it leaves out is written to `train/rollbacks.json`
+first. Whatever checkpoint a restart finds then, it leaves out the same samples and makes the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.exclusion import Excluded, Range
+from pipeline.files import read_json, write_json
+
+ROLLBACKS = "rollbacks.json"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One rollback: from `step` (counted from 1) to the checkpoint after `back_to` steps.
+
+    samples: what that step would have trained on, left out from now on. plan_sha256: the order in which the numbers
+    mean something; under another plan they exclude nothing. why: the spike, in a sentence.
+    """
+
+    step: int
+    back_to: int
+    samples: tuple[Range, ...]
+    plan_sha256: str
+    why: str
+
+
+def read_rollbacks(folder: Path) -> list[Rollback]:
+    """The rollbacks of the train stage in `folder`, oldest first."""
+    try:
+        found = read_json(folder / ROLLBACKS)
+    except FileNotFoundError:
+        return []
+    return [Rollback(**{**entry, "samples": tuple((first, end) for first, end in entry["samples"])})
+            for entry in found["rollbacks"]]
+
+
+def add_rollback(folder: Path, rollback: Rollback) -> None:
+    """Make a rollback count, durably; to be called by one rank, before anything is loaded."""
+    write_json(folder / ROLLBACKS, {"rollbacks": [asdict(entry) for entry in (*read_rollbacks(folder), rollback)]})
+
+
+def excluded_by(rollbacks: Sequence[Rollback], plan_sha256: str) -> Excluded:
+    """The samples that these rollbacks leave out of the order `plan_sha256`."""
+    return Excluded(part for rollback in rollbacks if rollback.plan_sha256 == plan_sha256 for part in rollback.samples)
+
+
+def is_abandoned(record: dict[str, Any], rollbacks: Sequence[Rollback], plan_sha256: str) -> bool:
+    """Whether a line of metrics.jsonl is of a step that a later rollback undid and that will see other samples."""
+    later = excluded_by(rollbacks[record.get("rollbacks", 0):], plan_sha256).ranges
+    return bool(later) and record["samples"][1] > later[0][0]

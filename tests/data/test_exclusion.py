@@ -1,0 +1,77 @@
+"""Batches around excluded samples: every other sample once, however the taking is cut up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
+
+RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda item: (item[0], item[0] + item[1])),
+                  max_size=6)
+
+
+def allowed(ranges, cursor, count):
+    """The plain way: go through the numbers one by one."""
+    found, number = [], cursor
+    while len(found) < count:
+        if not any(first <= number < end for first, end in ranges):
+            found.append(number)
+        number += 1
+    return found
+
+
+def test_a_batch_passes_over_what_is_excluded():
+    excluded = Excluded([(32, 48)])
+    assert excluded.take(16, 16).ranges == ((16, 32),) and excluded.take(16, 16).end == 32
+    assert excluded.take(32, 16).ranges == ((48, 64),) and excluded.take(32, 16).end == 64
+    assert excluded.take(24, 16).ranges == ((24, 32), (48, 56)) and excluded.take(24, 16).end == 56
+    assert excluded.take(40, 4).ranges == ((48, 52),)
+    assert excluded.take(32, 0).ranges == () and excluded.take(32, 0).end == 32
+
+
+def test_ranges_are_sorted_merged_and_checked():
+    assert Excluded([(9, 12), (3, 5), (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
+    assert Excluded([(3, 7)]).plus([[7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
+    with pytest.raises(AssertionError, match=r"\[5, 3\) is no range"):
+        Excluded([(5, 3)])
+
+
+@given(ranges=RANGES, cursor=st.integers(0, 250), counts=st.lists(st.integers(0, 60), min_size=1, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
+    excluded, at, parts = Excluded(ranges), cursor, []
+    for count in counts:
+        taken = excluded.take(at, count)
+        parts += sample_numbers(taken.ranges).tolist()
+        at = taken.end
+    assert parts == allowed(ranges, cursor, sum(counts))
+    assert at == excluded.take(cursor, sum(counts)).end == (parts[-1] + 1 if parts else cursor)
+
+
+@given(ranges=RANGES, cursor=st.integers(0, 250), world=st.integers(1, 5), share=st.integers(1, 9),
+       ahead=st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_ranks_share_the_batch_that_is_so_many_steps_ahead(ranges, cursor, world, share, ahead):
+    excluded, batch = Excluded(ranges), world * share
+    parts = [excluded.numbers(cursor, ahead * batch + rank * share, share) for rank in range(world)]
+    assert all(part.dtype == np.int64 and len(part) == share for part in parts)
+    assert np.concatenate(parts).tolist() == allowed(ranges, cursor, (ahead + 1) * batch)[ahead * batch:]
+
+
+@given(ranges=RANGES, first=st.integers(0, 250), length=st.integers(0, 100))
+@settings(max_examples=100, deadline=None)
+def test_a_span_is_its_parts_within_and_outside(ranges, first, length):
+    excluded, end = Excluded(ranges), first + length
+    out, used = sample_numbers(excluded.within(first, end)), sample_numbers(excluded.outside(first, end))
+    assert sorted([*out, *used]) == list(range(first, end))
+    assert all(any(a <= number < b for a, b in ranges) for number in out)
+    assert not any(a <= number < b for a, b in ranges for number in used)
+
+
+def test_numbers_and_ranges_are_two_forms_of_one_thing():
+    assert ranges_of(sample_numbers([(3, 7), (9, 10)])) == [(3, 7), (9, 10)]
+    assert ranges_of(sample_numbers([])) == []
+    assert spelled([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"

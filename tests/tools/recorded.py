@@ -1,0 +1,77 @@
+"""A run's records without the run: what training with rollbacks leaves behind, for the tools that read it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.loading import load_config, save_config
+from pipeline.files import write_json
+from pipeline.run import Run
+from pipeline.training.checkpoint import FORMAT, MARKER
+from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from pipeline.training.session import open_training_data
+from pipeline.work import Work
+
+BATCH, STEPS, EVERY = 16, 30, 5
+
+
+class Recorded:
+    """The records of a run with rollbacks, as training leaves them, over real token shards; nothing is trained.
+
+    `unsound` steps are skipped, `spikes` (first samples of batches) rolled back, and the run is killed before `kills`.
+    """
+
+    def __init__(self, folder: Path, encoded: Path, unsound: tuple[int, ...] = (8,),
+                 spikes: tuple[int, ...] = (192, 368), kills: tuple[int, ...] = (18,), stop_after: int = STEPS) -> None:
+        self.folder, self.train = folder, folder / "train"
+        config = load_config(encoded, [f"runs_dir={folder.parent}", f"reuse={encoded.parent / 'runs/mini'}"])
+        self.train.mkdir(parents=True)
+        save_config(config, folder / "config.yaml")
+        run = Run(config)
+        self.plan = open_training_data(Work(run, "train", {})).order.plan_sha256
+        self.lines: list[dict[str, Any]] = []
+        self.events, self.checkpoints = ["start"], {0: (0, 0)}
+        self.unsound, self.spikes, self.kills = unsound, list(spikes), list(kills)
+        while not self.attempt(stop_after):
+            pass
+        self.write()
+
+    def attempt(self, stop_after: int) -> bool:
+        """One start, from the newest checkpoint to the end, a kill or a rollback; whether it got to the end."""
+        step = max(self.checkpoints)
+        (cursor, skipped), rollbacks = self.checkpoints[step], read_rollbacks(self.train)
+        excluded = excluded_by(rollbacks, self.plan)
+        while step < stop_after:
+            if self.kills[:1] == [step]:
+                self.kills.pop(0)
+                self.events.append("resume")
+                return False
+            taken = excluded.take(cursor, BATCH)
+            line = {"step": step + 1, "samples": [cursor, taken.end], "loss": 5 - 0.001 * taken.end, "grad_norm": 1.0}
+            if left_out := excluded.within(cursor, taken.end):
+                line["left_out"] = left_out
+            if rollbacks:
+                line["rollbacks"] = len(rollbacks)
+            if step + 1 in self.unsound:
+                line.update(loss="nan", skipped="nonfinite")
+            self.lines.append(line)
+            if taken.ranges[0][0] in self.spikes:
+                add_rollback(self.train, Rollback(step + 1, max(self.checkpoints), taken.ranges, self.plan, "a spike"))
+                self.events.append("rollback")
+                return False
+            step, cursor, skipped = step + 1, taken.end, skipped + (step + 1 in self.unsound)
+            if step % EVERY == 0:
+                self.checkpoints[step] = (cursor, skipped)
+        return True
+
+    def write(self) -> None:
+        """The files, as they are on the disk of such a run."""
+        for name, records in (("metrics", self.lines), ("events", [{"event": event, "ranks": 1}
+                                                                   for event in self.events])):
+            (self.train / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        for step, (cursor, skipped) in list(self.checkpoints.items())[1:]:
+            write_json(self.train / f"checkpoints/step-{step:08d}/{MARKER}", {
+                "format": FORMAT, "files": [],
+                "progress": {"step": step, "samples": cursor, "guards": {"skipped_total": skipped}}})

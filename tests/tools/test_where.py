@@ -1,0 +1,59 @@
+"""Which documents a step saw: as logged, around what rollbacks left out, and for steps that are still to come."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.tools.recorded import Recorded
+from tools.where import main
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, encoded):
+    """A run that left out samples [192, 208) and [368, 384), of steps 13 and 23, and skipped the update of step 8."""
+    return Recorded(tmp_path_factory.mktemp("where") / "mini", encoded)
+
+
+def shown(capsys, recorded, *arguments):
+    """First lines, and the sample numbers of the pieces, each once."""
+    assert main(["--run", str(recorded.folder), *arguments]) == 0
+    head, *pieces = re.split(r"^(?=sample )", capsys.readouterr().out, flags=re.M)
+    return head, sorted({int(piece.split()[1]) for piece in pieces})
+
+
+@pytest.mark.parametrize("step, samples", [(1, range(16)), (13, range(208, 224)), (14, range(224, 240)),
+                                           (30, range(496, 512)), (31, range(512, 528))])
+def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, samples):
+    head, numbers = shown(capsys, recorded, "--step", str(step))
+    assert f"step {step}: samples [{samples.start}, {samples.stop})" in head and numbers == list(samples)
+    assert ("would see" in head) == (step > 30)
+
+
+def test_a_ranks_part_and_a_skipped_step(capsys, recorded):
+    head, numbers = shown(capsys, recorded, "--step", "8", "--rank", "1", "--ranks", "4")
+    assert "step 8 was skipped (nonfinite)" in head and numbers == list(range(116, 120))
+
+
+def test_samples_that_were_left_out_can_be_looked_at(capsys, recorded):
+    head, numbers = shown(capsys, recorded, "--samples", "192", "195")
+    assert head == "samples [192, 195)\n" and numbers == [192, 193, 194]
+
+
+def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, encoded):
+    cut = Recorded(tmp_path / "mini", encoded, kills=(), stop_after=0)
+    while cut.attempt(13):
+        pass  # ends at the first rollback
+    cut.write()
+    assert cut.lines[-1]["samples"] == [192, 208]
+    head, numbers = shown(capsys, cut, "--step", "13")
+    assert "done 12 steps" in head and numbers == list(range(208, 224))
+
+
+@pytest.mark.parametrize("arguments", [["--step", "0"], ["--step", "3", "--rank", "4", "--ranks", "4"],
+                                       ["--step", "3", "--rank", "0", "--ranks", "3"], ["--samples", "5", "5"],
+                                       ["--samples", "5", "9", "--rank", "0"]])
+def test_what_makes_no_sense_is_refused(capsys, recorded, arguments):
+    assert main(["--run", str(recorded.folder), *arguments]) == 2
+    assert "asked: " in capsys.readouterr().err

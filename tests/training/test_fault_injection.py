@@ -1,0 +1,135 @@
+"""Faults on purpose: read strictly, announced, and each happening once, to real processes."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import UserError
+from pipeline.training.fault_injection import EXIT_STATUS, KINDS, SWITCH, Fault, Faults, flip_bit, parse_faults
+
+
+def child(folder, rank):
+    """Four steps of a rank that, asked to end, would end with status 77; what it says goes to a file."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
+    with open(folder / "said", "w", buffering=1) as file:
+        faults = Faults.from_environment(rank, folder / "train", lambda text: print(text, file=file))
+        for step in range(1, 5):
+            faults.before_step(step, nn.Linear(2, 2))
+            print("step", step, file=file)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts `child` as a process under a switch; forked, since torch takes seconds to import."""
+    def begin(switch, rank=0):
+        monkeypatch.setenv(SWITCH, switch)
+        process = multiprocessing.get_context("fork").Process(target=child, args=(tmp_path, rank))
+        process.start()
+        return process
+    return begin
+
+
+def ended(process, seconds=60):
+    process.join(seconds)
+    return process.exitcode
+
+
+def test_the_switch_is_read_with_all_its_options():
+    text = " kill:rank=1,step=5; slow:rank=0, step=3, seconds=0.5 ;;flip:rank=2,step=9,bit=31,again=1"
+    assert parse_faults(text) == [
+        Fault("kill", 1, 5), Fault("slow", 0, 3, seconds=0.5), Fault("flip", 2, 9, bit=31, again=1)]
+    assert parse_faults("") == []
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("explode:rank=0,step=1", "'explode' is no kind"), ("kill:rank=0", "step must be given"),
+    ("kill", "rank and step must be given"), ("kill:rank=0,step=x", "step must be a number, not 'x'"),
+    ("kill:rank=0,step=1,colour=red", "'colour' is no option"),
+    ("nan:rank=0,step=1;kil:rank=0,step=2", "at 'kil:rank=0,step=2'"),
+])
+def test_a_switch_that_cannot_be_read_names_every_kind(text, problem):
+    with pytest.raises(UserError) as caught:
+        parse_faults(text)
+    assert problem in str(caught.value) and all(f"{kind}: " in str(caught.value) for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind, status", [("exit", EXIT_STATUS), ("kill", -signal.SIGKILL)])
+def test_a_process_ends_once_and_not_again_after_a_restart(tmp_path, start, kind, status):
+    fault = f"{kind} on rank 0 at step 3"
+    assert ended(start(f"{kind}:rank=0,step=3")) == status
+    assert (tmp_path / "said").read_text().splitlines() == [
+        f"WARNING: {SWITCH} is set: {fault} will be made to happen", "step 1", "step 2", f"injected fault: {fault}"]
+    assert ended(start(f"{kind}:rank=0,step=3")) == 0
+    said = (tmp_path / "said").read_text().splitlines()
+    assert "happened before" in said[0] and said[-1] == "step 4"
+
+
+def test_a_fault_is_another_ranks_business(tmp_path, start):
+    assert ended(start("kill:rank=0,step=1", rank=1)) == 0
+    assert (tmp_path / "said").read_text().splitlines() == [f"step {step}" for step in range(1, 5)]
+    assert not (tmp_path / "train").exists()
+
+
+def test_a_hanging_process_ignores_all_but_sigkill(tmp_path, start):
+    process, deadline = start("hang:rank=0,step=2"), time.monotonic() + 60
+    while not (tmp_path / "train/faults/hang-rank0-step2").exists():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)  # the signals are shut out right after the file is there
+    process.terminate()
+    assert ended(process, 1) is None
+    process.kill()
+    assert ended(process, 10) == -signal.SIGKILL
+
+
+def test_a_spoiled_loss_is_spoiled_in_its_step_only_and_once(tmp_path):
+    said: list[str] = []
+    faults = Faults(parse_faults("nan:rank=1,step=2;spike:rank=1,step=3,factor=50;nan:rank=1,step=5,again=1"), 1,
+                    tmp_path, said.append)
+    factors = [faults.loss_factor(step) for step in (1, 2, 3, 2, 3, 5, 5)]
+    assert math.isnan(factors[1]) and factors[2] == 50
+    assert [factors[index] for index in (0, 3, 4)] == [1, 1, 1]
+    assert math.isnan(factors[5]) and math.isnan(factors[6])
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bit", [None, 0, -1])
+def test_exactly_one_bit_of_one_weight_is_flipped(dtype, bit):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).to(dtype)
+    size = torch.empty(0, dtype=dtype).element_size()
+    bit = 8 * size - 1 if bit == -1 else bit
+    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    before = {name: weight.detach().clone().view(view) for name, weight in model.named_parameters()}
+    said = flip_bit(model, bit)
+    changed = {name: (before[name] ^ weight.detach().view(view)) for name, weight in model.named_parameters()}
+    bits = [int(value) % (1 << 8 * size) for value in torch.cat([part.flatten() for part in changed.values()]) if value]
+    assert len(bits) == 1 and bits[0].bit_count() == 1
+    assert bits[0] == 1 << ({4: 22, 8: 51, 2: 6}[size] if bit is None else bit)
+    assert "0.weight" in said and all(torch.isfinite(weight).all() for weight in model.parameters() if bit is None)
+
+
+def test_what_cannot_be_flipped_is_said():
+    with pytest.raises(UserError, match="bits 0 to 31"):
+        flip_bit(nn.Linear(2, 2), 32)
+    with pytest.raises(UserError, match="no weights"):
+        flip_bit(nn.Identity())
+
+
+def test_a_flip_and_a_wait_happen_in_place(tmp_path):
+    model, said = nn.Linear(4, 4), []
+    before = model.weight.detach().clone()
+    faults = Faults(parse_faults("flip:rank=0,step=2;slow:rank=0,step=2,seconds=0.05"), 0, tmp_path, said.append)
+    faults.before_step(1, model)
+    assert torch.equal(model.weight, before)
+    faults.before_step(2, model)
+    assert int((model.weight != before).sum()) == 1
+    assert any("bit 22 of element [2, 0] of weight" in text for text in said)
