@@ -1,9 +1,9 @@
-# make setup | demo | test | lint.  PYTHON chooses the interpreter (3.11 or newer).
+# make setup | demo | test | lint | matrix.  PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint matrix clean
 
 setup: .venv/installed
 
@@ -24,6 +24,10 @@ test: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+# Every engine and layout against one process; writes docs/matrix.md.
+matrix: setup
+	$(PY) -m tests.parallel.matrix
 
 clean:
 	rm -rf .venv build *.egg-info

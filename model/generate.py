@@ -20,6 +20,7 @@ def generate(
     seed: int,
     stop_ids: Collection[int],
     use_cache: bool = True,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Continue each prompt by up to max_new_tokens; returns only the new tokens, without the one that stopped
     it.
@@ -28,9 +29,11 @@ def generate(
     likely if given and to the smallest set whose probabilities reach top_p (1 keeps all), and drawn from.
     Prompt i draws from its own generator, seeded by seed + i: its text does not depend on its neighbours, and
     torch's global generator is left alone. use_cache=False recomputes everything for each token; the result
-    is the same but for rounding. Raises ValueError for settings out of range, and for prompts that are empty
-    or too long.
+    is the same but for rounding. multiple_of: without a cache, sequences are padded at their end to multiples of
+    this length, for models that are split along the sequence. Raises ValueError for settings out of range, and
+    for prompts that are empty or too long.
     """
+    assert multiple_of == 1 or not use_cache, "a cache would take the padding for text"
     _check_settings(max_new_tokens, temperature, top_p, top_k)
     for index, prompt in enumerate(prompts):
         _check_prompt(model, index, prompt, max_new_tokens)
@@ -41,7 +44,7 @@ def generate(
         for index, prompt in enumerate(prompts):
             generator = torch.Generator(device="cpu").manual_seed(seed + index)
             tokens: list[int] = []
-            scores = _Scores(model, prompt, max_new_tokens, use_cache)
+            scores = _Scores(model, prompt, max_new_tokens, use_cache, multiple_of)
             while len(tokens) < max_new_tokens:
                 token = _draw(scores.next(tokens), temperature, top_p, top_k, generator)
                 if token in stop_ids:
@@ -56,8 +59,11 @@ def generate(
 class _Scores:
     """Logits of the next token, from a cache or from scratch."""
 
-    def __init__(self, model: Llama, prompt: Sequence[int], max_new_tokens: int, use_cache: bool) -> None:
+    def __init__(
+        self, model: Llama, prompt: Sequence[int], max_new_tokens: int, use_cache: bool, multiple_of: int
+    ) -> None:
         self.model = model
+        self.multiple_of = multiple_of
         self.prompt = list(prompt)
         self.device = next(model.parameters()).device
         capacity = len(self.prompt) + max_new_tokens
@@ -68,8 +74,10 @@ class _Scores:
         """(vocabulary,) on the CPU, for the token after the prompt and `generated`."""
         tokens = self.prompt + generated
         seen = self.caches[0].length if self.caches else 0
-        logits: Tensor = self.model(torch.tensor([tokens[seen:]], device=self.device), caches=self.caches)
-        return logits[0, -1].cpu()
+        new = tokens[seen:]
+        padding = [0] * (-len(new) % self.multiple_of)  # no token sees a later one
+        logits: Tensor = self.model(torch.tensor([new + padding], device=self.device), caches=self.caches)
+        return logits[0, len(new) - 1].cpu()
 
 
 def _draw(

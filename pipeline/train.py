@@ -1,8 +1,9 @@
 """Stage 4: pretrain the decoder on the token shards.
 
-The loop below is the whole of training; what it calls lives in pipeline/training (engine, checkpoints, metrics),
-pipeline/data (which samples, in which order) and pipeline/parallel (ranks, sharding). The same command continues an
-interrupted run: weights, moments and the number of samples used come from the newest valid checkpoint.
+The loop below is the whole of training; what it calls lives in pipeline/training (engines, guards, checkpoints,
+metrics), pipeline/data (which samples, in which order) and pipeline/parallel (the rank grid, how a model is spread).
+The same command continues an interrupted run: weights, moments and the number of samples used come from the newest
+valid checkpoint.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ def train(work: Work) -> None:
     with Session(work) as session:
         for step in session.steps():
             batch = session.loader.next()
-            targets, stop = session.agree(batch)
-            result = session.engine.step(batch.split(session.micro_batch), session.accumulation, targets,
-                                         session.lr(step))
-            session.check_finite(step, result)
-            session.advance(batch, targets)
-            session.record(step, result, targets)
-            if session.due(step, work.config.train.checkpoint.every_steps) or stop:
+            agreed = session.agree(batch)
+            result = session.engine.step(batch.split(session.micro_batch), session.accumulation, agreed.targets,
+                                         session.lr(step), session.limits(step))
+            verdict = session.judge(step, result)
+            if verdict.outcome == "rollback":
+                session.roll_back(verdict)
+                continue
+            session.advance(step, result, verdict, agreed.targets)
+            if session.due(step, work.config.train.checkpoint.every_steps) or agreed.save or agreed.stop:
                 session.save()
             session.look()
-            if stop:
-                return session.leave(stop)
+            if agreed.stop:
+                return session.leave(agreed.stop)
         session.finish()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.tree import Config
 
 UINT16_IDS = 65536
@@ -13,7 +15,7 @@ SPECIAL_IDS = 256
 def problems(config: Config) -> list[str]:
     """Every impossible combination in `config`; empty when it can run."""
     found = [f"model: {problem}" for problem in config.model.problems()]
-    found += _batch(config) + _schedule(config) + _vocabulary(config) + _sources(config)
+    found += _batch(config) + _parallel(config) + _schedule(config) + _vocabulary(config) + _sources(config)
     return found
 
 
@@ -35,26 +37,60 @@ def _batch(config: Config) -> list[str]:
     if (config.evaluate.sequence_length or 0) > config.model.context_length:
         found.append(f"evaluate.sequence_length {config.evaluate.sequence_length} is longer than model.context_length "
                      f"{config.model.context_length}.")
-    parallel = config.parallel
-    if parallel.dp_shard == 0:
-        found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")
     return found
 
 
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
-    train, parallel, found = config.train, config.parallel, []
+    train, parallel = config.train, config.parallel
+    if found := grid_problems(parallel, ranks):
+        return found
     if train.batch_tokens % train.sequence_length:
         return []  # said by `problems`
-    sequences, per_round = train.batch_tokens // train.sequence_length, train.micro_batch * ranks
+    data_ranks = ranks // parallel.tp
+    sequences, per_round = train.batch_tokens // train.sequence_length, train.micro_batch * data_ranks
     if sequences % per_round:
         found.append(f"the global batch of {sequences} sequences (train.batch_tokens {train.batch_tokens} / "
                      f"train.sequence_length {train.sequence_length}) is not divisible by {per_round} "
-                     f"(train.micro_batch {train.micro_batch} x {ranks} data-parallel ranks).")
-    shard = ranks // parallel.dp_replicate if parallel.dp_shard == -1 else parallel.dp_shard
-    if parallel.dp_replicate * shard != ranks:
-        found.append(f"parallel.dp_replicate {parallel.dp_replicate} x dp_shard {shard} is "
-                     f"{parallel.dp_replicate * shard}, but there are {ranks} ranks.")
+                     f"(train.micro_batch {train.micro_batch} x {data_ranks} data-parallel ranks).")
+    return found
+
+
+def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
+    """Why so many ranks cannot be laid out as the configuration says."""
+    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
+    if parallel.dp_shard == -1:
+        del sizes["dp_shard"]
+    needed = math.prod(sizes.values())
+    terms = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if parallel.dp_shard == -1 and ranks % needed:
+        return [f"{ranks} ranks are not divisible by {needed} (parallel: {terms}, dp_shard -1 for the rest)."]
+    if parallel.dp_shard != -1 and ranks != needed:
+        return [f"parallel: {terms} is {needed}, but there are {ranks} ranks."]
+    return []
+
+
+def _parallel(config: Config) -> list[str]:
+    parallel, train, model, found = config.parallel, config.train, config.model, []
+    if parallel.dp_shard == 0:
+        found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")
+    numbers = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "the feed-forward width": model.hidden,
+               "train.sequence_length": train.sequence_length, "the vocabulary": vocabulary_size(config)}
+    found += [f"{name} ({number}) is not divisible by parallel.tp ({parallel.tp})."
+              for name, number in numbers.items() if number is not None and number % parallel.tp]
+    if parallel.engine == "fsdp2":
+        if parallel.offload != "none":
+            found.append(f"parallel.offload '{parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'.")
+        return found
+    if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard not in (-1,):
+        found.append(f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
+                     f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take "
+                     f"'fsdp2'.")
+    if parallel.offload == "params" and parallel.zero_stage != 3:
+        found.append(f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
+                     f"rank computes with the whole weights.")
+    if train.precision == "fp64":
+        found.append("train.precision 'fp64' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
     return found
 
 

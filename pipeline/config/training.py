@@ -1,4 +1,4 @@
-"""Settings of the train stage: the run's length and batch, the optimizer, checkpoints, logging, parallelism."""
+"""Settings of the train stage: the run's length and batch, the optimizer, checkpoints, logging."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ from typing import Literal
 
 from pydantic import Field
 
+from pipeline.config.guarding import GuardConfig
 from pipeline.config.section import Section, execution
+
+Activation = Literal["attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2"]
+"""The parts of a block whose results activation checkpointing can keep, in the order in which they are computed."""
+
+KEPT_ACTIVATIONS: tuple[Activation, ...] = ("attention", "wq", "wk", "wv", "wo", "w1", "w3")
 
 
 class CheckpointConfig(Section):
-    """When to save, and what to keep. The last step is always saved."""
+    """When to save, and what to keep. The last step is always saved, and so is the step of a request to stop."""
 
     every_steps: int = execution(100, gt=0)
     """Save every so many optimizer steps."""
+    every_minutes: float | None = execution(None, gt=0)
+    """Save also when so much time has passed since the last save; null: only by steps. For long runs: it bounds the
+    work that a crash can cost, however fast the steps are."""
     keep: int = execution(2, gt=0)
     """Newest checkpoints to keep; two, so that a damaged newest one still leaves one to go back to."""
     permanent_every: int | None = execution(None, gt=0)
     """Checkpoints at multiples of this step are never deleted; null: none are permanent."""
+    background: bool = execution(True)
+    """Write while training goes on: the loop stops only for the copy to host memory, which must hold this rank's
+    part of weights and moments once more. One save is in flight at a time; false: wait for each."""
+    attempts: int = execution(3, gt=0)
+    """How often a save is tried before the run stops with the reason. Each failure is said and logged."""
 
 
 class TrainConfig(Section):
@@ -56,8 +70,17 @@ class TrainConfig(Section):
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
     the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp64` is for proofs of exactness."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
-    """`full` keeps only each block's input and recomputes the rest; `selective` keeps the matrix products and the
-    attention output and recomputes norms and activations. Results are bit-equal; memory falls, time grows."""
+    """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
+    and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""
+    recomputed_blocks: int = execution(1, gt=0)
+    """Apply activation checkpointing to every so-manieth block: 1 to all, 2 to every second."""
+    kept_activations: list[Activation] = execution(default_factory=lambda: list(KEPT_ACTIVATIONS))
+    """For `selective`: the results that are kept, by name: `attention` and the matrix products. w2's is not in the
+    default: the backward pass never needs it."""
+    compile: bool | None = execution(None)
+    """torch.compile for each block; null: on GPUs only. Rounding changes a little; recompilations are counted."""
+    guards: GuardConfig = execution(default_factory=GuardConfig)
+    """What happens when the loss is no number or leaps, and when replicas of the weights differ."""
     mixture: dict[str, float] | None = None
     """Share of each source among the training sequences, by source name; null: in proportion to their tokens,
     every sequence exactly once an epoch."""
@@ -77,12 +100,3 @@ class TrainConfig(Section):
     """Prompts of the sample texts."""
     checkpoint: CheckpointConfig = execution(default_factory=CheckpointConfig)
     """When to save, and what to keep."""
-
-
-class ParallelConfig(Section):
-    """How the model is spread over ranks. Results agree within rounding for every choice."""
-
-    dp_replicate: int = execution(1, gt=0)
-    """Full copies of the sharded model (HSDP); ranks = dp_replicate x dp_shard."""
-    dp_shard: int = execution(-1, ge=-1)
-    """Ranks that share one copy of weights, gradients and moments; -1: all the rest."""

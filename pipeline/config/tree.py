@@ -10,8 +10,9 @@ from model.config import ModelConfig
 from pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
 from pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
 from pipeline.config.launching import LaunchConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.section import Section, execution
-from pipeline.config.training import ParallelConfig, TrainConfig
+from pipeline.config.training import TrainConfig
 
 
 class Config(Section):

@@ -175,10 +175,12 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[Piece]]:
 
 
 @torch.no_grad()
-def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | str = "cpu") -> dict[str, Measurement]:
+def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | str = "cpu",
+            copies: int = 1) -> dict[str, Measurement]:
     """Nats, targets and bytes of each source, the same on every rank.
 
-    Called by all ranks together when there are several. `forward` gets tensors on `device`. For a
+    Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
+    batches. `forward` gets tensors on `device`. For a
     `model.llama.Llama` it is `model(tokens, labels, documents=documents, positions=positions, reduction="none")`,
     the model being in evaluation mode.
     """
@@ -189,8 +191,9 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
         nats = forward(*parts).sum(dim=1, dtype=torch.float64)
         if len(batch.windows):
             sums[torch.from_numpy(batch.windows).to(device)] = nats
-    if batches.world > 1:
-        dist.all_reduce(sums)  # every window is zero on all ranks but one: the sum is exact
+    if batches.world * copies > 1:
+        dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
+        sums /= copies
     per_window = sums.tolist()
     return {name: Measurement(math.fsum(value for value, source in zip(per_window, sources, strict=True)
                                         if source == name), batches.targets[name], text.text_bytes)

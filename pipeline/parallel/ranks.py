@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.config.training import ParallelConfig
 from pipeline.errors import UserError
+
+PATIENCE = timedelta(minutes=30)
+"""The slowest lawful wait: one rank hashing a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # None: the group of all that was made first
 
     @property
     def leads(self) -> bool:
@@ -34,36 +36,37 @@ class Ranks:
         """The GPU as its vendor calls it; None on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
 
-    def mesh(self, parallel: ParallelConfig) -> DeviceMesh:
-        """The ranks as an array (replicate, shard): copies of the model x shards of a copy."""
-        shard = self.world // parallel.dp_replicate if parallel.dp_shard == -1 else parallel.dp_shard
-        if parallel.dp_replicate * shard != self.world:
-            raise UserError(f"parallel.dp_replicate {parallel.dp_replicate} x dp_shard {shard} is "
-                            f"{parallel.dp_replicate * shard}, but there are {self.world} ranks.")
-        return init_device_mesh(self.device.type, (parallel.dp_replicate, shard),
-                                mesh_dim_names=("replicate", "shard"))
-
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return [float(value) for value in total]
 
     def gather(self, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def collect(self, value: Any) -> list[Any]:
+        """A picklable value of every rank, in rank order, on rank 0; nothing elsewhere."""
+        found: list[Any] = [None] * self.world if self.leads else []
+        dist.gather_object(value, found if self.leads else None, dst=0, group=self.group)
         return found
 
     def barrier(self) -> None:
         """Wait for all."""
-        dist.barrier()
+        dist.barrier(group=self.group)
 
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def apart(self) -> Ranks:
+        """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
+        return Ranks(self.rank, self.world, torch.device("cpu"), dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def allow_open_files() -> None:
@@ -86,11 +89,10 @@ def start_ranks() -> Ranks:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    patience = timedelta(minutes=30)  # the slowest lawful wait: one rank hashing a checkpoint
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience)
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     return Ranks(rank, world, device)
 
 

@@ -1,33 +1,27 @@
-"""How the model is spread over ranks: built on no device, sharded, then each rank fills in its own part."""
+"""How the model is spread over ranks by FSDP2: built on no device, split, then each rank fills in its own part."""
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
 from model.llama import Llama, initial_value
-
-KEPT_OPERATORS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-"""What selective activation checkpointing keeps: matrix products and attention; the rest is cheap to redo."""
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.recomputing import recompute
+from pipeline.parallel.tensor import split_products
 
 
-def spread(config: ModelConfig, seed: int | None, mesh: DeviceMesh, precision: torch.dtype,
-           checkpointing: str) -> Llama:
-    """A model with its initial weights, sharded over `mesh` by FSDP2, block by block.
+def spread(config: ModelConfig, seed: int | None, grid: Grid, precision: torch.dtype, train: TrainConfig,
+           parallel: ParallelConfig) -> Llama:
+    """A model with its initial weights, split over `grid`.
 
     seed: None leaves the weights undefined, for a checkpoint to fill in.
 
@@ -38,47 +32,51 @@ def spread(config: ModelConfig, seed: int | None, mesh: DeviceMesh, precision: t
         model = Llama(config)
     master = torch.float64 if precision == torch.float64 else torch.float32
     model = model.to(master)
-    for block in model.layers:
-        assert isinstance(block, nn.Module)
-        checkpoint_activations(block, checkpointing)
+    if grid.tensor > 1:
+        split_products(model, grid.mesh["tensor"])
+    recompute(model.layers, train)
+    if compiles(train, grid.ranks.device):
+        compile_blocks(model)
     # The rotary table reaches the blocks in float32 and must stay so: inputs are not cast.
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=master, cast_forward_inputs=False)
-    group = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    mesh = grid.mesh["replicate", "shard"] if grid.replicate > 1 else grid.mesh["shard"]
     for block in model.layers:
-        fully_shard(block, mesh=group, mp_policy=policy)
-    fully_shard(model, mesh=group, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard == "always")
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    model.to_empty(device=mesh.device_type)  # "cuda" is this rank's own, set when the ranks started
+    blocks: list[Any] = list(model.layers)  # with the methods that fully_shard adds
+    for block, following in pairwise(blocks):
+        # Each block's weights are asked for one block ahead, whatever Python is doing by then.
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    model.to_empty(device=grid.ranks.device)
     if seed is not None:
-        fill(model, config, seed)
+        fill(model, config, seed, grid)
     return model
 
 
 @torch.no_grad()
-def fill(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Give each rank its part of every parameter's initial value; one whole parameter at a time is in memory."""
+def fill(model: nn.Module, config: ModelConfig, seed: int, grid: Grid) -> None:
+    """Give each rank its part of every parameter's initial value; only the rows that it needs are drawn."""
     for name, parameter in model.named_parameters():
-        value = initial_value(name, parameter.shape, config, seed).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            parameter.copy_(distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements,
-                                              src_data_rank=None))
-        else:
-            parameter.copy_(value)
+        part = grid.part(parameter)
+        rows = range(part.offset[0], part.offset[0] + part.size[0])
+        value = initial_value(name, parameter.shape, config, seed, rows)
+        for dimension in range(1, value.dim()):
+            value = value.narrow(dimension, part.offset[dimension], part.size[dimension])
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(value)
 
 
-def checkpoint_activations(block: nn.Module, kind: str) -> None:
-    """Make a block recompute activations in the backward pass: `none`, `full` or `selective`. Bit-equal results."""
-    if kind == "none":
-        return
-    extra: dict[str, Any] = {}
-    if kind == "selective":
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    # Replacing forward on the instance, not wrapping the module, keeps the parameters' published names.
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **extra)
+def compiles(train: TrainConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled: as configured, or on GPUs."""
+    return device.type == "cuda" if train.compile is None else train.compile
 
 
-def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+def compile_blocks(model: Llama) -> None:
+    """Compile each block's computation; what FSDP2 does around a block stays outside."""
+    for block in model.layers:
+        block.forward = torch.compile(block.forward)

@@ -1,31 +1,27 @@
 """Training checkpoints: written beside, proven, renamed, marked; the newest valid one is what counts.
 
-    train/checkpoints/step-00000100/     torch.distributed.checkpoint files, any world size can load them
-                      step-00000100/COMPLETE.json   written last: step, samples used, plan hash, files with sha256
+    train/checkpoints/step-00000100/                 pieces of tensors and their index: pipeline/formats/checkpoint.py
+                      step-00000100/COMPLETE.json   written last: progress, files with sha256, how it was made
+
+Any engine on any number of ranks can load any checkpoint; the writing is in saving.py.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, sync, write_json
 from pipeline.parallel.ranks import Ranks
 
 MARKER = "COMPLETE.json"
+FORMAT = 2
+"""Of the marker and what it stands for; 1 was torch's distributed checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,8 @@ class Progress:
 
     step: optimizer steps done. samples: sequences used, which is the data order's whole state. plan_sha256: the
     order they were drawn in. tokens, targets: what has been trained on. restarts: how often it was continued.
-    precision: of the arithmetic. record: the metrics of the last step, should a kill have kept them from the log.
+    precision: of the arithmetic. updates: optimizer updates applied, which is `step` less the skipped ones. guards:
+    the history that they judge by. record: the metrics of the last step, should a kill have kept them from the log.
     """
 
     step: int = 0
@@ -44,6 +41,8 @@ class Progress:
     restarts: int = 0
     plan_sha256: str = ""
     precision: str = ""
+    updates: int = 0
+    guards: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] | None = None
 
 
@@ -57,58 +56,25 @@ class Checkpoints:
         """Folder of the checkpoint after `step` optimizer steps."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
-        """Write a checkpoint; it counts from the moment its marker appears. All ranks call this.
+    def make_room(self, temporary: Path) -> None:
+        """An empty folder to write into; what killed saves left is cleared. For one rank."""
+        for leftover in self.folder.glob("step-*.tmp"):
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
 
-        Raises:
-            OSError: on every rank, if any rank could not write (a full disk). Earlier checkpoints stay.
-        """
+    def publish(self, temporary: Path, records: list[dict[str, Any]], progress: Progress,
+                about: dict[str, Any]) -> Path:
+        """Give a written folder its name, then its marker: from that moment it counts. For one rank."""
         final = self.path(progress.step)
-        temporary = final.with_name(f"{final.name}.tmp")
-        self._together(lambda: self._make_room(temporary), temporary)
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
-        self._together(lambda: _write(state, temporary), temporary)
-        # One listing for all: on a network file system two ranks may not see the same files at once.
-        files: list[Path] = self.ranks.same(sorted(temporary.iterdir()) if self.ranks.leads else None)
-        mine = files[self.ranks.rank::self.ranks.world]
-        hashed = [{"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in mine]
-        records: list[dict[str, Any]] = sorted((record for part in self.ranks.gather(hashed) for record in part),
-                                               key=lambda record: str(record["path"]))
-        self._together(lambda: self._publish(temporary, final, records, progress), temporary)
-        return final
-
-    def _make_room(self, temporary: Path) -> None:
-        if self.ranks.leads:
-            for leftover in self.folder.glob("step-*.tmp"):  # of saves that were killed
-                shutil.rmtree(leftover)
-            temporary.mkdir(parents=True)
-
-    def _publish(self, temporary: Path, final: Path, records: list[dict[str, Any]], progress: Progress) -> None:
-        if not self.ranks.leads:
-            return
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
         sync(temporary)
         temporary.rename(final)
         sync(self.folder)
-        write_json(final / MARKER, {"progress": asdict(progress), "files": records, "torch": torch.__version__,
-                                    "world_size": self.ranks.world})
-
-    def _together(self, action: Callable[[], None], temporary: Path) -> None:
-        """Do `action` on every rank; if it fails on one, fail on all, and leave no half checkpoint behind."""
-        problem: BaseException | None = None
-        try:
-            action()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised again below, on every rank
-            problem = error  # CheckpointException is no Exception: torch derives it from BaseException
-        problems = [found for found in self.ranks.gather(problem and _picklable(problem)) if found is not None]
-        if not problems:
-            return
-        if self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise problems[0] from problem
+        write_json(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
+                                    "world_size": self.ranks.world, **about})
+        return final
 
     def newest_valid(self) -> tuple[Path, Progress] | None:
         """The newest checkpoint whose files are all there and unchanged, or None if none was ever finished.
@@ -160,13 +126,6 @@ class Checkpoints:
                 found.append(f"{file.name} has other content than was written")
         return [problem for part in self.ranks.gather(found) for problem in part]
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring model and optimizer to the state saved in `path`, on any number of ranks."""
-        weights, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": moments}
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` complete checkpoints and the permanent ones; markers go first."""
         if not self.ranks.leads:
@@ -189,39 +148,10 @@ def read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint as whole tensors in host memory, by name, without a process group."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    reader = dcp.FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                             for name, entry in entries.items()
-                             if name.startswith("model.") and isinstance(entry, dcp.metadata.TensorStorageMetadata)}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def _write(state: dict[str, Any], folder: Path) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True))
-
-
 def _read_marker(path: Path) -> dict[str, Any] | None:
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         Progress(**marker["progress"])
-        return marker if isinstance(marker["files"], list) else None
+        return marker if isinstance(marker["files"], list) and marker["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _picklable(error: BaseException) -> Exception:
-    """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError):
-        return OSError(cause.errno, cause.strerror, str(cause.filename))
-    if "inline_container" in str(error):
-        # torch's archive writer reports a write that came up short as its own inconsistency, and hides the OSError.
-        return OSError(errno.ENOSPC, "a write of the checkpoint came up short")
-    return error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,39 +1,65 @@
-"""One optimizer step over micro-batches: exact sums, one clip, one update. The loop sees only this."""
+"""What the training loop knows of an engine: one optimizer step over micro-batches, and the state as named pieces.
+
+Every engine computes the same: exact sums over uneven target counts, one global norm, one clip, one AdamW update,
+which happens only if loss and norm are within the step's limits.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from model.llama import Llama
 from pipeline.data.loader import Batch
-from pipeline.parallel.ranks import Ranks
+from pipeline.formats.checkpoint import CheckpointReader, Piece
+from pipeline.training.guards import Limits
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state, by torch's names; in a checkpoint `exp_avg.<parameter>` beside `model.<parameter>`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean nats per target token over the global batch; grad_norm: global, before clipping."""
+    """loss: mean nats per target token over the global batch; grad_norm: global, before clipping; applied: whether
+    the weights were updated. The same on every rank."""
 
     loss: float
     grad_norm: float
+    applied: bool
 
     def finite(self) -> bool:
-        """Whether the update may be applied. The same on every rank, since both numbers are."""
+        """Whether both numbers are."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-class Engine:
-    """The sharded model and its optimizer."""
+@dataclass(frozen=True)
+class LocalWeights:
+    """What this rank holds of a parameter, for comparing replicas: ranks with equal `place` must hold equal bits."""
 
-    def __init__(self, model: Llama, optimizer: torch.optim.Optimizer, ranks: Ranks, clip_norm: float) -> None:
-        self.model, self.optimizer, self.ranks, self.clip_norm = model, optimizer, ranks, clip_norm
+    name: str
+    place: tuple[int, ...]
+    tensor: Tensor
 
-    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float) -> StepResult:
+
+class Engine(ABC):
+    """A model spread over ranks, with its optimizer.
+
+    Attributes:
+        model: call it on every rank alike, as one calls a Llama.
+        updates: optimizer updates that were applied, which is AdamW's own count of steps.
+        loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
+    """
+
+    model: Any
+    updates: int = 0
+    loss_factor: float = 1.0
+
+    @abstractmethod
+    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float, limits: Limits) -> StepResult:
         """Forward and backward over `count` micro-batches, then one update.
 
         Args:
@@ -42,25 +68,29 @@ class Engine:
             targets: target tokens of the *global* batch, over all ranks and micro-batches. Every token loss is
                 divided by it, so that accumulation is exact however unevenly the targets fall.
             lr: learning rate of this update.
+            limits: beyond them, or for a loss or norm that is no number, the update is left out.
         """
-        model: Any = self.model  # with the methods that fully_shard adds
-        model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for index, batch in enumerate(micro_batches):
-            last = index == count - 1
-            model.set_is_last_backward(last)
-            model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
-            batch = batch.to(self.ranks.device)
-            loss = model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions)
-            (loss / targets).backward()
-            total += loss.detach().double()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm, foreach=True)
-        grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # a collective: every rank takes part
-        loss_sum, = self.ranks.sum(float(total))
-        result = StepResult(loss_sum / targets, float(grad_norm))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if result.finite():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
+
+    @abstractmethod
+    def pieces(self) -> dict[str, list[Piece]]:
+        """This rank's share of weights and moments, by name; each element of the whole is in one piece on one rank.
+
+        The tensors are the living ones, on their devices: copy them before the next step.
+        """
+
+    @abstractmethod
+    def load(self, reader: CheckpointReader, updates: int) -> None:
+        """Take weights and moments from a checkpoint that any engine on any number of ranks has written."""
+
+    @abstractmethod
+    def replicated_weights(self) -> Iterator[LocalWeights]:
+        """The weights in this rank's memory of which other ranks hold copies."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Let go of what a pass without a backward pass has gathered."""
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """Sum of nats over a micro-batch's targets."""
+        loss: Tensor = model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions)
+        return loss if self.loss_factor == 1.0 else loss * self.loss_factor

@@ -39,6 +39,12 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process so far; 0 where it was never used."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
 class JsonLines:
     """A file that only grows, one JSON object a line, flushed line by line so that a kill loses at most the last."""
 
@@ -106,6 +112,13 @@ class MetricsLog:
         """Something that happened: start, resume, checkpoint, stop."""
         self._events.write({"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **details})
 
+    def saved(self, kind: str, details: dict[str, Any]) -> None:
+        """A checkpoint that was written, or failed to be; its times go to TensorBoard under checkpoint/."""
+        self.event(kind, **details)
+        for name in ("stall_s", "seconds"):
+            if self._board is not None and name in details:
+                self._board.add_scalar(f"checkpoint/{name}", details[name], details["step"])
+
     def close(self) -> None:
         """Flush everything."""
         for log in (self._metrics, self._samples, self._events):
@@ -129,8 +142,9 @@ class ProgressLine:
             return
         self._shown = now
         mfu = f"  mfu {record['mfu']:.1%}" if record.get("mfu") else ""
-        text = (f"step {step}/{self.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-                f"grad {record['grad_norm']:.2f}  tok/s {record['tokens_per_s']:,.0f}{mfu}  "
+        # A loss that is no number stands in the record as text.
+        text = (f"step {step}/{self.steps}  loss {float(record['loss']):.4f}  lr {record['lr']:.2e}  "
+                f"grad {float(record['grad_norm']):.2f}  tok/s {record['tokens_per_s']:,.0f}{mfu}  "
                 f"ETA {duration(max(0.0, remaining_s))}")
         if self._live:
             print(f"\r\x1b[K{'train':<9} {text}", end="\n" if step == self.steps else "", flush=True)

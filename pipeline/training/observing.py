@@ -6,34 +6,34 @@ switching them on or off changes no weight.
 
 from __future__ import annotations
 
-from typing import Any
-
 from model.generate import generate
 from pipeline.data.token_shards import TokenShard, open_shards
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.grid import Grid
+from pipeline.training.engine import Engine
 from pipeline.work import Work
 
 
 class HeldOut:
     """A fixed part of each source's held-out documents, measured now and then."""
 
-    def __init__(self, work: Work, ranks: Ranks) -> None:
+    def __init__(self, work: Work, grid: Grid) -> None:
         folder, manifest = work.input("encode")
-        train, self.ranks = work.config.train, ranks
+        train, self.grid = work.config.train, grid
         texts = {source.name: some_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
                                               train.heldout_tokens) for source in work.config.shard.sources}
         self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
                                       length=train.sequence_length, batch=train.micro_batch,
-                                      rank=ranks.rank, world=ranks.world)
+                                      rank=grid.data_rank, world=grid.data_ranks)
 
-    def measure(self, model: Any) -> dict[str, float]:
+    def measure(self, engine: Engine) -> dict[str, float]:
         """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding."""
+        model = engine.model
         model.eval()
         found = measure(lambda tokens, labels, documents, positions: model(
             tokens, labels, documents=documents, positions=positions, reduction="none"),
-            self.batches, self.ranks.device)
-        model.reshard()
+            self.batches, self.grid.ranks.device, copies=self.grid.tensor)
+        engine.rest()
         model.train()
         return {name: result.bits_per_byte for name, result in found.items()}
 
@@ -58,8 +58,8 @@ def some_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
 class Samples:
     """Continuations of the configured prompts, always drawn with the same random numbers."""
 
-    def __init__(self, work: Work) -> None:
-        self.train, self.prompts = work.config.train, []
+    def __init__(self, work: Work, grid: Grid) -> None:
+        self.train, self.prompts, self.split = work.config.train, [], grid.tensor
         try:
             from pipeline.vocabulary.kinds import load_vocabulary
             self.vocabulary = load_vocabulary(work.input("tokenizer")[0])
@@ -70,11 +70,12 @@ class Samples:
         self.prompts = [(text, [self.vocabulary.bos_id, *self.vocabulary.encode(text)][:room])
                         for text in self.train.prompts]
 
-    def draw(self, model: Any) -> list[tuple[str, str]]:
+    def draw(self, engine: Engine) -> list[tuple[str, str]]:
         """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes."""
         if not self.prompts:
             return []
-        drawn = generate(model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
-                         top_p=0.95, seed=0, stop_ids=())
-        model.reshard()
+        # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache.
+        drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
+                         top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1, multiple_of=self.split)
+        engine.rest()
         return [(text, self.vocabulary.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,9 +18,15 @@ def decays(name: str, tied: bool) -> bool:
 
 def build_optimizer(model: nn.Module, train: TrainConfig, tied: bool) -> torch.optim.AdamW:
     """Fused AdamW over two groups of parameters; the loop sets the learning rate before each step."""
+    return torch.optim.AdamW(**optimizer_arguments(model, train, tied), fused=True)
+
+
+def optimizer_arguments(model: nn.Module, train: TrainConfig, tied: bool) -> dict[str, Any]:
+    """AdamW's arguments: two groups, of which the first decays, and what the configuration says."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         groups[decays(name, tied)].append(parameter)
-    return torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": train.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
-        lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
+    return {
+        "params": [{"params": groups[True], "weight_decay": train.weight_decay},
+                   {"params": groups[False], "weight_decay": 0.0}],
+        "lr": train.lr, "betas": (train.beta1, train.beta2), "eps": train.eps}

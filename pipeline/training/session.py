@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,17 +17,41 @@ from pipeline.data.loader import Batch, Prefetcher, TrainingData
 from pipeline.data.token_shards import open_shards
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record
+from pipeline.formats.checkpoint import CheckpointReader
+from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.parallel.spreading import spread
+from pipeline.run import code_hashes
+from pipeline.stages import STAGES
 from pipeline.training.checkpoint import MARKER, Checkpoints, Progress, read_marker
-from pipeline.training.engine import Engine, StepResult
+from pipeline.training.engine import StepResult
+from pipeline.training.engines import build_engine
+from pipeline.training.guards import Limits, Verdict, json_number
 from pipeline.training.interruption import StopRequest
-from pipeline.training.metrics import MetricsLog, ProgressLine, memory_mb, peak_flops, read_metrics
+from pipeline.training.metrics import (
+    MetricsLog,
+    ProgressLine,
+    compiled_graphs,
+    memory_mb,
+    peak_flops,
+    read_metrics,
+)
 from pipeline.training.observing import HeldOut, Samples
-from pipeline.training.optimizer import build_optimizer
 from pipeline.training.precision import DTYPES, choose_precision
+from pipeline.training.rollbacks import ROLLBACKS
+from pipeline.training.saving import Saver
 from pipeline.training.schedule import learning_rate
-from pipeline.work import Work
+from pipeline.training.supervision import Supervision
+from pipeline.work import Work, git_state, software_versions
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know before a step: target tokens of the global batch, whether to save after it, and why to
+    stop after it, if somebody was asked to."""
+
+    targets: int
+    save: bool
+    stop: str | None
 
 
 class Session:
@@ -38,9 +63,10 @@ class Session:
         train = self.config.train
         if problems := rank_problems(self.config, self.ranks.world):
             raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
+        self.grid = Grid(self.ranks, self.config.parallel)
         self.micro_batch = train.micro_batch
         self.batch_sequences = train.batch_tokens // train.sequence_length
-        self.rank_sequences = self.batch_sequences // self.ranks.world
+        self.rank_sequences = self.batch_sequences // self.grid.data_ranks
         self.accumulation = self.rank_sequences // self.micro_batch
         self.data = open_training_data(work)
         vocabulary_size = int(work.input("tokenizer")[1].counts["vocab_size"])
@@ -50,23 +76,31 @@ class Session:
         found = self.checkpoints.newest_valid()
         self.progress = self._continue_from(*found) if found else Progress(plan_sha256=self.data.order.plan_sha256)
         self.precision, why = self._agree_on_precision()
-        model = spread(self.model_config, None if found else self.config.seed, self.ranks.mesh(self.config.parallel),
-                       self.precision, train.activation_checkpointing)
-        optimizer = build_optimizer(model, train, self.model_config.tied_embeddings)
-        self.engine = Engine(model, optimizer, self.ranks, train.clip_norm)
+        self.engine = build_engine(self.config, self.model_config, self.grid, self.precision, self.accumulation,
+                                   None if found else self.config.seed)
+        self.supervision = Supervision(work, self.ranks, self.data, train.guards, self.batch_sequences, self.say)
         if found:
             self._load(found[0])
-        self.started_from = self.progress
-        self.loader = Prefetcher(self._make_batch, range(self.progress.step, train.steps), train.loader_threads)
-        self.heldout = HeldOut(work, self.ranks)
-        self.samples = Samples(work)
+        self.saver = Saver(self.checkpoints, self.ranks, train.checkpoint, self._about(), self.say)
+        self.saver.prepare(self.engine.pieces())
+        self.heldout = HeldOut(work, self.grid)
+        self.samples = Samples(work, self.grid)
         self.line = ProgressLine(train.steps, self.say)
         self.metrics = self._open_metrics()
         self._describe(why)
         self.peak = peak_flops(self.ranks.device)
         self.flops_per_token = self.model_config.flops_per_token(train.sequence_length, causal=False)
         self.stop = StopRequest()
-        self.began = self.step_began = time.perf_counter()
+        self._begin()
+        self.began, self.begun_at = time.perf_counter(), self.progress.step
+
+    def _begin(self) -> None:
+        """Go on from `self.progress`: at the start, and after a rollback."""
+        self.supervision.begin(self.progress)
+        self.started_from = self.progress
+        self.loader = Prefetcher(self._make_batch, range(self.progress.step, self.config.train.steps),
+                                 self.config.train.loader_threads)
+        self.step_began = time.perf_counter()
 
     def __enter__(self) -> Session:
         self.stop.__enter__()
@@ -77,6 +111,7 @@ class Session:
         self.stop.__exit__()
         self.loader.close()
         if self.metrics is not None:
+            self._log_saves()
             self.metrics.close()
         if error is None:  # after a failure the other ranks are not here to take leave of
             stop_ranks()
@@ -87,10 +122,11 @@ class Session:
             self.work.say(text)
 
     def steps(self) -> Iterator[int]:
-        """The optimizer steps that are still to be done."""
+        """The optimizer steps that are still to be done, counted from 0; a rollback goes back among them."""
         self._look_again()
         self.step_began = time.perf_counter()
-        yield from range(self.progress.step, self.config.train.steps)
+        while self.progress.step < self.config.train.steps:
+            yield self.progress.step
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
@@ -100,46 +136,65 @@ class Session:
         """Learning rate of a step."""
         return learning_rate(step, self.config.train)
 
-    def agree(self, batch: Batch) -> tuple[int, str | None]:
-        """Over all ranks: target tokens of the global batch, and whether any rank was asked to stop.
+    def agree(self, batch: Batch) -> Agreement:
+        """Over all ranks, in one sum: so all save, leave or fail after the same step."""
+        asked, minutes = self.stop.reason, self.config.train.checkpoint.every_minutes
+        late = self.ranks.leads and minutes is not None and time.monotonic() - self.saver.last_save > 60 * minutes
+        targets, stops, saves, failures = self.ranks.sum(
+            batch.targets if self.grid.tensor_rank == 0 else 0, asked is not None, late, self.saver.failed)
+        if failures:
+            self.saver.wait()  # raises, on every rank
+        return Agreement(int(targets), bool(saves), (asked or "another rank was asked") if stops else None)
 
-        The stop flag is summed here so that all ranks leave after the same step.
+    def limits(self, step: int) -> Limits:
+        """Above which the update of this step is left out."""
+        self.supervision.before(step + 1, self.engine)
+        return self.supervision.guards.limits()
+
+    def judge(self, step: int, result: StepResult) -> Verdict:
+        """What came of a step; where something did, it is said and logged."""
+        can_roll_back = any(self.checkpoints.folder.glob("step-????????"))
+        return self.supervision.judge(step + 1, result, self.progress, self.ranks.same(can_roll_back), self._log)
+
+    def roll_back(self, verdict: Verdict) -> None:
+        """Go back to the newest checkpoint, and leave the samples of the judged step out for good."""
+        self.saver.wait()
+        self.loader.close()
+        found = self.checkpoints.newest_valid()
+        if found is None:
+            raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more in "
+                            f"{self.checkpoints.folder}. Start again with --force, or with train.guards.spike=skip.")
+        path, progress = found
+        self.supervision.exclude(verdict, progress.step)
+        self.progress = dataclasses.replace(progress, restarts=self.progress.restarts)
+        self._load(path)
+        self._begin()
+
+    def advance(self, step: int, result: StepResult, verdict: Verdict, targets: int) -> None:
+        """Note that the step has happened, and what it was.
+
+        The record goes to the log after the checkpoint, which holds it as well: looking at the model may fail
+        (memory, a bad prompt), and must not cost the steps since the last save.
         """
-        asked = self.stop.reason
-        targets, stops = self.ranks.sum(batch.targets, asked is not None)
-        return int(targets), (asked or "another rank was asked") if stops else None
-
-    def check_finite(self, step: int, result: StepResult) -> None:
-        """Stop with an explanation where loss or gradients are not numbers; nothing was updated or saved."""
-        if result.finite():
-            return
-        first = self.progress.samples
-        raise UserError(
-            f"Training stopped at step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}, on samples "
-            f"[{first}, {first + self.batch_sequences}). The weights were not updated and checkpoints before this "
-            f"step are sound. Lower train.lr ({self.config.train.lr}) or lengthen train.warmup_steps "
-            f"({self.config.train.warmup_steps}), and go on with --accept-drift, or start again with --force.")
-
-    def advance(self, batch: Batch, targets: int) -> None:
-        """Note that the update with this batch has happened."""
-        progress = self.progress
-        self.progress = dataclasses.replace(
-            progress, step=progress.step + 1, samples=progress.samples + self.batch_sequences,
-            tokens=progress.tokens + self.config.train.batch_tokens, targets=progress.targets + targets)
-
-    def record(self, step: int, result: StepResult, targets: int) -> None:
-        """Note what the step was. It goes to the log after the checkpoint, which holds it as well: looking at the
-        model may fail (memory, a bad prompt), and must not cost the steps since the last save."""
-        train, step_s, tokens = self.config.train, time.perf_counter() - self.step_began, self.config.train.batch_tokens
+        train, before, step_s = self.config.train, self.progress, time.perf_counter() - self.step_began
+        after = self.supervision.excluded.take(before.samples, self.batch_sequences).end
+        tokens = before.tokens + train.batch_tokens
         record: dict[str, Any] = {
-            "step": step + 1, "loss": result.loss, "lr": self.lr(step), "grad_norm": result.grad_norm,
-            "samples": [self.progress.samples - self.batch_sequences, self.progress.samples],
-            "tokens": self.progress.tokens, "targets": targets, "tokens_per_s": round(tokens / step_s, 1),
-            "step_s": round(step_s, 5), "data_wait_s": round(self.loader.waited_s, 5),
-            "memory_mb": round(memory_mb(self.ranks.device), 1), "mfu": self._mfu(tokens / step_s)}
-        self.progress = dataclasses.replace(self.progress, record=record)
+            "step": step + 1, "loss": json_number(result.loss), "lr": self.lr(step),
+            "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after], "tokens": tokens,
+            "targets": targets, "tokens_per_s": round(train.batch_tokens / step_s, 1), "step_s": round(step_s, 5),
+            "data_wait_s": round(self.loader.waited_s, 5), "memory_mb": round(memory_mb(self.ranks.device), 1),
+            "mfu": self._mfu(train.batch_tokens / step_s),
+            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {}),
+            **self.supervision.step_fields(verdict, before.samples, after)}
+        self.progress = dataclasses.replace(before, step=step + 1, samples=after, tokens=tokens,
+                                            targets=before.targets + targets, updates=self.engine.updates,
+                                            record=record)
+        every = train.guards.replica_hash_every
+        if every is not None and (step + 1) % every == 0:
+            self.supervision.compare_replicas(self.engine, step + 1)
         if self.ranks.leads:
-            done = self.progress.step - self.started_from.step
+            done = max(1, self.progress.step - self.begun_at)
             self.line.show(record, (time.perf_counter() - self.began) / done * (train.steps - self.progress.step))
 
     def look(self) -> None:
@@ -147,13 +202,14 @@ class Session:
         train, record = self.config.train, dict(self.progress.record or {})
         step = record["step"] - 1
         if self.due(step, train.heldout_every):
-            record["heldout_bpb"] = self.heldout.measure(self.engine.model)
+            record["heldout_bpb"] = self.heldout.measure(self.engine)
         if self.metrics is not None and (self.due(step, train.log_every) or "heldout_bpb" in record):
             self.metrics.step(record)
         if self.due(step, train.sample_every):
-            for prompt, text in self.samples.draw(self.engine.model):
+            for prompt, text in self.samples.draw(self.engine):
                 if self.metrics is not None:
                     self.metrics.sample(step + 1, prompt, text)
+        self._log_saves()
         self.step_began = time.perf_counter()
 
     def _look_again(self) -> None:
@@ -168,28 +224,36 @@ class Session:
             self.look()
 
     def save(self) -> None:
-        """Save a checkpoint, then remove those that are no longer kept."""
-        began = time.perf_counter()
-        path = self.checkpoints.save(self.engine.model, self.engine.optimizer, self.progress)
-        kept = self.config.train.checkpoint
-        self.checkpoints.prune(kept.keep, kept.permanent_every)
+        """Begin to save a checkpoint. Replicas are compared first: one of them is what is saved."""
+        if self.config.train.guards.replica_hash_every is not None:
+            self.supervision.compare_replicas(self.engine, self.progress.step)
+        self.progress = dataclasses.replace(self.progress, guards=self.supervision.guards.state())
+        self.saver.save(self.engine.pieces(), self.progress)
+
+    def _log_saves(self) -> None:
+        for saved in self.saver.ended():
+            if self.metrics is not None:
+                self.metrics.saved(saved.event, saved.details)
+
+    def _log(self, event: str, **details: Any) -> None:
         if self.metrics is not None:
-            self.metrics.event("checkpoint", step=self.progress.step, path=path.name,
-                               seconds=round(time.perf_counter() - began, 3))
-        self.step_began = time.perf_counter()
+            self.metrics.event(event, **details)
 
     def leave(self, reason: str) -> None:
-        """Say why training ends early; the checkpoint is there."""
+        """Say why training ends early, once the checkpoint is there."""
         self.line.interrupt()
+        self.saver.wait()
+        self._log_saves()
         self.say(f"stopped by {reason} after step {self.progress.step}; saved; the same command continues")
-        if self.metrics is not None:
-            self.metrics.event("stop", step=self.progress.step, reason=reason)
+        self._log("stop", step=self.progress.step, reason=reason)
 
     def finish(self) -> None:
         """Commit: the last checkpoint is proven once more and the manifest written."""
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
+        self.saver.wait()
+        self._log_saves()
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
             raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
@@ -207,14 +271,16 @@ class Session:
         # The marker's hashes were compared with the files a moment ago, by all ranks together.
         outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
         outputs += [output_record(folder, path) for path in
-                    (checkpoint / MARKER, folder / "metrics.jsonl", folder / "samples.jsonl", folder / "events.jsonl")]
+                    (checkpoint / MARKER, folder / "metrics.jsonl", folder / "samples.jsonl", folder / "events.jsonl",
+                     *([folder / ROLLBACKS] if self.supervision.rollbacks else []))]
         self.work.commit(outputs, {
             "checkpoint": name, "steps": self.progress.step, "tokens": self.progress.tokens,
             "samples": self.progress.samples, "targets": self.progress.targets, "restarts": self.progress.restarts,
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             "epochs": self.data.order.epochs(self.progress.samples), "plan_sha256": self.data.order.plan_sha256,
             "precision": self.progress.precision, "ranks": self.ranks.world,
-            "accumulation": self.accumulation,
+            "accumulation": self.accumulation, "engine": self.config.parallel.engine,
+            **self.supervision.guards.counters(),
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
@@ -229,11 +295,11 @@ class Session:
         return dataclasses.replace(progress, restarts=progress.restarts + 1, plan_sha256=plan)
 
     def _load(self, path: Path) -> None:
-        self.checkpoints.load(path, self.engine.model, self.engine.optimizer)
-        # AdamW's groups come back from the checkpoint: what the configuration says now is what holds.
-        train = self.config.train
-        for group, decay in zip(self.engine.optimizer.param_groups, (train.weight_decay, 0.0), strict=True):
-            group.update(betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=decay)
+        with CheckpointReader(path) as reader:
+            self.engine.load(reader, self.progress.updates)
+            generator = f"random.cpu.{self.ranks.rank}"
+            if generator in reader.names("random."):  # another number of ranks may have been there
+                torch.set_rng_state(reader.read(generator))
 
     def _agree_on_precision(self) -> tuple[torch.dtype, str]:
         """The same on all ranks, and the one that the run was begun in: `auto` must not change with the machine."""
@@ -249,25 +315,40 @@ class Session:
 
     def _make_batch(self, step: int) -> Batch:
         done = step - self.started_from.step
-        first = self.started_from.samples + done * self.batch_sequences
-        return self.data.batch(first + self.ranks.rank * self.rank_sequences, self.rank_sequences)
+        ahead = done * self.batch_sequences + self.grid.data_rank * self.rank_sequences
+        return self.data.batch_of(self.supervision.excluded.numbers(self.started_from.samples, ahead,
+                                                                    self.rank_sequences))
 
     def _open_metrics(self) -> MetricsLog | None:
         if not self.ranks.leads:
             return None
         log = MetricsLog(self.work.folder, self.work.run.folder / "tensorboard", self.progress.step, self.say)
         log.event("resume" if self.progress.step else "start", step=self.progress.step, ranks=self.ranks.world,
-                  samples=self.progress.samples, drift=self.work.drift)
+                  samples=self.progress.samples, drift=self.work.drift, parallel=self.config.parallel.model_dump(),
+                  device=self.ranks.device_name or self.ranks.device.type)
         return log
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint's marker says of how it was made."""
+        return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
+                "code": code_hashes(STAGES["train"])}
 
     def _describe(self, why: str) -> None:
         train = self.config.train
         self.say(f"{self.model_config.parameter_count:,} parameters; {why}; {self.ranks.world} ranks on "
-                 f"{self.ranks.device.type}, {torch.get_num_threads()} threads each")
+                 f"{self.ranks.device.type}, {torch.get_num_threads()} threads each; {self._layout()}")
         self.say(f"batch {train.batch_tokens:,} tokens = {self.batch_sequences} sequences of {train.sequence_length} = "
-                 f"{self.ranks.world} ranks x {self.accumulation} micro-batches of {self.micro_batch}; "
+                 f"{self.grid.data_ranks} ranks x {self.accumulation} micro-batches of {self.micro_batch}; "
                  f"{train.steps} steps, {train.steps * train.batch_tokens:,} tokens, "
                  f"{max(self.data.order.epochs(train.steps * self.batch_sequences).values()):.2f} epochs")
+
+    def _layout(self) -> str:
+        """How the model is spread, in a few words."""
+        parallel, grid = self.config.parallel, self.grid
+        if parallel.engine == "deepspeed":
+            offload = f", {parallel.offload} in host memory" if parallel.offload != "none" else ""
+            return f"DeepSpeed ZeRO {parallel.zero_stage}{offload}"
+        return f"FSDP2 {grid.replicate} x {grid.shard}, tensor parallel {grid.tensor}"
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP utilisation, full-attention formula (6 x matrix parameters + attention not halved)."""

@@ -1,20 +1,27 @@
-"""Run by the tests under torchrun: a few optimizer steps on made-up packed data; rank 0 prints losses and norms."""
+"""Run by the tests under torchrun: optimizer steps on made-up packed data; rank 0 prints losses and norms as JSON."""
 
+import hashlib
 import json
 import sys
+import warnings
 
 import numpy as np
 import torch
 
 from model.config import ModelConfig
-from pipeline.config.training import ParallelConfig, TrainConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
 from pipeline.data.loader import pack
+from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.parallel.spreading import spread
-from pipeline.training.engine import Engine
-from pipeline.training.optimizer import build_optimizer
+from pipeline.training.engines import build_engine
+from pipeline.training.guards import Limits
+from pipeline.training.schedule import learning_rate
 
-SEQUENCES, LENGTH, STEPS = 8, 48, 12
+SEQUENCES, LENGTH = 8, 48
+LR = 5e-4
+MODEL = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, vocab_size=384, context_length=64)
 
 
 def windows(step):
@@ -24,24 +31,41 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
-def main(precision, checkpointing, micro_batch, replicate, tied):
+def digest(parts):
+    """Hash of the whole weights that the ranks' pieces make up, in float32; rank 0's answer."""
+    whole = {}
+    for name, pieces in ((name, pieces) for part in parts for name, pieces in part.items()):
+        for piece in pieces:
+            if name.startswith("model."):
+                place = whole.setdefault(name, torch.full(piece.shape, torch.nan))
+                place[tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.tensor.shape, strict=True))] = \
+                    piece.tensor.detach().float()
+    return hashlib.sha256(b"".join(whole[name].numpy().tobytes() for name in sorted(whole))).hexdigest()
+
+
+def main(precision="fp64", steps=12, micro_batch=8, tied=False, train=None, parallel=None):
     """Train and print."""
     ranks = start_ranks()
-    config = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, vocab_size=384, context_length=64,
-                         tied_embeddings=tied)
-    model = spread(config, 0, ranks.mesh(ParallelConfig(dp_replicate=replicate)), getattr(torch, precision),
-                   checkpointing)
-    engine = Engine(model, build_optimizer(model, TrainConfig(), tied), ranks, clip_norm=1.0)
-    share, results = SEQUENCES // ranks.world, []
-    for step in range(STEPS):
-        batch = pack(windows(step)[ranks.rank * share:(ranks.rank + 1) * share])
-        targets, = ranks.sum(batch.targets)
-        result = engine.step(batch.split(micro_batch), share // micro_batch, int(targets), lr=1e-3)
+    model = MODEL.model_copy(update={"tied_embeddings": tied})
+    config = Config(model=model, parallel=ParallelConfig(**parallel or {}),
+                    train=TrainConfig(precision=precision, micro_batch=micro_batch, steps=steps, lr=LR,
+                                      warmup_steps=steps // 5, **train or {}))
+    grid = Grid(ranks, config.parallel)
+    share, results = SEQUENCES // grid.data_ranks, []
+    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    engine = build_engine(config, model, grid, dtype, share // micro_batch, seed=0)
+    initial = digest(ranks.collect(engine.pieces()))
+    for step in range(steps):
+        batch = pack(windows(step)[grid.data_rank * share:(grid.data_rank + 1) * share])
+        targets = pack(windows(step)).targets
+        result = engine.step(batch.split(micro_batch), share // micro_batch, targets,
+                             learning_rate(step, config.train), Limits())
         results.append([result.loss, result.grad_norm])
     if ranks.leads:
-        print(json.dumps(results))
+        print(json.dumps({"results": results, "initial": initial}))
     stop_ranks()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "tied")
+    warnings.simplefilter("ignore")
+    main(**json.loads(sys.argv[1]))

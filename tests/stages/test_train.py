@@ -157,7 +157,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
     run_stage("train", fresh, "name=whole", "train.steps=16")
     train_and_kill(fresh, "train.steps=16", ranks=1, after_step=9)
     newest = sorted(path for path in (train_folder(fresh) / "checkpoints").glob("step-*") if path.suffix != ".tmp")[-1]
-    victim = next(newest.glob("*.distcp"))
+    victim = next(newest.glob("*.safetensors"))
     if damage == "flip":
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 1
@@ -223,7 +223,7 @@ def test_a_finished_run_can_be_prolonged(fresh):
 
 def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again(fresh):
     train_and_kill(fresh, ranks=1, after_step=9)
-    for file in (train_folder(fresh) / "checkpoints").glob("step-*/*.distcp"):
+    for file in (train_folder(fresh) / "checkpoints").glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
         result = run_stage("train", fresh, expect=2)
@@ -236,7 +236,7 @@ def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
     settings = ["train.steps=40", "train.checkpoint.every_steps=4", "train.checkpoint.keep=2"]
     train_and_kill(fresh, *settings, ranks=1, after_step=13)
     newest = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-1]
-    os.truncate(next(newest.glob("*.distcp")), 10)
+    os.truncate(next(newest.glob("*.safetensors")), 10)
     before = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-2]
     train_and_kill(fresh, *settings, "train.checkpoint.keep=1", ranks=1, after_step=int(newest.name[5:]) + 1)
     sound = [path.name for path in (train_folder(fresh) / "checkpoints").glob("step-????????")

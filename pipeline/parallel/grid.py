@@ -1,0 +1,104 @@
+"""The ranks as one array, (replicate, shard, tensor), and which part of a tensor lies where in it.
+
+Every process group is a slice of this array. Neighbouring ranks differ in the last axis, whose traffic is the
+heaviest, so a tensor group lies within a node. Context parallelism will be an axis between shard and tensor,
+pipeline parallelism one before replicate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from pipeline.config.checks import grid_problems
+from pipeline.config.parallel import ParallelConfig
+from pipeline.errors import UserError, listed
+from pipeline.parallel.ranks import Ranks
+
+AXES = ("replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rectangle of a parameter that this rank holds, and which of its copies it is.
+
+    offset, size: where it begins and how far it reaches in the whole, by dimension. copy: this rank's number among
+    the `copies` ranks that hold the same rectangle.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    copy: int
+    copies: int
+
+
+class Grid:
+    """All ranks as an array; this rank's place in it."""
+
+    def __init__(self, ranks: Ranks, parallel: ParallelConfig) -> None:
+        self.ranks = ranks
+        self.replicate, self.shard, self.tensor = sizes(parallel, ranks.world)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The array as torch knows it; making it is a collective."""
+        return init_device_mesh(self.ranks.device.type, (self.replicate, self.shard, self.tensor),
+                                mesh_dim_names=AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks see different samples; those of a tensor group see the same."""
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among them."""
+        return self.ranks.rank // self.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's number in its tensor group. Number 0 speaks for the group where sums over samples are made."""
+        return self.ranks.rank % self.tensor
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the sharded model this rank belongs to."""
+        return self.ranks.rank // (self.tensor * self.shard)
+
+    def part(self, parameter: torch.Tensor) -> Part:
+        """What this rank holds of a parameter that `spread` has placed: first split over the tensor group, then by
+        rows over the shard group (the order in which FSDP2 and tensor parallelism nest)."""
+        shape = list(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            return Part((0,) * len(shape), tuple(shape), self.ranks.rank, self.ranks.world)
+        offset, size = [0] * len(shape), shape
+        copy, copies = self.replica, self.replicate
+        if self.tensor > 1:
+            placement = parameter.placements[-1]  # FSDP2 puts its own axes before
+            if isinstance(placement, Shard):
+                offset[placement.dim], size[placement.dim] = _slice(size[placement.dim], self.tensor, self.tensor_rank)
+            else:
+                copy, copies = copy * self.tensor + self.tensor_rank, copies * self.tensor
+        start, size[0] = _slice(size[0], self.shard, self.ranks.rank // self.tensor % self.shard)
+        offset[0] += start
+        assert tuple(size) == tuple(parameter.to_local().shape), (tuple(size), parameter)
+        return Part(tuple(offset), tuple(size), copy, copies)
+
+
+def sizes(parallel: ParallelConfig, ranks: int) -> tuple[int, int, int]:
+    """The lengths of the axes; UserError with the numbers where they do not make up `ranks`."""
+    if problems := grid_problems(parallel, ranks):
+        raise UserError(listed(problems))
+    shard = ranks // (parallel.dp_replicate * parallel.tp) if parallel.dp_shard == -1 else parallel.dp_shard
+    return parallel.dp_replicate, shard, parallel.tp
+
+
+def _slice(length: int, parts: int, number: int) -> tuple[int, int]:
+    """(start, length) of a part, as torch.chunk cuts."""
+    step = -(-length // parts)
+    start = min(length, number * step)
+    return start, min(length, start + step) - start

@@ -1,0 +1,81 @@
+"""DeepSpeed's ZeRO as a way to spread the model: its configuration, and the start on ranks that are already joined.
+
+DeepSpeed is never given the launch, the schedule or the checkpoint: ranks come from our launcher, the learning rate
+from our schedule, and what is saved is the portable form that every engine reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.errors import UserError
+from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.recomputing import recompute
+from pipeline.parallel.spreading import compile_blocks, compiles
+
+
+def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.dtype, accumulation: int,
+                on_gpu: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration. Gradients are added and sent in float32: by default it would use bf16 for both."""
+    where = {"device": "cpu", "pin_memory": on_gpu}
+    zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": on_gpu, "contiguous_gradients": True}
+    if parallel.offload != "none":
+        zero["offload_optimizer"] = where
+    if parallel.offload == "params":
+        zero["offload_param"] = where
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch, "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": train.clip_norm, "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": precision == torch.bfloat16, **({"check_grad_overflow": True}
+                                                           if precision == torch.bfloat16 else {})},
+        "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32",
+        "steps_per_print": 2**31 - 1, "wall_clock_breakdown": False,
+    }
+
+
+def import_deepspeed(on_gpu: bool) -> Any:
+    """The library, told what it runs on; UserError where it is not installed."""
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process started alone
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Install "
+                        f"deepspeed, or take parallel.engine=fsdp2.") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, train: TrainConfig,
+                   parallel: ParallelConfig, accumulation: int, make_optimizer: Any) -> Any:
+    """DeepSpeed's engine around a model whose weights are undefined.
+
+    make_optimizer: from the model to the optimizer that DeepSpeed is to use.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    deepspeed = import_deepspeed(on_gpu)
+    settings = zero_config(parallel, train, precision, accumulation, on_gpu)
+    if parallel.zero_stage == 3:
+        with deepspeed.zero.Init(config_dict_or_path=settings, dtype=precision):
+            model = Llama(config)
+    else:
+        with torch.device("meta"):
+            model = Llama(config)
+        model.to_empty(device=ranks.device)
+    recompute(model.layers, train)
+    if compiles(train, ranks.device) and parallel.zero_stage < 3:  # the hooks of stage 3 break every graph
+        compile_blocks(model)
+    deepspeed.init_distributed(dist_init_required=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=settings,
+                                      dist_init_required=False)
+    return engine

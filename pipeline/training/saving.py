@@ -1,0 +1,178 @@
+"""Saving a checkpoint while training goes on: the loop stops for the copy to host memory, a thread does the rest.
+
+One save is in flight at a time. The threads of all ranks talk through a channel of their own. A failure is said,
+logged and tried again; when the attempts are used up, all ranks stop with its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pipeline.config.training import CheckpointConfig
+from pipeline.errors import UserError
+from pipeline.formats.checkpoint import Part, Piece, whole, write_index, write_part
+from pipeline.parallel.ranks import Ranks
+from pipeline.training.checkpoint import Checkpoints, Progress
+
+T = TypeVar("T")
+Pieces = dict[str, list[Piece]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that ended: event `checkpoint` or `checkpoint_failed`, and what to log of it."""
+
+    event: str
+    details: dict[str, Any]
+
+
+class Saver:
+    """Writes the checkpoints of one training run. Every method is called on all ranks alike, except `failed`.
+
+    Args:
+        about: what the marker tells of the run, besides progress and files.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: dict[str, Any],
+                 say: Callable[[str], None]) -> None:
+        self.checkpoints, self.config, self.about, self.say = checkpoints, config, about, say
+        self.on_gpu = ranks.device.type == "cuda"
+        self.ranks = ranks.apart()
+        self._copies: dict[tuple[str, int], torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._ended: list[Saved] = []
+        self.last_save = time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has been given up on this rank. The others may not know yet: ask them all."""
+        return self._error is not None
+
+    def prepare(self, pieces: Pieces) -> None:
+        """Take the host memory for copies now, so that a first save finds it there (and a lack of it shows)."""
+        if self.config.background or self.on_gpu:
+            self._copy(pieces)
+
+    def save(self, pieces: Pieces, progress: Progress) -> float:
+        """Begin to save; returns the seconds for which the loop was kept."""
+        began = time.perf_counter()
+        self.wait()
+        if self.config.background or self.on_gpu:
+            pieces = self._copy(pieces)
+        state = {**pieces, f"random.cpu.{self.ranks.rank}": [whole(torch.get_rng_state())]}
+        stall = time.perf_counter() - began
+        self._thread = threading.Thread(target=self._run, args=(state, progress, stall), daemon=True,
+                                        name=f"checkpoint-{progress.step}")
+        self._thread.start()
+        if not self.config.background:
+            self.wait()
+            stall = time.perf_counter() - began
+        self.last_save = time.monotonic()
+        return stall
+
+    def wait(self) -> None:
+        """Until nothing is in flight.
+
+        Raises:
+            OSError, UserError, RuntimeError: the save was given up; the same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def ended(self) -> list[Saved]:
+        """What has ended since this was last asked, for the log."""
+        found = []
+        while self._ended:
+            found.append(self._ended.pop(0))
+        return found
+
+    def _copy(self, pieces: Pieces) -> Pieces:
+        """The pieces in host memory, in the same place each time: new memory would cost more than the copy."""
+        copied: Pieces = {}
+        for name, parts in pieces.items():
+            for number, part in enumerate(parts):
+                place = self._copies.get((name, number))
+                if place is None:
+                    place = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=self.on_gpu)
+                    self._copies[(name, number)] = place
+                place.copy_(part.tensor, non_blocking=True)
+                copied.setdefault(name, []).append(Piece(place, part.offset, part.shape))
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return copied
+
+    def _run(self, state: Pieces, progress: Progress, stall: float) -> None:
+        try:
+            for attempt in range(1, self.config.attempts + 1):
+                began = time.perf_counter()
+                try:
+                    path = self._attempt(state, progress)
+                except Exception as error:
+                    self._note_failure(error, progress, attempt)
+                    if attempt == self.config.attempts:
+                        raise
+                    time.sleep(attempt)
+                else:
+                    self._ended.append(Saved("checkpoint", {
+                        "step": progress.step, "path": path.name, "stall_s": round(stall, 4),
+                        "seconds": round(time.perf_counter() - began, 3)}))
+                    return
+        except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
+            self._error = error
+
+    def _note_failure(self, error: Exception, progress: Progress, attempt: int) -> None:
+        self.say(f"saving after step {progress.step} failed (attempt {attempt} of {self.config.attempts}): {error}")
+        self._ended.append(Saved("checkpoint_failed", {"step": progress.step, "attempt": attempt,
+                                                       "error": str(error)}))
+
+    def _attempt(self, state: Pieces, progress: Progress) -> Path:
+        """Write beside, index, publish; all ranks succeed or none."""
+        ranks, checkpoints = self.ranks, self.checkpoints
+        temporary = checkpoints.path(progress.step).with_name(f"{checkpoints.path(progress.step).name}.tmp")
+        self._together(lambda: checkpoints.make_room(temporary) if ranks.leads else None, temporary)
+        part = self._together(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
+        parts = ranks.collect(part)
+        final = self._together(lambda: self._publish(temporary, parts, progress) if ranks.leads else None, temporary)
+        final = ranks.same(final)
+        if ranks.leads:
+            checkpoints.prune(self.config.keep, self.config.permanent_every)
+        return final
+
+    def _publish(self, temporary: Path, parts: list[Part], progress: Progress) -> Path:
+        index = write_index(temporary, parts)
+        return self.checkpoints.publish(temporary, [*(part.record for part in parts), index], progress, self.about)
+
+    def _together(self, action: Callable[[], T], temporary: Path) -> T:
+        """Do `action` on every rank; if it fails on one, fail on all, and leave no half checkpoint behind."""
+        problem: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            problem = error
+        problems = [found for found in self.ranks.gather(problem and _picklable(problem)) if found is not None]
+        if not problems:
+            return result
+        if self.ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise problems[0] from problem
+
+
+def _picklable(error: Exception) -> Exception:
+    """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text."""
+    if isinstance(error, OSError):
+        return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or ""))
+    return error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")

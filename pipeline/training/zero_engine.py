@@ -1,0 +1,197 @@
+"""The engine on DeepSpeed's ZeRO, stages 1 to 3, with our optimizer, schedule and checkpoints.
+
+ZeRO lays parameters end to end and cuts the row into equal lengths, one for each rank. What a rank owns of a parameter
+is therefore a range of its elements; as pieces of a checkpoint these are at most three rectangles of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.llama import Llama, initial_value
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.formats.checkpoint import CheckpointReader, Piece, rectangles
+from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.zero import spread_by_zero
+from pipeline.training.engine import MOMENTS, Engine, LocalWeights, StepResult
+from pipeline.training.guards import Limits
+from pipeline.training.optimizer import optimizer_arguments
+
+Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""(name, offset, size) -> that rectangle."""
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that leaves an update out where `allowed` says so. DeepSpeed calls `step` once its global norm is known,
+    several times a step, and offers no place of its own for that decision."""
+
+    allowed: Callable[[], bool] = staticmethod(lambda: True)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update, if that is allowed."""
+        if self.allowed():
+            super().step()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The range of a parameter's elements whose masters this rank owns: elements [start, start + count) of the
+    parameter are elements [at, at + count) of the flat master."""
+
+    master: Tensor
+    at: int
+    start: int
+    count: int
+
+
+class ZeroEngine(Engine):
+    """A Llama under DeepSpeed.
+
+    seed: of the initial weights; None leaves them undefined, for a checkpoint to fill in.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None, ranks: Ranks, precision: torch.dtype,
+                 train: TrainConfig, parallel: ParallelConfig, accumulation: int) -> None:
+        self.ranks, self.stage, self.updates = ranks, parallel.zero_stage, 0
+        self.limits = Limits()
+
+        def make_optimizer(model: Llama) -> GuardedAdamW:
+            # torch's fused kernel is not for the flat masters that lie on the host while gradients are on a GPU.
+            arguments = optimizer_arguments(model, train, config.tied_embeddings)
+            self.optimizer = GuardedAdamW(**arguments, fused=parallel.offload == "none")
+            return self.optimizer
+
+        self.zero: Any = spread_by_zero(config, ranks, precision, train, parallel, accumulation, make_optimizer)
+        self.optimizer.allowed = lambda: self._norm() <= self.limits.grad_norm
+        self.model: Any = self.zero.module
+        self.names = dict(self.model.named_parameters())
+        self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+                       for name, parameter in self.names.items()}
+        if seed is not None:
+            self._take({"model": lambda name, offset, size: _initial(name, self.shapes[name], config, seed, offset,
+                                                                     size)})
+
+    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float, limits: Limits) -> StepResult:
+        """See Engine."""
+        self.zero.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        mean = 0.0
+        for index, batch in enumerate(micro_batches):
+            loss = self.loss(self.zero, batch.to(self.ranks.device))
+            total += loss.detach()
+            # DeepSpeed averages gradients over ranks and would over micro-batches; both are sums here.
+            self.zero.backward(loss * (self.ranks.world / targets), scale_wrt_gas=False)
+            if index == count - 1:
+                mean, = self.ranks.sum(float(total) / targets)
+                # The norm is known only inside `step`, where the optimizer compares it with the limits.
+                self.limits = limits if mean <= limits.loss else Limits(grad_norm=-1.0)
+            self.zero.step()
+        norm = self._norm()
+        applied = norm <= self.limits.grad_norm
+        self.updates += applied
+        return StepResult(mean, norm, applied)
+
+    def _norm(self) -> float:
+        """The global norm of the gradients before clipping; DeepSpeed gives inf or -1 where it is no number."""
+        norm = float(self.zero.optimizer._global_grad_norm)
+        return norm if norm >= 0 else float("nan")
+
+    def pieces(self) -> dict[str, list[Piece]]:
+        """See Engine."""
+        found: dict[str, list[Piece]] = {}
+        for name, parameter in self.names.items():
+            fragment, shape = self._fragment(parameter), self.shapes[name]
+            for kind, flat in {"model": fragment.master, **self._moments(fragment.master)}.items():
+                owned = flat.detach().narrow(0, fragment.at, fragment.count)
+                found[f"{kind}.{name}"] = _cut(owned, shape, fragment)
+        return found
+
+    def load(self, reader: CheckpointReader, updates: int) -> None:
+        """See Engine."""
+        self.updates = updates
+
+        def read(kind: str, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+            return reader.read(f"{kind}.{name}", offset, size)
+
+        self._take({kind: partial(read, kind) for kind in ("model", *MOMENTS)})
+
+    @torch.no_grad()
+    def _take(self, sources: dict[str, Read]) -> None:
+        """Fill masters, moments and the weights that are computed with from `sources`, by kind."""
+        for name, parameter in self.names.items():
+            fragment, shape = self._fragment(parameter), self.shapes[name]
+            moments = self._moments(fragment.master)
+            for kind, read in sources.items():
+                flat = fragment.master if kind == "model" else moments[kind]
+                at = fragment.at
+                for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
+                    values = read(name, offset, size).flatten()
+                    flat.data[at:at + len(values)].copy_(values)
+                    at += len(values)
+            if self.stage == 3:
+                own = fragment.master.data.narrow(0, fragment.at, fragment.count)
+                parameter.ds_tensor.data[:fragment.count].copy_(own)
+            if self.stage < 3 or parameter.numel():  # also in stage 3, small weights stay whole on every rank at times
+                parameter.data.copy_(sources["model"](name, (0,) * len(shape), shape))
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        """AdamW's moments of a flat master, which torch makes in the first step only; its count is set to ours."""
+        state: dict[str, Any] = self.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32,
+                                        device=master.device if self.optimizer.defaults["fused"] else "cpu")
+            state.update({moment: torch.zeros_like(master) for moment in MOMENTS})
+        state["step"].fill_(self.updates)
+        return {moment: state[moment] for moment in MOMENTS}
+
+    def _fragment(self, parameter: Any) -> Fragment:
+        if self.stage == 3:
+            zero = parameter._z3_optimizer
+            group, at, count = zero.grad_position[zero.get_param_id(parameter)]
+            start = min(parameter.ds_numel, zero._get_param_partition_rank(parameter) * count)
+            count = min(count, parameter.ds_numel - start)  # the last rank's range is padded
+            return Fragment(zero.fp32_partitioned_groups_flat[group], at, start, count)
+        mapping = parameter._hp_mapping
+        if mapping is None:  # other ranks own all of it
+            return Fragment(self.optimizer.param_groups[0]["params"][0], 0, 0, 0)
+        master = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
+        return Fragment(master, mapping.hp_fragment_address.start, mapping.lp_fragment_address.start,
+                        mapping.lp_fragment_address.numel)
+
+    def replicated_weights(self) -> Iterator[LocalWeights]:
+        """See Engine. Stage 3 has copies of nothing."""
+        for name, parameter in self.names.items():
+            if self.stage < 3 and self.ranks.world > 1:
+                yield LocalWeights(name, (0,) * parameter.dim(), parameter.data)
+
+    def rest(self) -> None:
+        """See Engine. DeepSpeed lets go of weights by itself."""
+
+
+def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[Piece]:
+    pieces, at = [], 0
+    for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
+        count = torch.Size(size).numel()
+        pieces.append(Piece(flat[at:at + count].view(size), offset, shape))
+        at += count
+    return pieces
+
+
+def _initial(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int, offset: tuple[int, ...],
+             size: tuple[int, ...]) -> Tensor:
+    """A rectangle of a parameter's initial value."""
+    value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]))
+    for dimension in range(1, value.dim()):
+        value = value.narrow(dimension, offset[dimension], size[dimension])
+    return value
