@@ -2,7 +2,8 @@
 
 Documents are read in units of input files into `staging/`; one pass over their digests then decides which are kept,
 in which split and shard; shards are written, each as a unit. Documents keep the order of sources, file names and
-records, so the bytes depend on the input alone, not on the number of processes or on interruptions.
+records, so the bytes depend on the input alone, not on the number of processes or on interruptions. What is held out
+is decided after the reading, by the digests or by the sizes of all documents (`shard.heldout_rule`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 from pipeline.data.documents import Rejection
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.staging import (
+    CUT,
     HAS_NUL,
     HAS_U2581,
     SPLITS,
     STAGING,
     Corpus,
+    hold_out_tails,
     load_corpus,
     plan_shards,
     stage_unit,
@@ -51,11 +54,14 @@ def shard(work: Work) -> None:
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
-    counts = _count(corpus, read, source_of_unit, sources)
+    staged = [record["outputs"][0]["sha256"] for record in read]
     _gather_rejections(folder, names)
+    if config.heldout_rule == "tail":
+        corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
+        names, staged = [*names, CUT], [*staged, parts]
+    counts = _count(corpus, read, source_of_unit, sources)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    staged = [record["outputs"][0]["sha256"] for record in read]
     payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
     shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in payloads]
     outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_unit, "shards")]
@@ -84,6 +90,7 @@ def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int]
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
         of_source[source] = {
             "documents_in": sum(record["documents"] for record in records) + empty + rejected,
+            "cut_in_two": int((corpus.unit[corpus.source == number] == len(read)).sum()) // 2,
             **{split: len(rows) for split, rows in kept.items()},
             "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty},
             "rejected": rejected,
@@ -125,14 +132,15 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         problems.append(f"{lost:,} of {files:,} files cannot be read to their end, and what follows in them is lost, "
                         f"{limit}{_first(work.folder)}. {advice}.")
     documents = counts["train"] + counts["heldout"]
-    if documents == 1:
+    if documents == 1 and config.heldout_rule == "hash":
         problems.append("the corpus is a single document, which cannot be both trained on and held out. Cut it into "
-                        "documents with the source's `separator`, or give more files.")
+                        "documents with the source's `separator`, hold out its end (shard.heldout_rule: tail), or give "
+                        "more files.")
     elif documents and not counts["heldout"]:
         problems.append(f"none of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
                         f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), or give more "
                         f"documents; a `separator` makes many of one text file.")
-    if documents > 1 and not counts["train"]:
+    elif documents and not counts["train"]:
         problems.append(f"all of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
                         f"is {config.heldout_share:g}. Lower it, or give more documents; a `separator` makes many of "
                         f"one text file.")
@@ -153,7 +161,7 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
     for source, own in counts["sources"].items():
         written = {split: sum(record["docs"] for record in outputs
                               if (record["split"], record["source"]) == (split, source)) for split in SPLITS}
-        accounted = sum(written.values()) + sum(own["dropped"].values()) + own["rejected"]
+        accounted = sum(written.values()) + sum(own["dropped"].values()) + own["rejected"] - own["cut_in_two"]
         if accounted != own["documents_in"] or any(written[split] != own[split] for split in SPLITS):
             raise AssertionError(f"{source}: {own['documents_in']} documents in, {accounted} accounted for: {written}, "
                                  f"{own}")
@@ -169,10 +177,11 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")
-    work.say(f"{counts['documents_in']:,} documents in = {counts['train']:,} train + {counts['heldout']:,} held out + "
-             f"{sum(dropped.values()):,} dropped ({dropped['duplicate']:,} duplicate, {dropped['empty']:,} empty) + "
-             f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in "
-             f"{shards[0]} + {shards[1]} shards")
+    cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
+    work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
+             f"held out + {sum(dropped.values()):,} dropped ({dropped['duplicate']:,} duplicate, "
+             f"{dropped['empty']:,} empty) + {counts['rejected']:,} rejected; "
+             f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
 
 
 def _clear(folder: Path, outputs: set[str]) -> None:

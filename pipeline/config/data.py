@@ -86,9 +86,15 @@ class ShardConfig(Section):
     shard_mb: float = Field(64.0, gt=0)
     """Text per shard in MB (10^6 bytes). A shard is the unit of work of `encode`: aim for many per process."""
     heldout_share: float = Field(0.01, gt=0, lt=1)
-    """Share of the documents, chosen by the hash of their text, that no training step ever sees."""
+    """Share of the corpus that no training step ever sees; `heldout_rule` says of what."""
+    heldout_rule: Literal["hash", "tail"] = "hash"
+    """What heldout_share is a share of. `hash`: of the documents, each chosen by the hash of its text alone, so that
+    equal texts always fall on the same side. `tail`: of the characters of each source, its documents taken in order
+    (files by name, then records), after duplicates are dropped: of n characters the first int(n * (1 - share)) are
+    trained on, and the document in which the border falls is cut in two there. Take it for one long text."""
     drop_duplicates: bool = True
-    """Keep only the first of documents with equal text, over all sources."""
+    """Keep only the first of documents with equal text, over all sources. Without it, `heldout_rule: tail` can hold out
+    a text that is also trained on."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""

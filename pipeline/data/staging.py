@@ -1,4 +1,5 @@
-"""Between reading and writing: documents as they were read, an index of 16-byte digests, and the plan of shards.
+"""Between reading and writing: documents as they were read, an index of 16-byte digests, the two splits, and the plan
+of shards.
 
 Texts stay on disk; memory holds one row of `INDEX` a document.
 """
@@ -8,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import Rejection, digest, document_key, key_fits
+from pipeline.data.documents import Document, Rejection, digest, document_key, from_json, key_fits, to_json
 from pipeline.data.sources import unit_documents
 from pipeline.data.text_shards import read_documents, write_members
 from pipeline.errors import UserError
@@ -23,13 +25,15 @@ from pipeline.files import atomic_file, output_record
 
 STAGING = "staging"
 PLAN = f"{STAGING}/plan"
+CUT = "cut"
+"""Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
 SPLITS = ("train", "heldout")
 HAS_NUL, HAS_U2581 = 1, 2
 
 INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                  ("flags", "u1")])
+                  ("characters", "<u8"), ("flags", "u1")])
 """A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
-_ROW = struct.Struct("<QQQQQB")
+_ROW = struct.Struct("<QQQQQQB")
 PICKED = np.dtype([("unit", "<u4"), ("copy", "<u4"), ("high", "<u8"), ("low", "<u8"), ("offset", "<u8"),
                    ("length", "<u8"), ("text_bytes", "<u8")])
 """A document picked for a shard: the unit it is staged in and the place there; the how-manieth of equal texts it is."""
@@ -67,7 +71,7 @@ def _index_row(text: str, offset: int, length: int) -> bytes:
     data = text.encode()
     high, low = struct.unpack(">QQ", digest(data))
     flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
-    return _ROW.pack(high, low, offset, length, len(data), flags)
+    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ class Corpus:
     dropped: np.ndarray
     heldout: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.index)
+
     def kept(self, split: str, source: int) -> np.ndarray:
         """Numbers of the documents of one split of one source, in order."""
         return np.flatnonzero(~self.dropped & (self.heldout == (split == "heldout")) & (self.source == source))
@@ -97,7 +104,7 @@ class Corpus:
 
 def load_corpus(folder: Path, units: list[str], source_of_unit: list[int], heldout_share: float,
                 drop_duplicates: bool) -> Corpus:
-    """The index of all staged units, with duplicates and the held-out split decided."""
+    """The index of all staged units, with duplicates decided, and the held-out split by hash."""
     parts = [np.load(folder / STAGING / f"{unit}.npy") for unit in units]
     index = np.concatenate(parts)
     unit = np.repeat(np.arange(len(parts), dtype=np.uint32), [len(part) for part in parts])
@@ -105,6 +112,57 @@ def load_corpus(folder: Path, units: list[str], source_of_unit: list[int], heldo
     # high / 2^64 < share; the product is exact, being a power of two times a float.
     heldout = index["high"] < np.uint64(ceil(heldout_share * 2**64))
     return Corpus(index, unit, np.array(source_of_unit)[unit], copy, (copy > 0) & drop_duplicates, heldout)
+
+
+def hold_out_tails(folder: Path, corpus: Corpus, units: list[str], heldout_share: float) -> tuple[Corpus, str]:
+    """Hold out the last share of each source's characters instead, cutting the document in which the border falls.
+
+    Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split. The two parts
+    of each document that is cut are staged as one more unit, whose number is len(units).
+
+    Returns:
+        The corpus with the parts in the places of the cut documents, and the hash of the parts as they are staged.
+    """
+    trained = 1 - Fraction(str(heldout_share))  # as it was written: in floats, 1 - 0.9 is less than 0.1
+    heldout, borders = np.zeros(len(corpus), bool), {}
+    for source in np.unique(corpus.source):
+        rows = np.flatnonzero(~corpus.dropped & (corpus.source == source))
+        ends = np.cumsum(corpus.index["characters"][rows]).astype(np.int64)
+        border = int(int(ends[-1]) * trained) if len(rows) else 0
+        first = int(np.searchsorted(ends, border, side="right"))
+        heldout[rows[first:]] = True
+        before = int(ends[first - 1]) if first else 0
+        if before < border:  # then it is inside of document `first`
+            borders[int(rows[first])] = border - before
+    parts, staged = _stage_parts(folder, corpus, units, borders)
+    cut = np.array(sorted(borders), dtype=np.int64)
+    order = np.sort(np.append(np.arange(len(corpus)), cut))  # the cut ones twice: their two parts
+    heads = cut + np.arange(len(cut))
+    index, unit, heldout = corpus.index[order], corpus.unit[order], heldout[order]
+    heldout[heads] = False
+    for half, places in enumerate((heads, heads + 1)):
+        index[places], unit[places] = parts[half::2], len(units)
+    return replace(corpus, index=index, unit=unit, source=corpus.source[order], dropped=corpus.dropped[order],
+                   heldout=heldout, copy=copies(index["high"], index["low"])), staged
+
+
+def _stage_parts(folder: Path, corpus: Corpus, units: list[str], borders: dict[int, int]) -> tuple[np.ndarray, str]:
+    """Stage both parts of each document of `borders` (its row -> characters of the first part), in order.
+
+    Returns:
+        Rows of `INDEX`, two for each document, and the hash of the staged parts.
+    """
+    path, rows, offset = folder / STAGING / f"{CUT}.documents", bytearray(), 0
+    with atomic_file(path) as out:
+        for row, border in sorted(borders.items()):
+            with open(folder / STAGING / f"{units[corpus.unit[row]]}.documents", "rb") as file:
+                file.seek(int(corpus.index["offset"][row]))
+                whole = from_json(file.read(int(corpus.index["length"][row])), "")
+            for text, place in ((whole.text[:border], f"[:{border}]"), (whole.text[border:], f"[{border}:]")):
+                member = to_json(Document(text, whole.source, whole.id + place, whole.meta))
+                rows += _index_row(text, offset, len(member))
+                offset += out.write(member)
+    return np.frombuffer(rows, INDEX), str(output_record(folder, path)["sha256"])
 
 
 def copies(high: np.ndarray, low: np.ndarray) -> np.ndarray:
