@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.linear import Linear
 from model.rope import Rotation
 
 
@@ -70,10 +71,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.group = config.heads // config.kv_heads
         kv_width = config.kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_width, bias=False)
-        self.wv = nn.Linear(config.dim, kv_width, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = Linear(config.dim, config.dim)
+        self.wk = Linear(config.dim, kv_width)
+        self.wv = Linear(config.dim, kv_width)
+        self.wo = Linear(config.dim, config.dim)
 
     def forward(
         self, x: Tensor, rotation: Rotation, mask: Tensor | None = None, cache: KeyValueCache | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention, KeyValueCache, attention_mask
 from model.config import ModelConfig
+from model.linear import Linear
 from model.loss import Losses
 from model.rope import RotaryTable, Rotation
 
@@ -20,9 +21,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden, bias=False)
-        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w1 = Linear(config.dim, config.hidden)
+        self.w2 = Linear(config.hidden, config.dim)
+        self.w3 = Linear(config.dim, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
@@ -70,10 +71,10 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Linear(config.dim, config.vocab_size)
         self.rotary_table = RotaryTable(config)
         self.losses = Losses()
-        self._tie()
+        self.tie()
 
     def forward(
         self,
@@ -143,10 +144,11 @@ class Llama(nn.Module):
         # Moving a model off the meta device (to_empty) makes new parameters module by module, which would
         # silently untie the two matrices.
         super()._apply(fn, recurse)
-        self._tie()
+        self.tie()
         return self
 
-    def _tie(self) -> None:
+    def tie(self) -> None:
+        """Make the output matrix the embedding again, where the config says so and either was replaced."""
         if self.config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.linear import prefers_onednn, product
+
 IGNORED = -100
 """Label of a position that has no target."""
 
 CHUNK_TOKENS_CPU = 256
 """Rows whose logits exist at the same time. 2,048 x 288 -> 8,192 in float32, forward + backward on 2 threads:
-207 ms unchunked (torch's own cross-entropy), 168 in chunks of 256, 175 of 512 or 128, 190 of 1,024."""
+207 ms unchunked (torch's own cross-entropy), 168 in chunks of 256, 175 of 512 or 128, 190 of 1,024, all by MKL."""
 
 CHUNK_TOKENS_ACCELERATOR = 2048
 """Small chunks would spend their time on adding up the weight's gradient; by arithmetic, not measured. For
@@ -107,32 +109,38 @@ def _chunk(hidden: Tensor, chunk_tokens: int | None) -> int:
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """(rows, vocabulary) in at least float32, from a product in the weight's dtype."""
-    logits = hidden.to(weight.dtype) @ weight.T
+    logits = product(hidden.to(weight.dtype), weight)
     return logits.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _chunk_losses(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Losses (rows,), 0 where ignored, and the logarithm of each row's normaliser (rows, 1)."""
-    normaliser = vocabulary.normaliser(logits.logsumexp(dim=-1, keepdim=True))
+    """Losses (rows,), 0 where ignored, and the factors (rows, 1) that make probabilities of what is left in logits.
+
+    Overwrites the logits, the largest thing here, by exponentials that cannot overflow: the gradient takes them up,
+    and no exponential is computed twice.
+    """
     columns, here = vocabulary.columns(labels)
     target = vocabulary.total(logits.gather(-1, columns).masked_fill_(~here, 0.0))
-    return (normaliser - target).squeeze(-1).masked_fill(labels == IGNORED, 0.0), normaliser
+    largest = logits.amax(dim=-1, keepdim=True)
+    exponentials = logits.sub_(largest).exp_()
+    normaliser = vocabulary.normaliser(largest + exponentials.sum(dim=-1, keepdim=True).log_())
+    losses = (normaliser - target).squeeze(-1).masked_fill(labels == IGNORED, 0.0)
+    return losses, (largest - normaliser).exp_()
 
 
-def _logits_gradient(logits: Tensor, normaliser: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """softmax(logits) - onehot(label), 0 in ignored rows; overwrites the logits, the largest thing here."""
-    gradient = logits.sub_(normaliser).exp_()
+def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """softmax(logits) - onehot(label), 0 in ignored rows; overwrites what `_chunk_losses` left in the logits."""
+    gradient = exponentials.mul_(factors.masked_fill((labels == IGNORED).unsqueeze(-1), 0.0))
     columns, here = vocabulary.columns(labels)
-    gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
-    return gradient.masked_fill_((labels == IGNORED).unsqueeze(-1), 0.0)
+    return gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right. The total is float32 even for bfloat16, which would lose later chunks."""
-    if left.dtype == total.dtype:
+    if left.dtype == total.dtype and not prefers_onednn(left, right):
         total.addmm_(left, right)  # without a temporary of the total's size
     else:
-        total += left @ right
+        total += product(left, right.T)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -155,13 +163,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = _logits(hidden[rows], weight)
-            losses, normaliser = _chunk_losses(logits, labels[rows], vocabulary)
+            losses, factors = _chunk_losses(logits, labels[rows], vocabulary)
             loss += losses.sum()
             if hidden_gradient is None and weight_gradient is None:
                 continue
-            gradient = _logits_gradient(logits, normaliser, labels[rows], vocabulary).to(weight.dtype)
+            gradient = _logits_gradient(logits, factors, labels[rows], vocabulary).to(weight.dtype)
             if hidden_gradient is not None:
-                hidden_gradient[rows] = gradient @ weight
+                hidden_gradient[rows] = product(gradient, weight.T)
             if weight_gradient is not None:
                 _add_product(weight_gradient, gradient.T, hidden[rows].to(weight.dtype))
         ctx.weight_dtype = weight.dtype

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.entry import stage_main
+from pipeline.entry import end_process, stage_main
 from pipeline.errors import UserError
 from pipeline.files import output_record, write_json, write_text
 from pipeline.work import Work
@@ -170,4 +170,4 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    sys.exit(stage_main("evaluate", evaluate))
+    end_process(stage_main("evaluate", evaluate))

@@ -14,7 +14,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.entry import stage_main
+from pipeline.entry import end_process, stage_main
 from pipeline.work import Work
 
 
@@ -42,4 +42,4 @@ def train(work: Work) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(stage_main("train", train))
+    end_process(stage_main("train", train))

@@ -15,6 +15,10 @@ PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
 """A block's matrix products in the order of its forward pass, which is how the policy knows them: it is asked
 operator by operator, and a name given by hooks would not survive torch.compile."""
 
+PRODUCT_OPERATORS = {torch.ops.aten.mm.default}
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.linear asks oneDNN for a product
+    PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
+
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -53,7 +57,7 @@ class _Policy:
     def __call__(self, context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         if operator in ATTENTION:
             return _policy("attention" in self.kept)
-        if operator is torch.ops.aten.mm.default:
+        if operator in PRODUCT_OPERATORS:
             number = self.products[context.is_recompute]
             self.products[context.is_recompute] += 1
             return _policy(PRODUCTS[number] in self.kept)

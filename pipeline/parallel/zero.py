@@ -66,7 +66,7 @@ def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, tr
     deepspeed = import_deepspeed(on_gpu)
     settings = zero_config(parallel, train, precision, accumulation, on_gpu)
     if parallel.zero_stage == 3:
-        with deepspeed.zero.Init(config_dict_or_path=settings, dtype=precision):
+        with deepspeed.zero.Init(config_dict_or_path=settings):  # told a dtype, it takes another (0.19.8)
             model = Llama(config)
     else:
         with torch.device("meta"):

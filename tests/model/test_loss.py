@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model.linear
 from model.loss import cross_entropy_sum, token_losses
 
 
@@ -26,6 +27,23 @@ def test_equals_torch(chunk):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     for actual, golden in zip(gradients, expected_gradients, strict=True):
         assert torch.allclose(actual, golden, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_float32_and_peaked_logits(by_onednn, scale, monkeypatch):
+    if by_onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch is without oneDNN")
+    monkeypatch.setattr(model.linear, "ONEDNN_IS_FASTER", by_onednn)
+    hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=torch.float32)
+    loss = cross_entropy_sum(hidden * scale, weight, labels, 32)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = F.cross_entropy((exact[0] * scale) @ exact[1].T, labels, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for actual, golden in zip(gradients, torch.autograd.grad(expected, exact), strict=True):
+        # A logit of a thousand is known to 1e-4 in float32, and so is its probability.
+        assert (actual - golden).abs().max() <= (1e-6 if scale == 1 else 1e-3) * golden.abs().max()
 
 
 def test_gradcheck():

@@ -129,6 +129,36 @@ def test_dtypes_in_and_out():
     assert torch.equal(single(half), single(half.float()).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_complex_product_equals_the_real_formula(dtype):
+    table = RotaryTable(ModelConfig(dim=32, heads=2, context_length=64))
+    rotation = table.at(torch.arange(64)[None], torch.promote_types(dtype, torch.float32))
+    wide = torch.randn(3, 64, 4, 17, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    upstream = torch.randn(3, 64, 4, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2**-6}[dtype]
+    for x in (wide[..., :16].contiguous(), wide[..., 1:], wide[..., :16].transpose(1, 2).contiguous().transpose(1, 2)):
+        x = x.detach().requires_grad_()
+        turned, formula = rotation(x), rotate(x, rotation.cos, rotation.sin)
+        assert turned.dtype == dtype and turned.shape == x.shape
+        assert torch.allclose(turned, formula, rtol=0, atol=tolerance)
+        gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (turned, formula)]
+        assert torch.allclose(*gradients, rtol=0, atol=2 * tolerance)
+
+
+def test_compiled_rotation_is_real_and_equal():
+    rotation = RotaryTable(ModelConfig(dim=32, heads=2, context_length=8)).at(torch.arange(8)[None], torch.float32)
+    graphs: list[str] = []
+
+    def record(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    x = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(lambda x: rotation(x), backend=record, fullgraph=True)
+    assert torch.allclose(compiled(x), rotation(x), rtol=0, atol=1e-6)
+    assert len(graphs) == 1 and "complex" not in graphs[0]
+
+
 def test_restarted_positions_pick_the_same_rows():
     table = RotaryTable(ModelConfig(dim=32, heads=2, context_length=8))
     rotation = table.at(torch.tensor([[0, 1, 2, 0, 1]]), torch.float32)

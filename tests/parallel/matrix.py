@@ -82,6 +82,8 @@ CASES = {case.name: case for case in (
     deepspeed("DeepSpeed ZeRO 3 x 2, accumulation 2", 2, zero_stage=3),
     deepspeed("DeepSpeed ZeRO 1 x 2, moments in host memory", zero_stage=1, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 2 x 2, moments in host memory", zero_stage=2, offload="optimizer"),
+    deepspeed("DeepSpeed ZeRO 3 x 2, moments in host memory", zero_stage=3, offload="optimizer"),
+    deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", 2, zero_stage=3, offload="params"),
 )}
 
 

@@ -13,6 +13,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import pack
+from pipeline.entry import end_process
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.training.engines import build_engine
@@ -69,3 +70,4 @@ def main(precision="fp64", steps=12, micro_batch=8, tied=False, train=None, para
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(**json.loads(sys.argv[1]))
+    end_process(0)
