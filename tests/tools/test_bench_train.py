@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY, environment
-from tools.bench_train import SHAPE
+from tools.bench_candidates import SHAPE
 
 
 def test_the_benchmark_measures_both_and_its_figures_agree(tmp_path):
