@@ -90,7 +90,7 @@ def start_ranks() -> Ranks:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     return Ranks(rank, world, device)

@@ -44,7 +44,7 @@ def spread(config: ModelConfig, seed: int | None, grid: Grid, precision: torch.d
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard == "always")
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and grid.data_ranks > 1:  # alone, it would divide by 1 in a pass of its own
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
     blocks: list[Any] = list(model.layers)  # with the methods that fully_shard adds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,16 @@ class Engine(ABC):
     Attributes:
         model: call it on every rank alike, as one calls a Llama.
         updates: optimizer updates that were applied, which is AdamW's own count of steps.
+        across_documents: whether attention is plain causal attention, without a mask between documents.
         loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
+        before_update: called in each step between its last backward pass and its update.
     """
 
     model: Any
     updates: int = 0
+    across_documents: bool = False
     loss_factor: float = 1.0
+    before_update: Callable[[], None] = staticmethod(lambda: None)
 
     @abstractmethod
     def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float, limits: Limits) -> StepResult:
@@ -92,5 +96,7 @@ class Engine(ABC):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
-        loss: Tensor = model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions)
+        apart: dict[str, Any] = {} if self.across_documents else \
+            {"documents": batch.documents, "positions": batch.positions}
+        loss: Tensor = model(batch.tokens, batch.labels, **apart)
         return loss if self.loss_factor == 1.0 else loss * self.loss_factor

@@ -19,12 +19,16 @@ from pipeline.training.guards import Limits
 
 
 class FsdpEngine(Engine):
-    """A model that `pipeline.parallel.spreading.spread` has placed, and AdamW over its parts."""
+    """A model that `pipeline.parallel.spreading.spread` has placed, and AdamW over its parts.
 
-    def __init__(self, model: Llama, optimizer: torch.optim.AdamW, grid: Grid, clip_norm: float) -> None:
+    keep_weights: whether gathered weights stay from one micro-batch to the next.
+    """
+
+    def __init__(self, model: Llama, optimizer: torch.optim.AdamW, grid: Grid, clip_norm: float,
+                 keep_weights: bool = False) -> None:
         self.model: Any = model  # with the methods that fully_shard adds
         self.optimizer: Any = optimizer
-        self.grid, self.clip_norm = grid, clip_norm
+        self.grid, self.clip_norm, self.keep_weights = grid, clip_norm, keep_weights
         self.updates = 0
         self.wide = next(iter(model.parameters())).dtype == torch.float64
         self.parts = {name: grid.part(parameter) for name, parameter in model.named_parameters()}
@@ -37,6 +41,7 @@ class FsdpEngine(Engine):
         for index, batch in enumerate(micro_batches):
             last = index == count - 1
             self.model.set_is_last_backward(last)
+            self.model.set_reshard_after_backward(last or not self.keep_weights)
             self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
             (loss / targets).backward()
@@ -46,6 +51,7 @@ class FsdpEngine(Engine):
         # A comparison with a number that is none is false, so the limits also catch those. Decided on the device:
         # nothing waits for it, and AdamW's kernel leaves the update out where `found_inf` is 1.
         applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
+        self.before_update()
         self._update(lr, norm, applied)
         result = StepResult(float(loss), float(norm), bool(applied))
         self.updates += result.applied

@@ -6,10 +6,13 @@ switching them on or off changes no weight.
 
 from __future__ import annotations
 
+import torch
+
 from model.generate import generate
 from pipeline.data.token_shards import TokenShard, open_shards
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from pipeline.parallel.grid import Grid
+from pipeline.parallel.spreading import compiles
 from pipeline.training.engine import Engine
 from pipeline.work import Work
 
@@ -60,6 +63,7 @@ class Samples:
 
     def __init__(self, work: Work, grid: Grid) -> None:
         self.train, self.prompts, self.split = work.config.train, [], grid.tensor
+        self.compiled = compiles(self.train, grid.ranks.device)
         try:
             from pipeline.vocabulary.kinds import load_vocabulary
             self.vocabulary = load_vocabulary(work.input("tokenizer")[0])
@@ -74,6 +78,12 @@ class Samples:
         """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes."""
         if not self.prompts:
             return []
+        if self.compiled:  # each length would be compiled anew
+            with torch.compiler.set_stance("force_eager"):
+                return self._draw(engine)
+        return self._draw(engine)
+
+    def _draw(self, engine: Engine) -> list[tuple[str, str]]:
         # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache.
         drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
                          top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1, multiple_of=self.split)

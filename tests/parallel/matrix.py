@@ -57,7 +57,7 @@ CASES = {case.name: case for case in (
     fsdp2("accumulation 4", 1, 2),
     fsdp2("FSDP2 x 2", 2, 4),
     fsdp2("FSDP2 x 2, accumulation 4", 2, 1),
-    fsdp2("FSDP2 x 2, weights kept between the passes", 2, 4, reshard="never"),
+    fsdp2("FSDP2 x 2, weights kept, accumulation 2", 2, 2, reshard="never"),
     fsdp2("FSDP2 x 4", 4, 2),
     fsdp2("HSDP 2 x 2", 4, 2, dp_replicate=2),
     fsdp2("HSDP 2 x 2, accumulation 2", 4, 1, dp_replicate=2),
