@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,9 @@ def configuration_problems(config: Config, jobs: list[Job], path: str) -> None:
     for job in jobs:
         if job.stage == "train" and job.to_run:
             found += rank_problems(config, job.ranks)
+            if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+                found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
+                             "it, or take parallel.engine=fsdp2.")
     if found:
         count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
         raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")

@@ -31,7 +31,7 @@ def generate(
     torch's global generator is left alone. use_cache=False recomputes everything for each token; the result
     is the same but for rounding. multiple_of: without a cache, sequences are padded at their end to multiples of
     this length, for models that are split along the sequence. Raises ValueError for settings out of range, and
-    for prompts that are empty or too long.
+    for prompts that are empty or too long, FloatingPointError where the model's scores are no numbers.
     """
     assert multiple_of == 1 or not use_cache, "a cache would take the padding for text"
     _check_settings(max_new_tokens, temperature, top_p, top_k)
@@ -86,6 +86,8 @@ def _draw(
     if temperature == 0:
         return int(logits.argmax())
     probabilities, ids = torch.softmax(logits / temperature, dim=-1).sort(descending=True, stable=True)
+    if probabilities.isnan().any():
+        raise FloatingPointError("the model's scores are no numbers")
     if top_k is not None:
         probabilities = probabilities[:top_k] / probabilities[:top_k].sum()
     # A token stays while those before it have not reached top_p, so the most likely one always does.

@@ -34,20 +34,22 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
         end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
     try:
         return _run(name, body, options)
-    except UserError as error:
+    except Exception as error:
+        # Only texts are kept: an error holds on to its frames, and so to the lock.
+        if isinstance(error, UserError):
+            text, status = str(error), error.exit_status
+        elif is_full_disk(error):
+            text, status = (f"the disk or quota is full ({error}). Nothing half-written is kept as finished. Free some "
+                            f"space and run the same command again."), UserError.exit_status
+        else:
+            raise
         if not is_leader():
             # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
             # waits. What this rank alone knows must be heard, though.
             time.sleep(SILENCE_S)
-        print(f"\n{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {error}",
+        print(f"\n{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {text}",
               file=sys.stderr, flush=True)
-        return error.exit_status
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        print(f"\n{name} stops here: the disk or quota is full ({error}). Nothing half-written is kept as finished. "
-              f"Free some space and run the same command again.", file=sys.stderr, flush=True)
-        return UserError.exit_status
+        return status
     except KeyboardInterrupt:
         say(name, "stopped; the same command continues")
         return INTERRUPTED

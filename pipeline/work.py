@@ -31,7 +31,7 @@ from pipeline.run import STARTED, Run, code_hashes
 from pipeline.stages import REPOSITORY, STAGES, before
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
-            "safetensors", "webdataset", "datasets", "lm_eval")
+            "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed")
 UNITS = "units"
 
 

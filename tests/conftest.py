@@ -54,11 +54,11 @@ def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> 
     return [*start, "-m", f"pipeline.{stage}", "--config", str(config), *overrides]
 
 
-def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1,
-              expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run one stage to its end and check its exit status."""
+def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0,
+              **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run one stage to its end and check its exit status; variables: more of its environment."""
     result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
-                            capture_output=True, env=environment(), timeout=300, check=False)
+                            capture_output=True, env={**environment(), **variables}, timeout=300, check=False)
     failed = result.returncode != 0
     assert failed == (expect != 0) and (ranks > 1 or result.returncode == expect), result.stdout + result.stderr
     return result

@@ -1,4 +1,4 @@
-"""Docs are code: every command of the README runs, in order, on a miniature of the demo, as a new user would give them.
+"""Docs are code: every command of README and docs runs, in order, on a miniature of the demo, as a new user gives them.
 
 Commands after `<!-- needs a cluster -->` are not run; those of `make` are checked against the Makefile. The same run
 then serves the tests of the chain as a whole.
@@ -25,13 +25,14 @@ from pipeline.training.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, write_config
 
 README = (REPOSITORY / "README.md").read_text()
+PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))]
 BLOCK = re.compile(r"(<!-- needs a cluster -->\n)?```bash\n(.*?)```", re.DOTALL)
 
 
 def commands() -> list[str]:
-    """The README's shell commands, one string each; multi-line quotes stay together."""
+    """The pages' shell commands, one string each; multi-line quotes stay together."""
     found = []
-    for cluster, text in BLOCK.findall(README):
+    for cluster, text in (block for page in PAGES for block in BLOCK.findall(page)):
         if not cluster:
             found += [text] if '"\n' in text else text.splitlines()
     return [command.split("  #")[0].strip() for command in found]

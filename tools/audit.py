@@ -34,7 +34,7 @@ from pipeline.work import Work
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
 another order, and in bf16 a few such steps drift apart. On equal ranks the losses must be equal to the last bit."""
-PLACES = ("ranks", "engine", "parallel", "device")
+PLACES = ("ranks", "parallel", "device", "micro_batch", "compile", "torch")
 """What a start or resume event tells of where the steps after it were computed."""
 
 

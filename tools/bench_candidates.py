@@ -125,7 +125,7 @@ CANDIDATES: dict[str, Candidate] = {
     "ours, FSDP2 x 2": Candidate(ours, 2),
     "ours, FSDP2 x 2, reshard never": Candidate(ours, 2, parallel={"reshard": "never"}),
     "ours, 2 copies": Candidate(ours, 2, parallel={"dp_replicate": 2}),
-    "ours, tensor parallel 2": Candidate(ours, 2, train={}, parallel={"tp": 2}),
+    "ours, tensor parallel 2": Candidate(ours, 2, parallel={"tp": 2}),
     **{f"DeepSpeed ZeRO {stage}{' x 2' if ranks == 2 else ''}": Candidate(
         ours, ranks, parallel={"engine": "deepspeed", "zero_stage": stage}, package="deepspeed")
        for ranks in (1, 2) for stage in (1, 2, 3) if ranks == 2 or stage == 2},

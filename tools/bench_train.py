@@ -45,7 +45,8 @@ class Runner:
         each = max(1, threads // self.ranks)
         self.processes = []
         for rank in range(self.ranks):
-            environment = {**os.environ, "OMP_NUM_THREADS": str(each), "PYTHONWARNINGS": "ignore"}
+            environment = {**os.environ, "OMP_NUM_THREADS": str(each), "PYTHONWARNINGS": "ignore",
+                           "CUDA_VISIBLE_DEVICES": ""}
             if self.ranks > 1:
                 environment.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks),
                                    LOCAL_WORLD_SIZE=str(self.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

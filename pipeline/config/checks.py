@@ -75,9 +75,14 @@ def _parallel(config: Config) -> list[str]:
     if parallel.dp_shard == 0:
         found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")
     numbers = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "the feed-forward width": model.hidden,
-               "train.sequence_length": train.sequence_length, "the vocabulary": vocabulary_size(config)}
+               "model.context_length": model.context_length, "train.sequence_length": train.sequence_length,
+               "the vocabulary": model.vocab_size or vocabulary_size(config)}
     found += [f"{name} ({number}) is not divisible by parallel.tp ({parallel.tp})."
               for name, number in numbers.items() if number is not None and number % parallel.tp]
+    if train.recomputed_blocks > model.layers:
+        found.append(f"train.recomputed_blocks {train.recomputed_blocks} is more than model.layers {model.layers}.")
+    if train.activation_checkpointing == "selective" and not train.kept_activations:
+        found.append("train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full.")
     if parallel.engine == "fsdp2":
         if parallel.offload != "none":
             found.append(f"parallel.offload '{parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'.")
@@ -89,6 +94,11 @@ def _parallel(config: Config) -> list[str]:
     if parallel.offload == "params" and parallel.zero_stage != 3:
         found.append(f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
                      f"rank computes with the whole weights.")
+    if parallel.zero_stage == 3 and train.compile:
+        found.append("train.compile true does not work with parallel.zero_stage 3, whose hooks break every graph; set "
+                     "compile to null or false, or take stage 2 or fsdp2.")
+    if parallel.reshard != "always":
+        found.append(f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'.")
     if train.precision == "fp64":
         found.append("train.precision 'fp64' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
     return found

@@ -50,10 +50,6 @@ class Excluded:
     def __repr__(self) -> str:
         return f"Excluded({list(self.ranges)})"
 
-    def plus(self, ranges: Iterable[Sequence[int]]) -> Excluded:
-        """These ranges and more."""
-        return Excluded([*self.ranges, *ranges])
-
     def take(self, cursor: int, count: int) -> Taken:
         """The next `count` samples from `cursor` on that are not excluded.
 

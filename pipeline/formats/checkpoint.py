@@ -250,16 +250,6 @@ class CheckpointReader:
                                number, name, at, size, tuple(start - b for start, b in zip(low, at, strict=True)))
         return target
 
-    def read_flat(self, name: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Elements [start, stop) of tensor `name` laid out flat, as a vector (or into `out`, (stop - start,))."""
-        target = torch.empty(stop - start, dtype=self.dtype(name)) if out is None else out
-        done = 0
-        for offset, size in rectangles(self.shape(name), start, stop):
-            count = math.prod(size)
-            self.read(name, offset, size, out=target[done:done + count].view(size))
-            done += count
-        return target
-
     def _copy(self, target: Tensor, number: int, name: str, at: list[int], size: list[int],
               inside: tuple[int, ...]) -> None:
         """Fill `target` from place `inside` of the piece at `at` in part `number`."""

@@ -14,6 +14,8 @@ MOST_POINTS = 1500
 """Points of a curve; longer ones are thinned."""
 SHOWN_STEPS = 10
 """Rows of the table of the loss."""
+SHOWN_EVENTS = 50
+"""Rows of the table of events; a run may skip thousands of steps."""
 
 
 def training_section(facts: Facts) -> Section:
@@ -21,25 +23,41 @@ def training_section(facts: Facts) -> Section:
     section = Section("training", "Training")
     counts, metrics = facts.manifests["train"].counts, facts.metrics
     section.words.append(_in_words(facts))
-    if metrics:
+    if facts.updates:
         section.figures += _figures(facts)
         section.tables.append(_loss_table(facts))
     left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss")
     numbers = [*((words(key), shown(value)) for key, value in counts.items() if key not in left_out),
-               *_step_rows(metrics)]
+               *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
         section.tables.append(Table("Training in numbers", ["", ""], numbers))
+    told = [event for event in facts.events if event.get("event") != "checkpoint"]
     rows = [[str(event.get("time", "")).replace("T", " ")[:19], event.get("event", ""), _details(event)]
-            for event in facts.events if event.get("event") != "checkpoint"]
+            for event in told[:SHOWN_EVENTS]]
     if rows:
-        saved = sum(event.get("event") == "checkpoint" for event in facts.events)
+        more = f"The first {SHOWN_EVENTS} of {len(told):,}; all are in train/events.jsonl."
         section.tables.append(Table("Events", ["time (UTC)", "event", "details"], rows, labels=3,
-                                    note=f"Checkpoints saved: {saved}." if saved else ""))
+                                    note=more if len(told) > SHOWN_EVENTS else ""))
     return section
 
 
 def _details(event: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {shown(value)}" for key, value in event.items() if key not in ("time", "event") and value)
+    """What an event tells; of a bad step its sentence says the numbers, and its first documents are enough."""
+    left_out = ("time", "event", *(("loss", "grad_norm", "outcome") if "text" in event else ()))
+    found = {key: value for key, value in event.items() if key not in left_out and value}
+    if isinstance(documents := found.get("documents"), list):
+        names = [f"{document.get('source')}/{document.get('key')}" for document in documents[:3]]
+        found["documents"] = [*names, *([f"{len(documents) - 3:,} more"] if len(documents) > 3 else [])]
+    return ", ".join(f"{key} {shown(value)}" for key, value in found.items())
+
+
+def _checkpoint_rows(facts: Facts) -> list[tuple[str, str]]:
+    saved, failed = facts.events_of("checkpoint"), facts.events_of("checkpoint_failed")
+    rows = [("checkpoints saved", f"{len(saved):,}")] if saved else []
+    if stalls := [event["stall_s"] for event in saved if "stall_s" in event]:
+        rows.append(("training stalled for checkpoints",
+                     f"{shown(sum(stalls))} s in all, {shown(max(stalls))} s at most"))
+    return [*rows, *([("attempts to save that failed", f"{len(failed):,}")] if failed else [])]
 
 
 def _in_words(facts: Facts) -> str:
@@ -47,11 +65,12 @@ def _in_words(facts: Facts) -> str:
     return (f"{shown(counts.get('steps'))} steps of {train.batch_tokens:,} tokens in sequences of "
             f"{train.sequence_length:,}, {train.schedule} schedule with peak learning rate {train.lr:g} after "
             f"{train.warmup_steps} steps of warmup, {counts.get('precision', train.precision)}, "
-            f"{shown(counts.get('ranks'))} rank{'' if counts.get('ranks') == 1 else 's'}.")
+            f"{shown(counts.get('ranks'))} rank{'' if counts.get('ranks') == 1 else 's'}"
+            f"{' under ' + str(counts['engine']) if counts.get('engine') else ''}.")
 
 
 def _figures(facts: Facts) -> list[Figure]:
-    metrics = facts.metrics
+    metrics = facts.updates
     window = max(1, len(metrics) // 50)
     steps, losses = _points(metrics, "loss")
     loss = [Series("each step", *_thin(steps, losses), faint=True),
@@ -109,7 +128,7 @@ def _thin(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
 
 def _loss_table(facts: Facts) -> Table:
     """A few steps, so that the curve can be read where it cannot be seen."""
-    metrics = facts.metrics
+    metrics = facts.updates
     picked = sorted({round(index * (len(metrics) - 1) / (SHOWN_STEPS - 1)) for index in range(SHOWN_STEPS)})
     heldout = facts.heldout
     rows = []

@@ -53,6 +53,15 @@ class Facts:
         return found
 
     @property
+    def updates(self) -> list[dict[str, Any]]:
+        """The metrics of the steps whose update was applied: the others' loss may be text, for no number."""
+        return [record for record in self.metrics if "skipped" not in record]
+
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        """What training logged of one kind."""
+        return [event for event in self.events if event.get("event") == kind]
+
+    @property
     def heldout(self) -> list[tuple[int, dict[str, float]]]:
         """(step, bits per byte by source) of each measurement while training."""
         return [(record["step"], record["heldout_bpb"]) for record in self.metrics if record.get("heldout_bpb")]

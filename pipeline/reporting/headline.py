@@ -70,10 +70,31 @@ def notices(facts: Facts) -> list[Notice]:
     if restarts:
         found.append(Notice("note", f"Training was interrupted and continued {restarts} "
                                     f"time{'s' if restarts > 1 else ''}; steps done twice are shown once."))
+    found += _troubles(facts)
     unmeasured = facts.results.get("heldout", {}).get("without_heldout_text")
     if unmeasured:
         found.append(Notice("note", f"No held-out documents, and so no figures, for {', '.join(unmeasured)}."))
     return found
+
+
+def _troubles(facts: Facts) -> list[Notice]:
+    """What training had to be kept from."""
+    counts, found = facts.manifests["train"].counts, []
+    told = [_times(counts.get("skipped"), "update was", "updates were", "skipped"),
+            _times(counts.get("rollbacks"), "rollback", "rollbacks", "left samples out for good"),
+            _times(len(facts.events_of("spike")), "spike was", "spikes were", "trained on all the same")]
+    if any(told):
+        found.append(Notice("note", f"Steps with a loss or gradient norm that was no number or far above those before: "
+                                    f"{_and([text for text in told if text])}. The curves show the steps that were "
+                                    f"applied; the events are under Training."))
+    if failed := _times(len(facts.events_of("checkpoint_failed")), "attempt", "attempts",
+                        "to save a checkpoint failed, and another succeeded"):
+        found.append(Notice("note", f"{failed}."))
+    return found
+
+
+def _times(count: int | None, one: str, many: str, what: str) -> str:
+    return f"{count:,} {one if count == 1 else many} {what}" if count else ""
 
 
 def _amount(value: float | None) -> str:

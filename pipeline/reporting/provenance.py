@@ -11,6 +11,8 @@ from pipeline.reporting.facts import Facts
 from pipeline.reporting.plots import bar_chart
 
 SPLITS = {"train": "training", "heldout": "held out"}
+RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
+"""How held-out documents were chosen, by shard.heldout_rule."""
 
 
 def data_section(facts: Facts) -> Section:
@@ -18,10 +20,11 @@ def data_section(facts: Facts) -> Section:
     section = Section("data", "Data")
     counts, encode = facts.manifests["shard"].counts, facts.manifests["encode"]
     if counts.get("sources"):
+        cut = f", and {counts['cut_in_two']:,} by cutting one in two" if counts.get("cut_in_two") else ""
         section.words.append(
-            f"{counts['documents_in']:,} documents came in: {counts['train']:,} to train on, {counts['heldout']:,} "
-            f"held out by the hash of their text, {sum(counts['dropped'].values()):,} dropped, {counts['rejected']:,} "
-            f"unreadable.")
+            f"{counts['documents_in']:,} documents came in{cut}: {counts['train']:,} to train on, "
+            f"{counts['heldout']:,} held out {RULES[facts.config.shard.heldout_rule]}, "
+            f"{sum(counts['dropped'].values()):,} dropped, {counts['rejected']:,} unreadable.")
         section.tables.append(_documents(counts))
     else:
         section.tables += count_tables("Documents", counts)
@@ -43,14 +46,16 @@ def data_section(facts: Facts) -> Section:
 
 def _documents(counts: dict[str, Any]) -> Table:
     """What became of every document: each row adds up."""
+    columns = {"came in": "documents_in", **({"cut in two": "cut_in_two"} if counts.get("cut_in_two") else {}),
+               "trained on": "train", "held out": "heldout"}
     reasons = list(counts["dropped"])
-    rows = [[name, *(shown(value) for value in (
-        own["documents_in"], own["train"], own["heldout"], *(own["dropped"].get(reason, 0) for reason in reasons),
-        own["rejected"])), size(own["text_bytes"]["train"]), size(own["text_bytes"]["heldout"])]
+    rows = [[name, *(shown(own[key]) for key in columns.values()),
+             *(shown(own["dropped"].get(reason, 0)) for reason in reasons), shown(own["rejected"]),
+             size(own["text_bytes"]["train"]), size(own["text_bytes"]["heldout"])]
             for name, own in (*counts["sources"].items(), *([("all", counts)] if len(counts["sources"]) > 1 else []))]
-    return Table("Documents", ["source", "came in", "trained on", "held out", *reasons, "unreadable",
-                               "text to train on", "held-out text"], rows,
-                 note=f"Came in = trained on + held out + {' + '.join(reasons)} + unreadable.",
+    came = " + ".join([name for name in columns if name in ("came in", "cut in two")]).capitalize()
+    return Table("Documents", ["source", *columns, *reasons, "unreadable", "text to train on", "held-out text"], rows,
+                 note=f"{came} = trained on + held out + {' + '.join(reasons)} + unreadable.",
                  strong=frozenset({len(rows) - 1}) if len(rows) > 1 else frozenset())
 
 

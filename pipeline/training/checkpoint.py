@@ -151,7 +151,11 @@ def read_marker(path: Path) -> dict[str, Any]:
 def _read_marker(path: Path) -> dict[str, Any] | None:
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        if (form := marker.get("format", 1)) != FORMAT:
+            raise UserError(f"{path} is a checkpoint of form {form}; this Drover reads form {FORMAT}. Go on with the "
+                            f"version that wrote it (COMPLETE.json names its code), or start again with --force, which "
+                            f"sets it aside.")
         Progress(**marker["progress"])
-        return marker if isinstance(marker["files"], list) and marker["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return marker if isinstance(marker["files"], list) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -6,7 +6,6 @@ which happens only if loss and norm are within the step's limits.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,10 +29,6 @@ class StepResult:
     loss: float
     grad_norm: float
     applied: bool
-
-    def finite(self) -> bool:
-        """Whether both numbers are."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model.llama import Llama
@@ -53,7 +54,8 @@ class FsdpEngine(Engine):
         applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
         self.before_update()
         self._update(lr, norm, applied)
-        result = StepResult(float(loss), float(norm), bool(applied))
+        values = torch.stack([loss, norm, applied.double()]).tolist()  # one transfer
+        result = StepResult(values[0], values[1], bool(values[2]))
         self.updates += result.applied
         return result
 
@@ -127,7 +129,9 @@ class FsdpEngine(Engine):
 
     def rest(self) -> None:
         """See Engine."""
-        self.model.reshard()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _local(tensor: Any) -> Tensor:

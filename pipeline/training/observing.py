@@ -64,18 +64,26 @@ class Samples:
     def __init__(self, work: Work, grid: Grid) -> None:
         self.train, self.prompts, self.split = work.config.train, [], grid.tensor
         self.compiled = compiles(self.train, grid.ranks.device)
+        missing = None
         try:
             from pipeline.vocabulary.kinds import load_vocabulary
             self.vocabulary = load_vocabulary(work.input("tokenizer")[0])
         except ImportError as error:
-            work.say(f"no sample texts while training: {error.name} is not installed here")
+            missing = f"rank {grid.ranks.rank} lacks {error.name}"
+        # All ranks draw or none: a sharded model needs all of them.
+        if absent := [name for name in grid.ranks.gather(missing) if name is not None]:
+            if grid.ranks.leads:
+                work.say(f"no sample texts while training: {absent[0]}, which the vocabulary needs")
             return
         room = work.config.model.context_length - self.train.sample_tokens
         self.prompts = [(text, [self.vocabulary.bos_id, *self.vocabulary.encode(text)][:room])
                         for text in self.train.prompts]
 
     def draw(self, engine: Engine) -> list[tuple[str, str]]:
-        """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes."""
+        """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes.
+
+        Raises FloatingPointError, on every rank, where the model's scores are no numbers.
+        """
         if not self.prompts:
             return []
         if self.compiled:  # each length would be compiled anew
@@ -85,7 +93,9 @@ class Samples:
 
     def _draw(self, engine: Engine) -> list[tuple[str, str]]:
         # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache.
-        drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
-                         top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1, multiple_of=self.split)
-        engine.rest()
+        try:
+            drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
+                             top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1, multiple_of=self.split)
+        finally:
+            engine.rest()
         return [(text, self.vocabulary.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)]

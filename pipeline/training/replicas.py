@@ -62,9 +62,9 @@ def compare(fingerprints: Sequence[Sequence[int]], names: Sequence[str],
 
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
-    """What to tell the user when `compare` found something after `step`; after `last_equal` all was still equal."""
+    """What to tell the user when `compare` found something in `step`; after `last_equal` all was still equal."""
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-    return (f"Training stopped after step {step}: weights that must be equal to the last bit differ between replicas: "
+    return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
             f"{listed(list(found[:3]))}{more}. No rounding explains that: memory or a processor has gone wrong since "
             f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
             f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")

@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import torch
 
 from pipeline.config.training import CheckpointConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.checkpoint import Part, Piece, whole, write_index, write_part
 from pipeline.parallel.ranks import Ranks
 from pipeline.training.checkpoint import Checkpoints, Progress
 
 T = TypeVar("T")
+SLAB_BYTES = 1 << 28
+"""Host memory is taken in pieces of this size, or of a larger tensor's."""
 Pieces = dict[str, list[Piece]]
 
 
@@ -48,6 +50,7 @@ class Saver:
         self.on_gpu = ranks.device.type == "cuda"
         self.ranks = ranks.apart()
         self._copies: dict[tuple[str, int], torch.Tensor] = {}
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ended: list[Saved] = []
@@ -58,13 +61,18 @@ class Saver:
         """Whether the save in flight has been given up on this rank. The others may not know yet: ask them all."""
         return self._error is not None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was begun that nobody has waited for; the same on every rank."""
+        return self._thread is not None
+
     def prepare(self, pieces: Pieces) -> None:
         """Take the host memory for copies now, so that a first save finds it there (and a lack of it shows)."""
         if self.config.background or self.on_gpu:
             self._copy(pieces)
 
     def save(self, pieces: Pieces, progress: Progress) -> float:
-        """Begin to save; returns the seconds for which the loop was kept."""
+        """Begin to save (or, without `background`, save); returns the seconds for which the loop was kept."""
         began = time.perf_counter()
         self.wait()
         if self.config.background or self.on_gpu:
@@ -84,13 +92,25 @@ class Saver:
         """Until nothing is in flight.
 
         Raises:
-            OSError, UserError, RuntimeError: the save was given up; the same on every rank.
+            OSError: the save was given up because the disk is full; the same on every rank.
+            UserError: because the disk or folder failed in another way.
+            RuntimeError: for any other reason.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if isinstance(error, OSError) and not is_full_disk(error):
+            raise UserError(f"Saving failed {self.config.attempts} times: {error}. Training stopped, since what it did "
+                            f"now could be lost; the last finished checkpoint in {self.checkpoints.folder} is sound. "
+                            f"Look at the disk or folder, and run the same command again.") from error
+        if error is not None:
+            raise error
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Give a save in flight the time to end before the process does."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def ended(self) -> list[Saved]:
         """What has ended since this was last asked, for the log."""
@@ -106,15 +126,26 @@ class Saver:
             for number, part in enumerate(parts):
                 place = self._copies.get((name, number))
                 if place is None:
-                    place = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=self.on_gpu)
-                    self._copies[(name, number)] = place
+                    place = self._copies[(name, number)] = self._room(part.tensor)
                 place.copy_(part.tensor, non_blocking=True)
                 copied.setdefault(name, []).append(Piece(place, part.offset, part.shape))
         if self.on_gpu:
             torch.cuda.synchronize()
         return copied
 
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory of a tensor's shape. It is cut from large slabs, because torch rounds each request for pinned
+        memory up to a power of two, which could be almost twice what is needed."""
+        size = tensor.numel() * tensor.element_size()
+        if self._slab.numel() - self._used < size:
+            self._slab = torch.empty(max(size, SLAB_BYTES), dtype=torch.uint8, pin_memory=self.on_gpu)
+            self._used = 0
+        place = self._slab[self._used:self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // 64) * 64
+        return place
+
     def _run(self, state: Pieces, progress: Progress, stall: float) -> None:
+        started = time.perf_counter()
         try:
             for attempt in range(1, self.config.attempts + 1):
                 began = time.perf_counter()
@@ -126,9 +157,10 @@ class Saver:
                         raise
                     time.sleep(attempt)
                 else:
-                    self._ended.append(Saved("checkpoint", {
-                        "step": progress.step, "path": path.name, "stall_s": round(stall, 4),
-                        "seconds": round(time.perf_counter() - began, 3)}))
+                    seconds = time.perf_counter() - began
+                    kept = stall if self.config.background else stall + time.perf_counter() - started
+                    self._ended.append(Saved("checkpoint", {"step": progress.step, "path": path.name,
+                                                            "stall_s": round(kept, 4), "seconds": round(seconds, 3)}))
                     return
         except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
             self._error = error
@@ -148,8 +180,16 @@ class Saver:
         final = self._together(lambda: self._publish(temporary, parts, progress) if ranks.leads else None, temporary)
         final = ranks.same(final)
         if ranks.leads:
-            checkpoints.prune(self.config.keep, self.config.permanent_every)
+            self._prune()
         return final
+
+    def _prune(self) -> None:
+        """Remove what is no longer kept. A failure is no failure of the save, which is done on all ranks: it is said,
+        and the next save tries again."""
+        try:
+            self.checkpoints.prune(self.config.keep, self.config.permanent_every)
+        except OSError as error:
+            self.say(f"warning: an old checkpoint could not be removed ({error}); tried again after the next save")
 
     def _publish(self, temporary: Path, parts: list[Part], progress: Progress) -> Path:
         index = write_index(temporary, parts)
@@ -163,7 +203,8 @@ class Saver:
             result = action()
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
             problem = error
-        problems = [found for found in self.ranks.gather(problem and _picklable(problem)) if found is not None]
+        problems = [found for found in self.ranks.gather(problem and _picklable(problem, temporary))
+                    if found is not None]
         if not problems:
             return result
         if self.ranks.leads:
@@ -171,8 +212,11 @@ class Saver:
         raise problems[0] from problem
 
 
-def _picklable(error: Exception) -> Exception:
-    """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text."""
+def _picklable(error: Exception, temporary: Path) -> Exception:
+    """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text.
+
+    temporary: where it was written, for an OSError that does not say.
+    """
     if isinstance(error, OSError):
-        return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or ""))
+        return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or temporary))
     return error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")

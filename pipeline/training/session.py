@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class Session:
         found = self.checkpoints.newest_valid()
         self.progress = self._continue_from(*found) if found else Progress(plan_sha256=self.data.order.plan_sha256)
         self.precision, why = self._agree_on_precision()
+        # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
+        torch.manual_seed(self.config.seed + self.ranks.rank)
         self.engine = build_engine(self.config, self.model_config, self.grid, self.precision, self.accumulation,
                                    None if found else self.config.seed)
         self.supervision = Supervision(work, self.ranks, self.data, train.guards, self.batch_sequences, self.say)
@@ -110,6 +113,8 @@ class Session:
                  trace: TracebackType | None) -> None:
         self.stop.__exit__()
         self.loader.close()
+        if isinstance(error, UserError):  # what is being written is sound, and all ranks are still there
+            self.saver.settle()
         if self.metrics is not None:
             self._log_saves()
             self.metrics.close()
@@ -153,8 +158,14 @@ class Session:
 
     def judge(self, step: int, result: StepResult) -> Verdict:
         """What came of a step; where something did, it is said and logged."""
-        can_roll_back = any(self.checkpoints.folder.glob("step-????????"))
-        return self.supervision.judge(step + 1, result, self.progress, self.ranks.same(can_roll_back), self._log)
+        # A save in flight counts, however far it is: what comes of a step must not depend on the disk's speed.
+        can_roll_back = self.config.train.guards.spike == "rollback" and (
+            self.saver.in_flight or self.ranks.same(any(self.checkpoints.folder.glob("step-????????"))))
+        try:
+            return self.supervision.judge(step + 1, result, self.progress, can_roll_back, self._log)
+        except UserError:  # on all ranks alike: there is time to finish what is being saved
+            self.saver.wait()
+            raise
 
     def roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good."""
@@ -166,7 +177,9 @@ class Session:
                             f"{self.checkpoints.folder}. Start again with --force, or with train.guards.spike=skip.")
         path, progress = found
         self.supervision.exclude(verdict, progress.step)
-        self.progress = dataclasses.replace(progress, restarts=self.progress.restarts)
+        now = self.progress
+        self.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
+                                            plan_sha256=now.plan_sha256)
         self._load(path)
         self._begin()
 
@@ -190,9 +203,6 @@ class Session:
         self.progress = dataclasses.replace(before, step=step + 1, samples=after, tokens=tokens,
                                             targets=before.targets + targets, updates=self.engine.updates,
                                             record=record)
-        every = train.guards.replica_hash_every
-        if every is not None and (step + 1) % every == 0:
-            self.supervision.compare_replicas(self.engine, step + 1)
         if self.ranks.leads:
             done = max(1, self.progress.step - self.begun_at)
             self.line.show(record, (time.perf_counter() - self.began) / done * (train.steps - self.progress.step))
@@ -202,15 +212,24 @@ class Session:
         train, record = self.config.train, dict(self.progress.record or {})
         step = record["step"] - 1
         if self.due(step, train.heldout_every):
-            record["heldout_bpb"] = self.heldout.measure(self.engine)
+            found = self.heldout.measure(self.engine)
+            record["heldout_bpb"] = {source: bits for source, bits in found.items() if math.isfinite(bits)}
+            if missing := [source for source in found if source not in record["heldout_bpb"]]:
+                self.say(f"after step {step + 1} the loss on held-out text of {', '.join(missing)} is no number")
         if self.metrics is not None and (self.due(step, train.log_every) or "heldout_bpb" in record):
             self.metrics.step(record)
         if self.due(step, train.sample_every):
+            self._draw_samples(step)
+        self._log_saves()
+        self.step_began = time.perf_counter()
+
+    def _draw_samples(self, step: int) -> None:
+        try:
             for prompt, text in self.samples.draw(self.engine):
                 if self.metrics is not None:
                     self.metrics.sample(step + 1, prompt, text)
-        self._log_saves()
-        self.step_began = time.perf_counter()
+        except FloatingPointError as error:  # the guards deal with it: the next loss is no number either
+            self.say(f"no sample texts after step {step + 1}: {error}")
 
     def _look_again(self) -> None:
         """After a kill between a checkpoint and its step's line in the log: write that line now."""
@@ -325,7 +344,8 @@ class Session:
         log = MetricsLog(self.work.folder, self.work.run.folder / "tensorboard", self.progress.step, self.say)
         log.event("resume" if self.progress.step else "start", step=self.progress.step, ranks=self.ranks.world,
                   samples=self.progress.samples, drift=self.work.drift, parallel=self.config.parallel.model_dump(),
-                  device=self.ranks.device_name or self.ranks.device.type)
+                  device=self.ranks.device_name or self.ranks.device.type, micro_batch=self.micro_batch,
+                  compile=self.config.train.compile, torch=torch.__version__)
         return log
 
     def _about(self) -> dict[str, Any]:

@@ -50,9 +50,15 @@ class Supervision:
         self._last_equal = progress.step
 
     def before(self, step: int, engine: Engine) -> None:
-        """Let injected faults happen in step number `step`, counted from 1."""
+        """Let injected faults happen in step number `step`, counted from 1, and compare replicas in it if that is due.
+
+        That is before the update: ZeRO's update overwrites all copies of a weight, and what was wrong in one with it.
+        """
         self.faults.before_step(step, engine.model)
         engine.loss_factor = self.faults.loss_factor(step)
+        every = self.config.replica_hash_every
+        due = every is not None and step % every == 0
+        engine.before_update = (lambda: self.compare_replicas(engine, step)) if due else lambda: None
 
     def judge(self, step: int, result: StepResult, progress: Progress, can_roll_back: bool, log: Log) -> Verdict:
         """What came of step number `step`; where something did, it is said and logged, with the documents seen."""

@@ -96,6 +96,7 @@ class ZeroEngine(Engine):
                 mean, = self.ranks.sum(float(total) / targets)
                 # The norm is known only inside `step`, where the optimizer compares it with the limits.
                 self.limits = limits if mean <= limits.loss else Limits(grad_norm=-1.0)
+                self.before_update()
             self.zero.step()
         norm = self._norm()
         applied = norm <= self.limits.grad_norm

@@ -34,7 +34,7 @@ def test_a_batch_passes_over_what_is_excluded():
 
 def test_ranges_are_sorted_merged_and_checked():
     assert Excluded([(9, 12), (3, 5), (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
-    assert Excluded([(3, 7)]).plus([[7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
+    assert Excluded([(3, 7), [7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
     with pytest.raises(AssertionError, match=r"\[5, 3\) is no range"):
         Excluded([(5, 3)])
 

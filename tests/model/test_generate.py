@@ -1,5 +1,7 @@
 """Sampling: the cache changes nothing, the settings do what they say, nothing global is touched."""
 
+import copy
+
 import pytest
 import torch
 
@@ -123,3 +125,11 @@ def test_refusals(model, changes, message):
     }
     with pytest.raises(ValueError, match=message):
         generate(model, **(arguments | changes))
+
+
+def test_scores_that_are_no_numbers_are_named(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="no numbers"):
+        generate(broken, [[1]], 3, temperature=1.0, top_p=0.9, seed=0, stop_ids=())

@@ -52,6 +52,12 @@ def deepspeed(name: str, micro_batch: int = 4, bound: float = 1e-5, **parallel: 
                  "parallel": {"engine": "deepspeed", **parallel}})
 
 
+def bf16(name: str, **parallel: Any) -> Case:
+    """A layout in bfloat16 over 20 steps; other sums round otherwise, by up to 1/256 each."""
+    return Case(name, "one process, bf16", 5e-3, 2, {"precision": "bf16", "steps": 20, "micro_batch": 4,
+                                                    "parallel": parallel})
+
+
 CASES = {case.name: case for case in (
     Case("one process, float64", settings={"steps": 50}),
     fsdp2("accumulation 4", 1, 2),
@@ -84,6 +90,11 @@ CASES = {case.name: case for case in (
     deepspeed("DeepSpeed ZeRO 2 x 2, moments in host memory", zero_stage=2, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, moments in host memory", zero_stage=3, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", 2, zero_stage=3, offload="params"),
+    Case("one process, bf16", "one process, float32", 2e-2, 1, {"precision": "bf16", "steps": 20}),
+    bf16("FSDP2 x 2, bf16"),
+    bf16("DeepSpeed ZeRO 1 x 2, bf16", engine="deepspeed", zero_stage=1),
+    bf16("DeepSpeed ZeRO 2 x 2, bf16", engine="deepspeed", zero_stage=2),
+    bf16("DeepSpeed ZeRO 3 x 2, bf16", engine="deepspeed", zero_stage=3),
 )}
 
 
@@ -94,7 +105,8 @@ def run(name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}",
                "tests/parallel/train_steps.py", json.dumps(case.settings)]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-                            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"})
+                            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+                                 "CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 0, f"{name}\n{result.stdout}\n{result.stderr}"
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -122,7 +134,8 @@ def table() -> str:
     lines = ["# The matrix: every engine computes the same", "",
              "Made by `make matrix`; `tests/parallel/test_matrix.py` runs the same cases and holds each to its bound.",
              "A difference is the largest relative one in any step's loss or gradient norm: 50 steps in float64, 20 in",
-             f"float32, a decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}.", "",
+             f"float32 and bf16, a decoder of three blocks on packed documents, {machine()}, gloo on",
+             f"{platform.machine()}.", "",
              "| case | ranks | steps | compared with | difference | bound |", "|---|---|---|---|---|---|"]
     for case in CASES.values():
         if case.reference is not None:

@@ -1,8 +1,11 @@
+import dataclasses
+import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 
+from pipeline.manifest import read_manifest
 from pipeline.reporting.facts import collect
 from pipeline.reporting.render import compose, html, markdown
 from tests.reporting.made_up import EVIL, metrics, results, write_run
@@ -139,3 +142,49 @@ def test_equal_runs_give_equal_reports(tmp_path):
         run, _ = write_run(tmp_path / place)
         pages.append(html(compose(collect(run))).replace(str(tmp_path / place), ""))
     assert pages[0] == pages[1]
+
+
+def test_steps_that_went_wrong_are_told_and_left_out_of_the_curves(tmp_path):
+    run, _ = write_run(tmp_path)
+    folder = run.stage_folder("train")
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step, loss in ((300, "nan"), (601, 4e9)):
+            file.write(json.dumps({**metrics()[299], "step": step, "loss": loss, "grad_norm": "inf",
+                                   "skipped": "nonfinite" if step == 300 else "spike"}) + "\n")
+    documents = [{"source": "prose", "key": f"k{number}"} for number in range(7)]
+    with open(folder / "events.jsonl", "a") as file:
+        for event in ({"event": "skip", "step": 300, "text": "step 300: loss nan", "documents": documents},
+                      {"event": "checkpoint_failed", "step": 400, "attempt": 1, "error": "the disk was full"},
+                      {"event": "checkpoint", "step": 400, "path": "x", "stall_s": 1.5, "seconds": 9.0},
+                      *({"event": "spike", "step": step} for step in range(500, 560))):
+            file.write(json.dumps({"time": "2026-03-01T10:02:00.000+00:00", **event}) + "\n")
+    manifest = read_manifest(run.own_folder("train"))
+    manifest.counts.update(skipped=2, spikes=61, rollbacks=1, engine="deepspeed", loss="nan")
+    manifest.write(run.own_folder("train"))
+    facts = collect(run)
+    assert len(facts.metrics) == 601 and len(facts.updates) == 599
+    document = compose(facts)
+    for form in (html(document), markdown(document)):
+        for told in ("2 updates were skipped, 1 rollback left samples out for good and 60 spikes were trained on",
+                     "1 attempt to save a checkpoint failed", "under deepspeed", "step 300: loss nan",
+                     "prose/k0, prose/k1, prose/k2, 4 more", "1.5 s in all", "the disk was full", "The first 50 of 65"):
+            assert told in form, told
+        assert "4000000000" not in form and "4e9" not in form and "4,000,000,000" not in form
+    drawn = next(section for section in document.sections if section.name == "training").figures[0].svg
+    assert "4B" not in drawn
+
+
+@pytest.mark.parametrize("rule, told", [("hash", "by the hash of their text"),
+                                        ("tail", "from the end of each source's text")])
+def test_how_text_was_held_out_and_what_was_cut_is_told(tmp_path, rule, told):
+    run, settings = write_run(tmp_path)
+    settings = settings.model_copy(update={"shard": settings.shard.model_copy(update={"heldout_rule": rule})})
+    if rule == "tail":
+        manifest = read_manifest(run.own_folder("shard"))
+        for counts in (manifest.counts, *manifest.counts["sources"].values()):
+            counts["cut_in_two"] = 2
+        manifest.write(run.own_folder("shard"))
+    text = markdown(compose(dataclasses.replace(collect(run), config=settings)))
+    assert told in text
+    assert ("| source | came in | cut in two | trained on |" in text) == (rule == "tail")
+    assert ("Came in + cut in two = trained on" in text) == (rule == "tail")

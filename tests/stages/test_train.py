@@ -9,7 +9,6 @@ import re
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,39 +16,7 @@ import pytest
 from pipeline.manifest import read_manifest
 from pipeline.training.metrics import read_lines, read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-
-CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
-
-
-def curve(config: Path, name: str = "mini") -> list[dict]:
-    """What training computed, step by step, without what the clock measured."""
-    metrics = read_metrics(config.parent / f"runs/{name}/train/metrics.jsonl")
-    return [{key: record[key] for key in ("step", *CURVE) if key in record} for record in metrics]
-
-
-def train_folder(config: Path, name: str = "mini") -> Path:
-    return config.parent / f"runs/{name}/train"
-
-
-def descendants(pid: int) -> list[int]:
-    """Every process below `pid`: the elastic agent's workers are in sessions of their own."""
-    children = [int(child) for thread in Path(f"/proc/{pid}/task").iterdir()
-                for child in (thread / "children").read_text().split()]
-    return children + [deeper for child in children for deeper in descendants(child)]
-
-
-def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, how: int = signal.SIGKILL) -> None:
-    """Start training, and signal it and its workers once it has itself logged `after_step` or a later one."""
-    metrics, deadline = train_folder(config) / "metrics.jsonl", time.monotonic() + 120
-    earlier = len(list(read_lines(metrics)))
-    process = subprocess.Popen(stage_command("train", config, *overrides, ranks=ranks), cwd=REPOSITORY,
-                               env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not any(record["step"] >= after_step for record in list(read_lines(metrics))[earlier:]):
-        assert time.monotonic() < deadline and process.poll() is None, "training did not get that far"
-        time.sleep(0.01)
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, how)
-    process.wait()
+from tests.stages.training import curve, descendants, train_and_kill, train_folder, wait_for
 
 
 def test_workers_end_when_their_agent_is_killed(fresh):
@@ -63,14 +30,6 @@ def test_workers_end_when_their_agent_is_killed(fresh):
     process.kill()
     process.wait()
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    """Wait until `condition()` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_a_run_trains_and_says_so(fresh):
@@ -294,7 +253,9 @@ def test_force_sets_the_old_checkpoints_aside(fresh):
 
 def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
     result = run_stage("train", fresh, "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=1e30", expect=2)
-    assert re.search(r"stopped at step \d+: loss (nan|inf)", result.stderr) and "samples [" in result.stderr
+    assert re.search(r"stopped at step 10: 9 updates in a row.*loss (nan|inf)", result.stderr)
+    assert "samples [" in result.stderr and "no sample texts after step 6" in result.stdout
+    assert "NaN" not in (train_folder(fresh) / "metrics.jsonl").read_text()  # no word of JSON's
     assert "Traceback" not in result.stderr
 
 

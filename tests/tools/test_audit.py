@@ -12,7 +12,7 @@ from pipeline.data.exclusion import Excluded
 from pipeline.manifest import Manifest, read_manifest
 from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from tests.conftest import run_stage, write_config
-from tests.stages.test_train import train_and_kill
+from tests.stages.training import train_and_kill
 from tests.tools.recorded import Recorded
 from tools.audit import audit, main
 

@@ -69,4 +69,4 @@ def test_no_majority_names_nobody_and_two_odd_ones_are_both_named():
 
 def test_the_explanation_says_since_when_and_what_to_do():
     text = explain([f"w{number}: x" for number in range(5)], step=400, last_equal=200)
-    assert "after step 400" in text and "since step 200" in text and "(and 2 more)" in text and "w3" not in text
+    assert "in step 400" in text and "since step 200" in text and "(and 2 more)" in text and "w3" not in text

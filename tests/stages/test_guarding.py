@@ -1,0 +1,136 @@
+"""What goes wrong while training is noticed and dealt with: faults are injected into real runs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from pipeline.files import read_json
+from pipeline.manifest import read_manifest
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tests.stages.training import (
+    curve,
+    difference,
+    events,
+    kill,
+    lines,
+    proven,
+    run_with_faults,
+    start,
+    train_folder,
+    wait_for,
+)
+from tools.audit import audit
+
+ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100", "train.guards.spike=rollback",
+            "train.guards.spike_min_history=8"]
+ZERO = ["parallel.engine=deepspeed", "train.precision=fp32", "train.micro_batch=8"]
+
+
+def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh):
+    """A NaN is skipped; two spikes are gone back from; in between a rank is killed. The curve that is left is that of
+    a run that never saw what the rollbacks left out."""
+    nan = "nan:rank=1,step=7,again=1"
+    faults = f"{nan};spike:rank=0,step=23,factor=50;kill:rank=1,step=31;spike:rank=1,step=38,factor=80"
+    run_with_faults(fresh, faults, *ROLLBACK, ranks=2, expect=1)
+    said = run_with_faults(fresh, faults, *ROLLBACK, ranks=2).stdout
+    assert proven(fresh)
+    counts = read_manifest(train_folder(fresh)).counts
+    assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 52 * 16)
+    skipped = next(record for record in curve(fresh) if record["step"] == 7)
+    assert skipped["loss"] == skipped["grad_norm"] == "nan"
+    skip, = events(fresh, "skip")
+    assert skip["step"] == 7 and skip["samples"] == [[96, 112]] and skip["documents"][0]["key"]
+    left_out = [entry["samples"] for entry in read_json(train_folder(fresh) / "rollbacks.json")["rollbacks"]]
+    assert left_out[0] == [[22 * 16, 23 * 16]] and len(events(fresh, "rollback")) == 2
+    assert "is a spike against a median of" in said and "Documents: code/" in said
+    clean = train_folder(fresh, "clean")
+    clean.mkdir(parents=True)
+    shutil.copy(train_folder(fresh) / "rollbacks.json", clean)
+    run_with_faults(fresh, nan, "name=clean", *ROLLBACK, ranks=2)
+    assert curve(fresh) == curve(fresh, "clean") and proven(fresh, "clean")
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_with_their_documents(fresh):
+    faults = ";".join(f"nan:rank=0,step={step}" for step in (6, 7, 8, 10))
+    settings = ["train.guards.max_skipped=2"]
+    result = run_with_faults(fresh, faults, *settings, expect=2)
+    paragraph = result.stderr.strip().splitlines()[-1]
+    assert "Training stopped at step 8: 3 updates in a row were skipped" in paragraph
+    assert "samples [112, 128)" in paragraph and "of the documents code/" in paragraph
+    assert "Traceback" not in result.stderr and not read_manifest(train_folder(fresh))
+    run_with_faults(fresh, faults, *settings)  # from step 4; none of the three happens again
+    assert read_manifest(train_folder(fresh)).counts["skipped"] == 1
+    assert [record["loss"] for record in curve(fresh)].count("nan") == 1
+    assert "step 6 was done twice with different skipped: nonfinite and None" in \
+        "\n".join(audit(train_folder(fresh).parent).faults)
+
+
+def test_a_spike_before_the_first_checkpoint_is_skipped(fresh):
+    run_with_faults(fresh, "spike:rank=0,step=10,factor=50", *ROLLBACK, "train.steps=12",
+                    "train.checkpoint.every_steps=11")
+    assert read_manifest(train_folder(fresh)).counts["rollbacks"] == 0
+    assert events(fresh, "skip")[0]["outcome"] == "spike_skipped"
+    assert curve(fresh)[9]["loss"] > 100 and proven(fresh)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
+    """Skipped updates leave weights and moments as they were, also where DeepSpeed calls the optimizer."""
+    faults = "nan:rank=1,step=5;spike:rank=0,step=9,factor=60"
+    settings = ["train.guards.spike=skip", "train.guards.spike_min_history=4", "train.precision=fp32"]
+    run_with_faults(fresh, faults, "name=torch", *settings, ranks=2)
+    run_with_faults(fresh, faults, *settings, *ZERO, f"parallel.zero_stage={stage}", ranks=2)
+    expected = {record["step"]: record for record in curve(fresh, "torch")}
+    assert [record["step"] for record in lines(fresh) if "skipped" in record] == [5, 9]
+    assert not math.isfinite(float(curve(fresh)[4]["loss"])) and not math.isfinite(float(expected[5]["loss"]))
+    assert difference([record for record in curve(fresh) if record["step"] != 5], expected) < 1e-4
+    assert proven(fresh)
+
+
+def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
+    """Of three copies two agree. Nothing of it was saved: the same command goes on as if it had not been."""
+    settings = ["parallel.dp_replicate=3", "train.batch_tokens=768", "train.guards.replica_hash_every=5",
+                "train.checkpoint.every_steps=8"]
+    run_stage("train", fresh, "name=whole", *settings, ranks=3)
+    result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)
+    assert "bit 22 of element" in result.stdout
+    assert "Training stopped in step 8" in result.stderr and "since step 5" in result.stderr
+    assert "rank 1 on " in result.stderr and "differs from the other 2" in result.stderr
+    assert result.stderr.count("Training stopped") == 1
+    assert not list((train_folder(fresh) / "checkpoints").glob("step-*"))
+    run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3)
+    assert curve(fresh) == curve(fresh, "whole")
+
+
+def test_a_flipped_bit_under_zero_is_found_before_the_update_overwrites_it(fresh):
+    result = run_with_faults(fresh, "flip:rank=1,step=6", *ZERO, "parallel.zero_stage=1",
+                             "train.guards.replica_hash_every=3", ranks=2, expect=1)
+    assert "Training stopped in step 6" in result.stderr and "which of them is right cannot be told" in result.stderr
+
+
+def test_ranks_that_are_slow_end_or_hang_cost_time_and_nothing_else(fresh):
+    """Under the agent of the launcher, whose exit status is the lost rank's own."""
+    run_stage("train", fresh, "name=whole", ranks=2)
+    faults = "slow:rank=1,step=2,seconds=1;exit:rank=1,step=4;kill:rank=0,step=6;hang:rank=1,step=9"
+    command = stage_command("train", fresh, ranks=2)
+    command[2:3] = ["launch.agent", str(fresh.parent / "agent.log")]
+    for status in (13, 128 + signal.SIGKILL):
+        ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": faults}, check=False,
+                               capture_output=True, text=True, timeout=120)
+        assert ended.returncode == status, ended.stderr
+    assert lines(fresh)[1]["step_s"] > 1
+    process = start(fresh, ranks=2, faults=faults)
+    try:
+        wait_for((train_folder(fresh) / "faults/hang-rank1-step9").exists)
+        time.sleep(1)
+        assert process.poll() is None and lines(fresh)[-1]["step"] == 8
+    finally:
+        kill(process)
+    run_with_faults(fresh, faults, ranks=2)
+    assert curve(fresh) == curve(fresh, "whole") and proven(fresh)

@@ -1,0 +1,198 @@
+"""Saving while training goes on: it changes nothing, its failures are heard, and a kill finds a sound checkpoint."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.llama import Llama
+from pipeline.config.loading import load_config
+from pipeline.formats.checkpoint import CheckpointReader
+from pipeline.manifest import read_manifest
+from pipeline.run import Run
+from pipeline.training.checkpoint import read_marker
+from pipeline.training.optimizer import decays
+from pipeline.training.schedule import learning_rate
+from pipeline.training.session import open_training_data
+from pipeline.work import Work
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tests.stages.training import (
+    curve,
+    descendants,
+    events,
+    kill,
+    proven,
+    run_with_faults,
+    start,
+    train_and_kill,
+    train_folder,
+    wait_for,
+)
+
+FULL = 100_000
+"""Bytes that a file may have where the process's limit stands in for a full disk: less than a checkpoint's."""
+
+
+def saved_steps(config: Path, name: str = "mini") -> list[int]:
+    return [event["step"] for event in events(config, "checkpoint", name)]
+
+
+def stored_tensors(config: Path, name: str) -> dict[str, torch.Tensor]:
+    """Weights and moments of the last checkpoint."""
+    newest = max((train_folder(config, name) / "checkpoints").glob("step-????????"))
+    with CheckpointReader(newest) as reader:
+        return {tensor: reader.read(tensor) for tensor in reader.names()}
+
+
+def test_saving_in_the_background_changes_no_bit(fresh):
+    """Nor do permanent checkpoints, which stay when the others go."""
+    settings = ["train.steps=20", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6"]
+    for name, background in (("behind", True), ("waiting", False)):
+        run_stage("train", fresh, f"name={name}", *settings, f"train.checkpoint.background={background}", ranks=2)
+        kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, name) / "checkpoints").iterdir())
+        assert kept == [6, 12, 18, 20] and saved_steps(fresh, name) == list(range(2, 21, 2))
+        stalls = {event["step"]: event["stall_s"] for event in events(fresh, "checkpoint", name)}
+        assert stored_scalars(train_folder(fresh, name).parent / "tensorboard", "checkpoint/stall_s") == \
+            pytest.approx(stalls, rel=1e-5)
+    assert curve(fresh, "behind") == curve(fresh, "waiting")
+    behind, waiting = stored_tensors(fresh, "behind"), stored_tensors(fresh, "waiting")
+    assert behind.keys() == waiting.keys() and any(name.startswith("exp_avg_sq.") for name in behind)
+    assert all(torch.equal(behind[name], waiting[name]) for name in behind)
+
+
+def stored_scalars(folder: Path, tag: str) -> dict[int, float]:
+    """A TensorBoard curve, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return {event.step: event.value for event in board.Scalars(tag)}
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(fresh):
+    settings = ["train.steps=120", "train.checkpoint.every_steps=1", "train.heldout_every=60", "train.sample_every=120"]
+    run_stage("train", fresh, "name=whole", *settings, "train.checkpoint.every_steps=60")
+    checkpoints, torn = train_folder(fresh) / "checkpoints", False
+    for _ in range(5):
+        process = start(fresh, *settings)
+        wait_for(lambda: any(checkpoints.glob("step-*/COMPLETE.json")))
+        while process.poll() is None and not any(checkpoints.glob("step-*.tmp")):
+            time.sleep(0.001)
+        kill(process)
+        complete = [path.parent for path in checkpoints.glob("step-*/COMPLETE.json")]
+        torn = len(list(checkpoints.iterdir())) > len(complete)
+        assert complete and all(read_marker(path) for path in complete)
+        if torn:
+            break
+    assert torn, "no kill fell into a save"
+    run_stage("train", fresh, *settings)
+    assert curve(fresh) == curve(fresh, "whole") and proven(fresh)
+    assert not list(checkpoints.glob("*.tmp")) and not list(checkpoints.glob("*.damaged"))
+
+
+def test_a_save_that_fails_for_a_moment_is_said_logged_and_tried_again(fresh):
+    """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later."""
+    settings = ["train.steps=16", "train.checkpoint.every_steps=8"]
+    run_stage("train", fresh, "name=whole", *settings, ranks=2)
+    with limited(fresh, *settings) as process:
+        wait_for(lambda: events(fresh, "checkpoint_failed") or process.poll() is not None)
+        limit_files(process, resource.RLIM_INFINITY)
+        said, complaint = process.communicate()
+    assert process.returncode == 0, complaint
+    assert "saving after step 8 failed (attempt 1 of 3)" in said and "File too large" in said
+    failure, = events(fresh, "checkpoint_failed")
+    assert failure["step"] == 8 and failure["attempt"] == 1 and "step-00000008.tmp" in failure["error"]
+    assert saved_steps(fresh) == [8, 16] and curve(fresh) == curve(fresh, "whole")
+
+
+def test_a_save_that_keeps_failing_on_one_rank_stops_all_with_its_reason(fresh):
+    settings = ["train.steps=100000", "train.checkpoint.every_steps=8", "train.checkpoint.attempts=2"]
+    with limited(fresh, *settings) as process:
+        said, complaint = process.communicate(timeout=120)
+    assert process.returncode != 0 and "attempt 2 of 2" in said
+    assert complaint.count("stops here") == 1 and "full" in complaint
+    assert not list((train_folder(fresh) / "checkpoints").iterdir())
+    assert not saved_steps(fresh) and not read_manifest(train_folder(fresh))
+
+
+@contextmanager
+def limited(config: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
+    """Training on two ranks, of which the second meets a full disk once it writes a checkpoint."""
+    process = subprocess.Popen(
+        stage_command("train", config, *settings, ranks=2), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**environment(), "DROVER_FAULTS": "slow:rank=1,step=7,seconds=1"})
+    try:
+        wait_for((train_folder(config) / "faults/slow-rank1-step7").exists)
+        limit_files(process, FULL)
+        yield process
+    finally:
+        kill(process)
+
+
+def limit_files(process: subprocess.Popen[str], size: int) -> None:
+    """Let no file that rank 1 writes grow beyond `size` bytes."""
+    for pid in descendants(process.pid):
+        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_time_that_has_passed_saves_too(fresh):
+    run_with_faults(fresh, "slow:rank=0,step=5,seconds=1", "train.checkpoint.every_steps=1000",
+                    "train.checkpoint.every_minutes=0.01")
+    assert 6 in saved_steps(fresh) and saved_steps(fresh)[-1] == 12
+
+
+def test_changed_settings_of_the_optimizer_take_effect_on_resume_and_are_logged(fresh):
+    """As computed by torch alone from the checkpoint's weights and moments, under the new settings."""
+    settings = ["train.precision=fp64", "train.steps=16", "train.micro_batch=16", "train.heldout_every=100",
+                "train.checkpoint.keep=9"]
+    train_and_kill(fresh, *settings, ranks=1, after_step=4, log="events")
+    changed = ["train.lr=0.004", "train.beta1=0.5", "train.beta2=0.8", "train.weight_decay=40", "train.clip_norm=0.5"]
+    done = max(int(path.parent.name[5:]) for path in (train_folder(fresh) / "checkpoints").glob("*/COMPLETE.json"))
+    expected = continued(fresh, done, [*settings, *changed])
+    run_stage("train", fresh, *settings, *changed, "--accept-drift")
+    found = [record["loss"] for record in curve(fresh)][done:]
+    assert len(found) >= 4 and found == pytest.approx(expected, rel=1e-11)
+    resumed, = events(fresh, "resume")
+    told = str(resumed["drift"])
+    assert resumed["step"] == done and told.count(" -> ") == len(changed)
+    assert "train.weight_decay: 0.1 -> 40" in told and "train.beta1: 0.9 -> 0.5" in told
+
+
+def continued(config: Path, done: int, settings: list[str]) -> list[float]:
+    """The losses of the steps after checkpoint `done`, in float64 by torch's own AdamW."""
+    run = Run(load_config(config, settings))
+    work = Work(run, "train", run.fingerprint("train"))
+    train, data = run.config.train, open_training_data(work)
+    vocab_size = int(work.input("tokenizer")[1].counts["vocab_size"])
+    model = Llama(run.config.model.model_copy(update={"vocab_size": vocab_size})).double()
+    named = dict(model.named_parameters())
+    groups = [{"params": [weight for name, weight in named.items() if decays(name, False) == decay],
+               "weight_decay": train.weight_decay if decay else 0.0} for decay in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=(train.beta1, train.beta2), eps=train.eps)
+    with CheckpointReader(train_folder(config) / f"checkpoints/step-{done:08}") as reader:
+        for name, weight in named.items():
+            weight.data.copy_(reader.read(f"model.{name}"))
+            optimizer.state[weight] = {"step": torch.tensor(float(done)),
+                                       "exp_avg": reader.read(f"exp_avg.{name}"),
+                                       "exp_avg_sq": reader.read(f"exp_avg_sq.{name}")}
+    losses, size = [], train.batch_tokens // train.sequence_length
+    for step in range(done, train.steps):
+        batch = data.batch(step * size, size)
+        loss = model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions) / batch.targets
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([weight.grad.norm() for weight in named.values()]).norm()
+        for weight in named.values():
+            weight.grad.div_(max(1.0, float(norm) / train.clip_norm))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, train)
+        optimizer.step()
+    return losses

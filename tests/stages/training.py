@@ -1,0 +1,111 @@
+"""Runs of the train stage as tests need them: started, killed at a step, and read afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.training.metrics import read_lines, read_metrics
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tools.audit import audit
+
+CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
+
+
+def train_folder(config: Path, name: str = "mini") -> Path:
+    return config.parent / f"runs/{name}/train"
+
+
+def lines(config: Path, name: str = "mini") -> list[dict[str, Any]]:
+    """The log as it stands, repeated steps included."""
+    return list(read_lines(train_folder(config, name) / "metrics.jsonl"))
+
+
+def events(config: Path, kind: str, name: str = "mini") -> list[dict[str, Any]]:
+    """Everything of one kind that training logged."""
+    return [event for event in read_lines(train_folder(config, name) / "events.jsonl") if event["event"] == kind]
+
+
+def curve(config: Path, name: str = "mini") -> list[dict[str, Any]]:
+    """What training computed, step by step, without what the clock measured."""
+    metrics = read_metrics(train_folder(config, name) / "metrics.jsonl")
+    return [{key: record[key] for key in ("step", *CURVE) if key in record} for record in metrics]
+
+
+def difference(found: Sequence[dict[str, Any]], expected: dict[int, dict[str, Any]]) -> float:
+    """The largest relative difference of any record's loss or gradient norm from that of its step."""
+    return max(abs(record[key] - expected[record["step"]][key]) / abs(expected[record["step"]][key])
+               for record in found for key in ("loss", "grad_norm"))
+
+
+def proven(config: Path, name: str = "mini") -> bool:
+    """Whether the run's own records prove that every sample was used exactly once; fails with what they say."""
+    found = audit(config.parent / "runs" / name)
+    assert not found.faults, "\n".join(found.lines())
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`: the elastic agent's workers are in sessions of their own."""
+    children = [int(child) for thread in Path(f"/proc/{pid}/task").iterdir()
+                for child in (thread / "children").read_text().split()]
+    return children + [deeper for child in children for deeper in descendants(child)]
+
+
+def start(config: Path, *overrides: str, ranks: int = 1, faults: str = "") -> subprocess.Popen[bytes]:
+    """Training in the background, without a word; end it with `kill`."""
+    return subprocess.Popen(stage_command("train", config, *overrides, ranks=ranks), cwd=REPOSITORY,
+                            env={**environment(), "DROVER_FAULTS": faults}, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL)
+
+
+def kill(process: subprocess.Popen[bytes], how: int = signal.SIGKILL) -> None:
+    """Signal a process and everything below it, and wait for its end."""
+    for pid in [process.pid, *descendants(process.pid)] if process.poll() is None else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, how)
+    process.wait()
+
+
+def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, how: int = signal.SIGKILL,
+                   log: str = "metrics") -> None:
+    """Start training, and signal it and its workers once it has itself logged `after_step` or a later one.
+
+    log: `events` waits for a checkpoint of such a step instead.
+    """
+    path, deadline = train_folder(config) / f"{log}.jsonl", time.monotonic() + 120
+    earlier = len(_lines_so_far(path))
+    process = start(config, *overrides, ranks=ranks)
+    try:
+        while not any(record["step"] >= after_step for record in map(json.loads, _lines_so_far(path)[earlier:])
+                      if record.get("event", "checkpoint") == "checkpoint"):
+            assert time.monotonic() < deadline and process.poll() is None, "training did not get that far"
+            time.sleep(0.01)
+    finally:
+        kill(process, how)
+
+
+def _lines_so_far(path: Path) -> list[bytes]:
+    """The whole lines of a file that is written to, in one read: a start may just be cutting off half a line."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def run_with_faults(config: Path, faults: str, *overrides: str, ranks: int = 1,
+                    expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """A run of the stage to its end, with faults on purpose (pipeline/training/fault_injection.py)."""
+    return run_stage("train", config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)
