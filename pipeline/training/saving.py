@@ -78,6 +78,8 @@ class Saver:
         if self.config.background or self.on_gpu:
             pieces = self._copy(pieces)
         state = {**pieces, f"random.cpu.{self.ranks.rank}": [whole(torch.get_rng_state())]}
+        if self.on_gpu:
+            state[f"random.cuda.{self.ranks.rank}"] = [whole(torch.cuda.get_rng_state())]
         stall = time.perf_counter() - began
         self._thread = threading.Thread(target=self._run, args=(state, progress, stall), daemon=True,
                                         name=f"checkpoint-{progress.step}")

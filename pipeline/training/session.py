@@ -316,9 +316,11 @@ class Session:
     def _load(self, path: Path) -> None:
         with CheckpointReader(path) as reader:
             self.engine.load(reader, self.progress.updates)
-            generator = f"random.cpu.{self.ranks.rank}"
-            if generator in reader.names("random."):  # another number of ranks may have been there
-                torch.set_rng_state(reader.read(generator))
+            generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+            for device in {"cpu", self.ranks.device.type}:
+                name = f"random.{device}.{self.ranks.rank}"
+                if name in reader.names("random."):  # another number of ranks may have been there
+                    generators[device](reader.read(name))
 
     def _agree_on_precision(self) -> tuple[torch.dtype, str]:
         """The same on all ranks, and the one that the run was begun in: `auto` must not change with the machine."""
