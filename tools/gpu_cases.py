@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import sdpa_kernel
 
 from model.config import PRESETS, ModelConfig
@@ -28,7 +27,7 @@ from pipeline.config.training import CheckpointConfig, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import Batch, pack
 from pipeline.parallel import spreading
-from pipeline.parallel.grid import Grid
+from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks, start_ranks
 from pipeline.training.checkpoint import Checkpoints, Progress
 from pipeline.training.engines import build_engine
@@ -81,7 +80,7 @@ def batch(config: ModelConfig, length: int, sequences: int, seed: int) -> Batch:
 def fill(model: nn.Module, config: ModelConfig) -> None:
     """Weights of the usual sizes, drawn on the device; zeros would run faster than real ones."""
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = own(parameter)
         if name.endswith("norm.weight"):
             local.fill_(1)
         else:

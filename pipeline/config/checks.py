@@ -87,7 +87,7 @@ def _parallel(config: Config) -> list[str]:
         if parallel.offload != "none":
             found.append(f"parallel.offload '{parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'.")
         return found
-    if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard not in (-1,):
+    if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard != -1:
         found.append(f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
                      f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take "
                      f"'fsdp2'.")

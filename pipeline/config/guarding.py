@@ -23,8 +23,8 @@ class GuardConfig(Section):
     update out; `rollback` goes back to the last checkpoint and leaves the samples of that step out for good."""
     spike_deviations: float = execution(8.0, gt=0)
     """A spike is a value above the running median by more than so many running deviations (median absolute
-    deviation, scaled to equal the standard deviation of normal noise). Gradient norms have long tails: below 6 good
-    steps begin to count as spikes."""
+    deviation, scaled to equal the standard deviation of normal noise). Gradient norms have long tails: too low, and
+    good steps count as spikes."""
     spike_window: int = execution(128, gt=1)
     """Updates that the running median and deviation look back on. A lasting higher level is taken for normal once
     it fills half the window."""

@@ -68,8 +68,8 @@ class TrainConfig(Section):
     """Gradients are scaled down to this global norm."""
     across_documents: bool = False
     """Whether a token sees the documents before its own in the window. Llama 3 masks them, and so is the default. Plain
-    causal attention (true) is what GPT-2 and 3 did; on GPUs it runs in flash kernels, which know no such mask: at 8,192
-    tokens several times faster. No document's end is ever trained to predict the next one's start."""
+    causal attention (true) is what GPT-2 and 3 did; on GPUs it runs in flash kernels, which know no such mask. No
+    document's end is ever trained to predict the next one's start."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
     the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp64` is for proofs of exactness."""
@@ -77,7 +77,7 @@ class TrainConfig(Section):
     """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""
     recomputed_blocks: int = execution(1, gt=0)
-    """Apply activation checkpointing to every so-manieth block: 1 to all, 2 to every second."""
+    """Apply activation checkpointing to every n-th block only: 1 to all, 2 to every second."""
     kept_activations: list[Activation] = execution(default_factory=lambda: list(KEPT_ACTIVATIONS))
     """For `selective`: the results that are kept, by name: `attention` and the matrix products. w2's is not in the
     default: the backward pass never needs it."""

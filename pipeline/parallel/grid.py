@@ -85,8 +85,13 @@ class Grid:
                 copy, copies = copy * self.tensor + self.tensor_rank, copies * self.tensor
         start, size[0] = _slice(size[0], self.shard, self.ranks.rank // self.tensor % self.shard)
         offset[0] += start
-        assert tuple(size) == tuple(parameter.to_local().shape), (tuple(size), parameter)
+        assert tuple(size) == tuple(own(parameter).shape), (tuple(size), parameter)
         return Part(tuple(offset), tuple(size), copy, copies)
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be spread, as a view of its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sizes(parallel: ParallelConfig, ranks: int) -> tuple[int, int, int]:

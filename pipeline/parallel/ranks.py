@@ -40,7 +40,8 @@ class Ranks:
         """Sums over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.group)
-        return [float(value) for value in total.tolist()]
+        sums: list[float] = total.tolist()
+        return sums
 
     def gather(self, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""

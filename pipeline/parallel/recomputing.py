@@ -29,7 +29,7 @@ ATTENTION = {
 
 
 def recompute(layers: nn.ModuleList, train: TrainConfig) -> None:
-    """Apply `train.activation_checkpointing` to every `train.recomputed_blocks`-th block, in place. Results are
+    """Apply `train.activation_checkpointing` to every n-th block (`train.recomputed_blocks`), in place. Results are
     bit-equal with and without."""
     if train.activation_checkpointing == "none":
         return

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
 from model.llama import Llama, initial_value
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
-from pipeline.parallel.grid import Grid
+from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.recomputing import recompute
 from pipeline.parallel.tensor import split_products
 
@@ -63,12 +63,16 @@ def fill(model: nn.Module, config: ModelConfig, seed: int, grid: Grid) -> None:
     """Give each rank its part of every parameter's initial value; only the rows that it needs are drawn."""
     for name, parameter in model.named_parameters():
         part = grid.part(parameter)
-        rows = range(part.offset[0], part.offset[0] + part.size[0])
-        value = initial_value(name, parameter.shape, config, seed, rows)
-        for dimension in range(1, value.dim()):
-            value = value.narrow(dimension, part.offset[dimension], part.size[dimension])
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(value)
+        own(parameter).copy_(initial_part(name, parameter.shape, config, seed, part.offset, part.size))
+
+
+def initial_part(name: str, shape: Sequence[int], config: ModelConfig, seed: int, offset: Sequence[int],
+                 size: Sequence[int]) -> Tensor:
+    """A rectangle of a parameter's initial value."""
+    value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]))
+    for dimension in range(1, value.dim()):
+        value = value.narrow(dimension, offset[dimension], size[dimension])
+    return value
 
 
 def compiles(train: TrainConfig, device: torch.device) -> bool:

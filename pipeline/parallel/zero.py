@@ -35,8 +35,7 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
         "train_micro_batch_size_per_gpu": train.micro_batch, "gradient_accumulation_steps": accumulation,
         "gradient_clipping": train.clip_norm, "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": precision == torch.bfloat16, **({"check_grad_overflow": True}
-                                                           if precision == torch.bfloat16 else {})},
+        "bf16": {"enabled": True, "check_grad_overflow": True} if precision == torch.bfloat16 else {"enabled": False},
         "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32",
         "steps_per_print": 2**31 - 1, "wall_clock_breakdown": False,
     }

@@ -17,9 +17,6 @@ from pipeline.data.loader import Batch
 from pipeline.formats.checkpoint import CheckpointReader, Piece
 from pipeline.training.guards import Limits
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state, by torch's names; in a checkpoint `exp_avg.<parameter>` beside `model.<parameter>`."""
-
 
 @dataclass(frozen=True)
 class StepResult:

@@ -20,10 +20,11 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.parallel.grid import own
+from pipeline.training.replicas import INTEGERS
 
 SWITCH = "DROVER_FAULTS"
 EXIT_STATUS = 13
@@ -37,8 +38,6 @@ KINDS = {
     "slow": "the step begins `seconds` late (2)",
 }
 OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the same size, by bytes, as which weights are seen bit by bit."""
 MANTISSA = {torch.float64: 51, torch.float32: 22, torch.float16: 9, torch.bfloat16: 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
 
@@ -140,7 +139,7 @@ def flip_bit(model: nn.Module, bit: int | None = None) -> str:
     Raises:
         UserError: the rank holds no weights, or they have no such bit.
     """
-    name, local = max(((name, _local(weight)) for name, weight in model.named_parameters()),
+    name, local = max(((name, own(weight)) for name, weight in model.named_parameters()),
                       key=lambda item: item[1].numel(), default=("", torch.empty(0)))
     if local.numel() == 0:
         raise UserError(f"{SWITCH} asks for a flipped bit, but this rank holds no weights of its own.")
@@ -153,10 +152,6 @@ def flip_bit(model: nn.Module, bit: int | None = None) -> str:
     before = float(local[place])
     local.view(INTEGERS[size])[place] ^= 1 << bit
     return f"bit {bit} of element {list(place)} of {name} on this rank, {before:.6g} -> {float(local[place]):.6g}"
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight.data
 
 
 def _parse(part: str) -> Fault:

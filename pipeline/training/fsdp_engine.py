@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from model.llama import Llama
 from pipeline.data.loader import Batch
 from pipeline.formats.checkpoint import CheckpointReader, Piece
-from pipeline.parallel.grid import Grid
-from pipeline.training.engine import MOMENTS, Engine, LocalWeights, StepResult
+from pipeline.parallel.grid import Grid, own
+from pipeline.training.engine import Engine, LocalWeights, StepResult
 from pipeline.training.guards import Limits
+from pipeline.training.optimizer import MOMENTS, moments_of
 
 
 class FsdpEngine(Engine):
@@ -69,7 +69,7 @@ class FsdpEngine(Engine):
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, _local(parameter.grad)
+                yield name, own(parameter.grad)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Over all ranks; the loss is the same in a tensor group, so that one of the group adds it."""
@@ -97,9 +97,9 @@ class FsdpEngine(Engine):
             part, shape = self.parts[name], tuple(parameter.shape)
             if number % part.copies != part.copy:
                 continue
-            state = self._state(parameter)
+            state = moments_of(self.optimizer, parameter)
             for kind, tensor in {"model": parameter.detach(), **{moment: state[moment] for moment in MOMENTS}}.items():
-                found[f"{kind}.{name}"] = [Piece(_local(tensor), part.offset, shape)]
+                found[f"{kind}.{name}"] = [Piece(own(tensor), part.offset, shape)]
         return found
 
     @torch.no_grad()
@@ -107,34 +107,20 @@ class FsdpEngine(Engine):
         """See Engine."""
         self.updates = updates
         for name, parameter in self.model.named_parameters():
-            part, state = self.parts[name], self._state(parameter)
+            part, state = self.parts[name], moments_of(self.optimizer, parameter)
             state["step"].fill_(updates)
             places = {"model": parameter, **{moment: state[moment] for moment in MOMENTS}}
             for kind, place in places.items():
-                _local(place).copy_(reader.read(f"{kind}.{name}", part.offset, part.size))
-
-    def _state(self, parameter: Any) -> dict[str, Any]:
-        """AdamW's state of a parameter, which torch makes in the first step only."""
-        state: dict[str, Any] = self.optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self.grid.ranks.device)
-            state.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
-        return state
+                own(place).copy_(reader.read(f"{kind}.{name}", part.offset, part.size))
 
     def replicated_weights(self) -> Iterator[LocalWeights]:
         """See Engine."""
         for name, parameter in self.model.named_parameters():
             if self.parts[name].copies > 1:
-                yield LocalWeights(name, self.parts[name].offset, _local(parameter.detach()))
+                yield LocalWeights(name, self.parts[name].offset, own(parameter.detach()))
 
     def rest(self) -> None:
         """See Engine."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor, as a view of its memory."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

@@ -9,6 +9,9 @@ from torch import nn
 
 from pipeline.config.training import TrainConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments, by torch's names; in a checkpoint `exp_avg.<parameter>` beside `model.<parameter>`."""
+
 
 def decays(name: str, tied: bool) -> bool:
     """Whether weight decay applies: never to norms and embeddings, nor to an output matrix that is the embedding."""
@@ -19,6 +22,18 @@ def decays(name: str, tied: bool) -> bool:
 def build_optimizer(model: nn.Module, train: TrainConfig, tied: bool) -> torch.optim.AdamW:
     """Fused AdamW over two groups of parameters; the loop sets the learning rate before each step."""
     return torch.optim.AdamW(**optimizer_arguments(model, train, tied), fused=True)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's state of a parameter: its two moments, and `step`. torch makes it in the first step only; here it is
+    there from the start, as zeros, so that it can be saved and filled in."""
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    if not state:
+        # The fused kernel wants the count beside the parameter, the others on the host.
+        state["step"] = torch.zeros((), dtype=torch.float32,
+                                    device=parameter.device if optimizer.defaults["fused"] else "cpu")
+        state.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
+    return state
 
 
 def optimizer_arguments(model: nn.Module, train: TrainConfig, tied: bool) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipeline.errors import listed
+from pipeline.parallel.grid import own
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the same size, by bytes, as which weights are seen bit by bit."""
 CHUNK = 1 << 20
 """Elements hashed at once: bounds the extra memory to some 16 MB."""
 
@@ -27,7 +28,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
     So it does not depend on the order of summation or the device; any change of one element changes it (an odd factor
     loses nothing modulo 2^64), exchanged elements do, and others go unseen once in 2^64 or so.
     """
-    sums = [_hash(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors]
+    sums = [_hash(own(tensor)) for tensor in tensors]
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
 
 

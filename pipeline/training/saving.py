@@ -20,7 +20,7 @@ import torch
 from pipeline.config.training import CheckpointConfig
 from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.checkpoint import Part, Piece, whole, write_index, write_part
-from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.ranks import PATIENCE, Ranks
 from pipeline.training.checkpoint import Checkpoints, Progress
 
 T = TypeVar("T")
@@ -60,11 +60,6 @@ class Saver:
     def failed(self) -> bool:
         """Whether the save in flight has been given up on this rank. The others may not know yet: ask them all."""
         return self._error is not None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a save was begun that nobody has waited for; the same on every rank."""
-        return self._thread is not None
 
     def prepare(self, pieces: Pieces) -> None:
         """Take the host memory for copies now, so that a first save finds it there (and a lack of it shows)."""
@@ -109,10 +104,10 @@ class Saver:
         if error is not None:
             raise error
 
-    def settle(self, seconds: float = 60.0) -> None:
-        """Give a save in flight the time to end before the process does."""
+    def settle(self) -> None:
+        """Let a save in flight end before the process does, whatever becomes of it."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(PATIENCE.total_seconds())
 
     def ended(self) -> list[Saved]:
         """What has ended since this was last asked, for the log."""

@@ -75,6 +75,7 @@ class Session:
             update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
         self.checkpoints = Checkpoints(work.folder / "checkpoints", self.ranks, self.say)
         found = self.checkpoints.newest_valid()
+        self.has_checkpoint = found is not None
         self.progress = self._continue_from(*found) if found else Progress(plan_sha256=self.data.order.plan_sha256)
         self.precision, why = self._agree_on_precision()
         # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
@@ -158,14 +159,7 @@ class Session:
 
     def judge(self, step: int, result: StepResult) -> Verdict:
         """What came of a step; where something did, it is said and logged."""
-        # A save in flight counts, however far it is: what comes of a step must not depend on the disk's speed.
-        can_roll_back = self.config.train.guards.spike == "rollback" and (
-            self.saver.in_flight or self.ranks.same(any(self.checkpoints.folder.glob("step-????????"))))
-        try:
-            return self.supervision.judge(step + 1, result, self.progress, can_roll_back, self._log)
-        except UserError:  # on all ranks alike: there is time to finish what is being saved
-            self.saver.wait()
-            raise
+        return self.supervision.judge(step + 1, result, self.progress, self.has_checkpoint, self._log)
 
     def roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good."""
@@ -248,6 +242,7 @@ class Session:
             self.supervision.compare_replicas(self.engine, self.progress.step)
         self.progress = dataclasses.replace(self.progress, guards=self.supervision.guards.state())
         self.saver.save(self.engine.pieces(), self.progress)
+        self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
 
     def _log_saves(self) -> None:
         for saved in self.saver.ended():

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.llama import Llama, initial_value
+from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.data.loader import Batch
 from pipeline.formats.checkpoint import CheckpointReader, Piece, rectangles
 from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.spreading import initial_part
 from pipeline.parallel.zero import spread_by_zero
-from pipeline.training.engine import MOMENTS, Engine, LocalWeights, StepResult
+from pipeline.training.engine import Engine, LocalWeights, StepResult
 from pipeline.training.guards import Limits
-from pipeline.training.optimizer import optimizer_arguments
+from pipeline.training.optimizer import MOMENTS, moments_of, optimizer_arguments
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, offset, size) -> that rectangle."""
@@ -77,8 +78,8 @@ class ZeroEngine(Engine):
         self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
                        for name, parameter in self.names.items()}
         if seed is not None:
-            self._take({"model": lambda name, offset, size: _initial(name, self.shapes[name], config, seed, offset,
-                                                                     size)})
+            self._take({"model": lambda name, offset, size: initial_part(name, self.shapes[name], config, seed,
+                                                                         offset, size)})
 
     def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float, limits: Limits) -> StepResult:
         """See Engine."""
@@ -147,12 +148,8 @@ class ZeroEngine(Engine):
                 parameter.data.copy_(sources["model"](name, (0,) * len(shape), shape))
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """AdamW's moments of a flat master, which torch makes in the first step only; its count is set to ours."""
-        state: dict[str, Any] = self.optimizer.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32,
-                                        device=master.device if self.optimizer.defaults["fused"] else "cpu")
-            state.update({moment: torch.zeros_like(master) for moment in MOMENTS})
+        """AdamW's moments of a flat master; its count is set to ours."""
+        state = moments_of(self.optimizer, master)
         state["step"].fill_(self.updates)
         return {moment: state[moment] for moment in MOMENTS}
 
@@ -187,12 +184,3 @@ def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[Piece
         pieces.append(Piece(flat[at:at + count].view(size), offset, shape))
         at += count
     return pieces
-
-
-def _initial(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int, offset: tuple[int, ...],
-             size: tuple[int, ...]) -> Tensor:
-    """A rectangle of a parameter's initial value."""
-    value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]))
-    for dimension in range(1, value.dim()):
-        value = value.narrow(dimension, offset[dimension], size[dimension])
-    return value
