@@ -1,0 +1,176 @@
+"""The Slurm lab: what needs no Slurm always, the rest where Slurm's packages are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from tests.conftest import REPOSITORY
+from tools import slurm_lab
+from tools.slurm_lab import Lab, missing_programs
+from tools.slurm_processes import Daemons, process_table
+from tools.slurm_settings import LONGEST_FOLDER, LabSettings, check_folder, free_ports, is_open
+
+needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for Slurm's sockets; labs left in it are taken down."""
+    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
+    yield folder
+    for inside in folder.iterdir():
+        Lab(inside).down()
+    shutil.rmtree(folder)
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
+                          capture_output=True, timeout=120)
+
+
+def ask(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, env={**os.environ, **lab.environment()}, cwd=lab.folder, text=True, timeout=60,
+                          capture_output=True)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines of all that was started for a lab: they or their environment name its folder."""
+    found = []
+    for identity in set(process_table()) - {os.getpid()}:
+        try:
+            words, variables = (Path(f"/proc/{identity}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        if str(folder).encode() in words + variables:
+            found.append(words.replace(b"\0", b" ").decode())
+    return found
+
+
+def until(path: Path, words: str) -> str:
+    deadline = time.monotonic() + 60
+    while not path.exists() or words not in path.read_text():
+        assert time.monotonic() < deadline, f"{path} does not say {words!r}"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+@needs_slurm
+def test_two_labs_live_side_by_side_and_go_without_a_trace(short_folder):
+    first, second = Lab(short_folder / "a"), Lab(short_folder / "b")
+    started = command("up", "2", "--folder", first.folder)
+    assert started.stdout == f"export SLURM_CONF={first.folder}/slurm.conf\n", started.stderr
+    again = command("up", "--folder", first.folder)
+    assert again.stdout == started.stdout and "running already, with 2 nodes" in again.stderr
+    second.up(1, accounting=False, requeue=False, cpus=2)
+    assert second.node_states() == {"n1": "idle"} and first.node_states() == {"n1": "idle", "n2": "idle"}
+
+    script = "hostname; scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300"
+    for lab in (first, second):
+        submitted = ask(lab, "sbatch", "--requeue", "--open-mode=append", "--output=out", "--cpus-per-task=2",
+                        f"--wrap={script}")
+        assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
+    assert "Requested operation is presently disabled" in until(second.folder / "out", "refused 1")
+
+    deadline = time.monotonic() + 60
+    while not ask(first, "sacct", "--noheader", "--jobs=1").stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert ask(second, "sacct").returncode == 1
+    first.stop_accounting()
+    assert ask(first, "sacct").returncode == 1 and ask(first, "squeue", "--noheader").stdout
+    assert "n2             idle" in command("status", "--folder", first.folder).stdout
+
+    assert len(processes_of(first.folder)) > 4 and len(processes_of(second.folder)) > 4
+    assert command("down", "--folder", first.folder).returncode == 0
+    assert processes_of(first.folder) == [] and not first.folder.exists()
+    assert second.is_up and len(processes_of(second.folder)) > 4
+    second.down(keep=True)
+    assert processes_of(second.folder) == [] and (second.folder / "log" / "slurmctld.log").exists()
+    for lab in (first, second, second):
+        lab.down()
+    assert list(short_folder.iterdir()) == []
+
+
+@needs_slurm
+def test_a_killed_node_takes_all_with_it_and_comes_back(short_folder):
+    lab = Lab(short_folder / "a")
+    lab.up(2, accounting=False)
+    script = "srun --ntasks=2 bash -c '(sleep 301 &); setsid sleep 302 & echo up; exec sleep 303'"
+    ask(lab, "sbatch", "--no-requeue", "--nodes=2", "--output=out", f"--wrap={script}")
+    until(lab.folder / "out", "up\nup")
+    before = {node: lab.daemons.job_processes([node]) for node in lab.nodes}
+    assert [len(before[node]) >= 4 for node in lab.nodes] == [True, True]  # the step daemon and three sleepers
+    lab.kill_node("n2")
+    assert lab.daemons.job_processes(["n2"]) == set() and before["n1"] & lab.daemons.job_processes(["n1"])
+    assert lab.daemons.running("slurmd-n2") is None and lab.daemons.running("slurmd-n1")
+    lab.start_node("n2")
+    assert lab.daemons.running("slurmd-n2")
+    done = ask(lab, "srun", "--nodelist=n2", "--ntasks=1", "sh", "-c", "echo $SLURMD_NODENAME")
+    assert done.stdout == "n2\n", done.stderr
+    with pytest.raises(UserError, match="no node n3; it has n1, n2"):
+        lab.kill_node("n3")
+
+
+def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):
+    monkeypatch.setattr(slurm_lab, "_which", lambda program: None if program == "slurmd" else "/bin/true")
+    with pytest.raises(UserError, match=r"no slurmd\. On Debian or Ubuntu .*slurm_lab install"):
+        Lab(short_folder / "a").up(1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match=r"sudo apt-get install .*slurm-wlm slurmdbd munge mariadb-server"):
+        slurm_lab.install()
+
+
+def test_folders_that_do_not_do_are_refused(short_folder):
+    with pytest.raises(UserError, match="leave room for"):
+        check_folder(Path("/tmp") / ("x" * (LONGEST_FOLDER - 4)))
+    with pytest.raises(UserError, match=r"slurm\.conf cannot hold the path"):
+        check_folder(Path("/tmp/a b"))
+    check_folder(Path("/tmp") / ("x" * (LONGEST_FOLDER - 5)))
+    (short_folder / "mine").mkdir()
+    (short_folder / "mine" / "letter.txt").write_text("dear")
+    lab = Lab(short_folder / "mine")
+    lab.down()
+    if not missing_programs():
+        with pytest.raises(UserError, match="holds something that is not a Slurm lab"):
+            lab.up(1)
+    assert (short_folder / "mine" / "letter.txt").exists() and not lab.is_up
+    answer = command("kill-node", "n1", "--folder", short_folder / "none")
+    assert answer.returncode == 2 and "There is no Slurm lab in" in answer.stderr
+
+
+def test_a_block_of_ports_is_given_once():
+    with free_ports(10) as first, free_ports(10) as second:
+        assert abs(first - second) >= 64 and not is_open(first)
+        assert min(first, second) >= 10000 and max(first, second) + 10 < 20000
+
+
+def test_the_configuration_of_one_node_and_of_many():
+    one, many = (LabSettings("/tmp/lab", nodes, 2, 1000, nodes > 1, True, 12000).slurm_conf() for nodes in (1, 3))
+    assert "NodeName=n1 " in one and " Port=12002 " in one and "slurmdbd" not in one
+    assert "NodeName=n[1-3] " in many and " Port=[12002-12004] " in many and "AccountingStoragePort=12001" in many
+
+
+def test_a_stranger_with_an_old_process_id_is_left_alone(tmp_path):
+    for name in ("pids", "log"):
+        (tmp_path / name).mkdir()
+    daemons = Daemons(tmp_path)
+    daemons.start("mine", ["sleep", "300"], os.environ)
+    identity = daemons.running("mine")
+    assert identity is not None
+    (tmp_path / "pids" / "other").write_text(f"{identity} 1\n")  # the same id, started at another time
+    assert daemons.running("other") is None
+    daemons.stop("other")
+    assert daemons.running("mine") == identity
+    assert Daemons(tmp_path).running("mine") == identity  # found again without having started it
+    daemons.stop("mine", grace_s=5.0)
+    assert daemons.running("mine") is None and daemons.names() == []
