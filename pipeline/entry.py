@@ -7,16 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any, NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from pipeline.config.loading import load_config
 from pipeline.console import say
 from pipeline.errors import UserError, is_full_disk
+from pipeline.locks import StageLock, lock
 from pipeline.manifest import MANIFEST, read_manifest
 from pipeline.orphans import end_with_parent
-from pipeline.run import Run, State
+from pipeline.parts import Part, ShareDone
+from pipeline.run import Run, State, force_id
 from pipeline.stages import STAGES, before
-from pipeline.work import Work, begin, lock, mark_failed, set_aside
+from pipeline.state import STATE, read_state, write_state
+from pipeline.work import Work, begin, mark_failed, set_aside
 
 INTERRUPTED = 130
 SILENCE_S = 3.0
@@ -36,13 +40,9 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
         return _run(name, body, options)
     except Exception as error:
         # Only texts are kept: an error holds on to its frames, and so to the lock.
-        if isinstance(error, UserError):
-            text, status = str(error), error.exit_status
-        elif is_full_disk(error):
-            text, status = (f"the disk or quota is full ({error}). Nothing half-written is kept as finished. Free some "
-                            f"space and run the same command again."), UserError.exit_status
-        else:
+        if (text := _reason(error)) is None:
             raise
+        status = error.exit_status if isinstance(error, UserError) else UserError.exit_status
         if not is_leader():
             # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
             # waits. What this rank alone knows must be heard, though.
@@ -70,8 +70,14 @@ def parser(name: str) -> argparse.ArgumentParser:
     """The command line that all stages share."""
     result = argparse.ArgumentParser(prog=f"python -m pipeline.{name}", description=f"Run the stage {name} of a run.")
     result.add_argument("--config", required=True, help="YAML file of the run")
-    result.add_argument("--force", action="store_true",
-                        help="rebuild the stage (training output is set aside, never deleted)")
+    forcing = result.add_mutually_exclusive_group()
+    forcing.add_argument("--force", action="store_true",
+                         help="rebuild the stage (training output is set aside, never deleted)")
+    forcing.add_argument("--force-id", metavar="ID",
+                         help="like --force, but only once for this ID: called with it again, the stage goes on")
+    result.add_argument("--part", metavar="I/N",
+                        help="do only part I, from 0, of N of the stage's units; others may do the other parts at the "
+                             "same time, and the stage run without --part finishes it")
     result.add_argument("--accept-drift", action="store_true",
                         help="go on although inputs or settings changed; recorded in every later manifest")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
@@ -85,41 +91,150 @@ def is_leader() -> bool:
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
     run = Run(load_config(options.config, options.overrides))
-    for need in STAGES[name].needs:
-        run.finished(need)  # refuses before anything is touched
-    run.refuse_stale_inputs(name)
-    if not options.force and run.state(name).kind == "done":
+    part = _part(name, options)
+    writes_state = is_leader() and part is None
+    try:
+        for need in STAGES[name].needs:
+            run.finished(need)  # refuses before anything is touched
+        run.refuse_stale_inputs(name)
+        # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
+        done = (not _forced(run, name, options) and (part is None or run.manifest(name) is not None)
+                and run.state(name).kind == "done")
+    except UserError as error:
+        if writes_state:
+            _note_refusal(run, name, str(error))
+        raise
+    if done:
         _report_done(run, name)  # without a lock: others may be reading it
+        if writes_state:
+            with suppress(UserError):  # somebody rebuilds it by now
+                _note_done(run, name, locked=False)
         return 0
     # Only the leader locks: the other ranks were started with it and read the same folder.
-    held = _locks(run, name) if is_leader() else []
-    work = _prepare(run, name, options)
+    held = StageLock(run.folder, name, part) if is_leader() else None
+    try:
+        return _locked(run, name, body, options, held)
+    except Exception as error:
+        if writes_state and (reason := _reason(error)) is not None:
+            _note_failure(run, name, reason)
+        raise
+    except KeyboardInterrupt:
+        if writes_state:
+            _note_interrupt(run, name)
+        raise
+
+
+def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
+            held: StageLock | None) -> int:
+    """Do what the state of the stage asks for; the process's exit status."""
+    part = held.part if held else None
+    # Nobody rebuilds what is read here.
+    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
+    if held and part and not _forced(run, name, options) and run.state(name).kind == "partial":
+        work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
+    else:
+        if held:
+            held.alone()
+        work = _prepare(run, name, options, part)
+    if held:
+        held.begun()
     if work is None:
+        if is_leader() and part is None:
+            _note_done(run, name, locked=True)
         return 0
     try:
         body(work)
+    except ShareDone:
+        return 0
     except UserError:
         if is_leader():
             mark_failed(work)
         raise
-    del held
+    del reading
     return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
 
 
-def _locks(run: Run, name: str) -> list[IO[str] | None]:
-    """Write this stage alone, and let nobody rebuild those that it reads."""
-    own = lock(run.folder, name)
-    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs]
-    return [own, *reading]
-
-
-def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
-    """Decide what the state of the stage allows; None if nothing is to be done."""
+def _part(name: str, options: argparse.Namespace) -> Part | None:
+    if options.part is None:
+        return None
+    part = Part.parse(options.part)
+    if not STAGES[name].parts:
+        raise UserError(f"The stage {name} cannot be done in parts; {', '.join(_in_parts())} can. Run it without "
+                        f"--part.")
     if options.force:
-        return _start_afresh(run, name)
+        raise UserError("Each part with --force would throw away what the others did. Give all of them, and the call "
+                        "that finishes the stage, the same --force-id instead: only the first then starts it afresh.")
+    return part
+
+
+def _in_parts() -> list[str]:
+    return [name for name, stage in STAGES.items() if stage.parts]
+
+
+def _forced(run: Run, name: str, options: argparse.Namespace) -> bool:
+    """Whether the stage is to be started afresh: the first time that this is asked under an ID."""
+    again = options.force_id is not None and force_id(run.own_folder(name)) != options.force_id
+    return options.force or again
+
+
+def _reason(error: Exception) -> str | None:
+    """What a user is told of an error that he can mend; None for a defect of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if is_full_disk(error):
+        return (f"the disk or quota is full ({error}). Nothing half-written is kept as finished. Free some space and "
+                f"run the same command again.")
+    return None
+
+
+def _note_refusal(run: Run, name: str, reason: str) -> None:
+    """Record why the stage could not even start, unless another process has it: then that one tells how it stands."""
+    if _is_followed(run, name):
+        with suppress(UserError, OSError):
+            held = lock(run.folder, name)
+            _note_failure(run, name, reason)
+            del held
+
+
+def _note_failure(run: Run, name: str, reason: str) -> None:
+    with suppress(UserError, OSError):  # the disk may be full; then the last word is that the stage was running
+        if _is_followed(run, name) and not run.is_reused(name):
+            write_state(run.own_folder(name), "failed", reason=reason)
+
+
+def _is_followed(run: Run, name: str) -> bool:
+    """Whether a failure has a place to be recorded in: what was refused before it began makes none by itself, except
+    for a job, whose launcher waits for the reason."""
+    return run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ
+
+
+def _note_interrupt(run: Run, name: str) -> None:
+    """Record Ctrl-C, unless the stage itself has said how it ended."""
+    state = read_state(run.own_folder(name))
+    if state is not None and state.status == "running":
+        with suppress(OSError):
+            write_state(run.own_folder(name), "preempted", reason="interrupted")
+
+
+def _note_done(run: Run, name: str, *, locked: bool) -> None:
+    """Make the record of a finished stage say so: a kill, or a refusal, may have left another word."""
+    folder = run.own_folder(name)
+    if run.is_reused(name) or ((state := read_state(folder)) is not None and state.status == "done"):
+        return
+    held = None if locked else lock(run.folder, name, shared=True)
+    if (manifest := read_manifest(folder)) is not None:
+        with suppress(OSError):  # it may be another user's
+            write_state(folder, "done", step=manifest.counts.get("steps"))
+    del held
+
+
+def _prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work | None:
+    """Decide what the state of the stage allows; None if nothing is to be done."""
+    if _forced(run, name, options):
+        return _start_afresh(run, name, options, part)
     state, fingerprint = run.state(name), run.fingerprint(name)
     if state.kind == "to do" and state.differences:
-        return _start_afresh(run, name)
+        return _start_afresh(run, name, options, part)
     drift: list[dict[str, Any]] = run.begun_drift(name) if state.kind == "partial" else []
     if state.kind == "done":
         _report_done(run, name)
@@ -138,16 +253,16 @@ def _prepare(run: Run, name: str, options: argparse.Namespace) -> Work | None:
         _mend(run, name, state)
     if not is_leader():
         return Work(run, name, fingerprint, drift)
-    return begin(run, name, fingerprint, drift)
+    return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
-def _start_afresh(run: Run, name: str) -> Work:
+def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
     if not is_leader():
         return Work(run, name, run.fingerprint(name))
     aside = set_aside(run.own_folder(name), keep=name == "train")
     if aside is not None:
         say(name, f"the old outputs are kept in {aside}")
-    return begin(run, name, run.fingerprint(name), [])
+    return begin(run, name, run.fingerprint(name), [], part, options.force_id)
 
 
 def _report_done(run: Run, name: str) -> None:
@@ -185,7 +300,8 @@ def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
 def _withdraw(run: Run, name: str) -> None:
     """Make a finished stage an unfinished one; its outputs stay."""
     if is_leader():
-        (run.own_folder(name) / MANIFEST).unlink(missing_ok=True)
+        for record in (MANIFEST, STATE):
+            (run.own_folder(name) / record).unlink(missing_ok=True)
 
 
 def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import IO, Any
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a temporary file beside `path`; on success fsync it and rename it to `path`.
 
-    The temporary name carries the process id, so an orphan of a killed run cannot write into our file.
+    The temporary name carries host and process id, so neither an orphan of a killed run nor another node that shares
+    the folder can write into our file.
     On any error the temporary file is removed and `path` is left as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -58,6 +60,41 @@ def read_json(path: Path) -> Any:
     """The value of a JSON file; raises FileNotFoundError or json.JSONDecodeError."""
     with open(path, encoding="utf-8") as file:
         return json.load(file)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append `value` as one line of JSON, in one write: several processes may append to the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+", buffering=0) as file:
+        torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
+        file.write((b"\n" if torn else b"") + json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+
+def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]]:
+    """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
+
+    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over.
+
+    Raises:
+        ValueError: another line is no JSON: the file is damaged.
+    """
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace" if appended else "strict") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                if appended or not line.endswith("\n"):
+                    continue
+                raise
+            if line.endswith("\n"):
+                yield value
+
+
+def _ends_with_newline(file: IO[bytes]) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def sha256_file(path: Path) -> str:

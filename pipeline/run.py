@@ -13,6 +13,7 @@ from pipeline.config.tree import Config
 from pipeline.errors import UserError, listed
 from pipeline.files import read_json, sha256_file
 from pipeline.manifest import Difference, Manifest, differences, read_manifest
+from pipeline.parts import identity_key, marked_parts
 from pipeline.stages import REPOSITORY, STAGES, Stage, before
 
 STARTED = "started.json"
@@ -205,6 +206,30 @@ class Run:
 
     def _origin(self, stage: str) -> list[str]:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
+
+
+def done_parts(run: Run, stage: str, parts: int) -> set[int]:
+    """Which of `parts` parts of a stage that is begun are done, with the settings and inputs of now.
+
+    Of a stage that is to be forced nothing is: its parts go with all else.
+    """
+    folder = run.own_folder(stage)
+    if not marked_parts(folder, parts):
+        return set()  # then nothing need be hashed
+    try:
+        key = identity_key(run.fingerprint(stage))
+    except UserError:
+        return set()  # a stage before it, or an input file, is gone: the stage itself will say so
+    return marked_parts(folder, parts, key)
+
+
+def force_id(folder: Path) -> str | None:
+    """What the last `--force-id` that the stage in `folder` was begun under said; None if there was none."""
+    try:
+        found: str | None = read_json(folder / STARTED).get("force_id")
+        return found
+    except (OSError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
+        return None
 
 
 def code_hashes(stage: Stage) -> dict[str, str]:

@@ -37,7 +37,8 @@ from pipeline.data.staging import (
 from pipeline.entry import stage_main
 from pipeline.errors import UserError, listed
 from pipeline.files import atomic_file, output_record
-from pipeline.work import UNITS, Unit, Work
+from pipeline.parts import PARTS, UNITS
+from pipeline.work import Unit, Work
 
 REJECTED = "rejected.jsonl"
 
@@ -189,6 +190,7 @@ def _clear(folder: Path, outputs: set[str]) -> None:
     for path in [path for split in SPLITS for path in (folder / split).glob("*.tar")]:
         if path.relative_to(folder).as_posix() not in outputs:
             path.unlink()  # an interrupted run saw another state of a Hub dataset
+    shutil.rmtree(folder / PARTS, ignore_errors=True)  # first: they must not speak of units that are gone
     shutil.rmtree(folder / UNITS / "read", ignore_errors=True)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 

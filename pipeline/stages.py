@@ -13,6 +13,8 @@ from pipeline.config.tree import Config
 from pipeline.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SNAPSHOT = "snapshot.json"
+"""In REPOSITORY, where that is the copy that a submission made: which commit it is of."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Stage:
         needs: stages whose manifests it reads.
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
         ranks: whether it runs as ranks under torch's elastic agent; the others are one process with workers.
+        parts: whether its units may be shared out among several jobs (`--part`); one more call then finishes it.
         reusable: whether `reuse:` may take it from another run.
         code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
         files: "module:function" giving its input files that no stage made, as (name, path) pairs.
@@ -33,6 +36,7 @@ class Stage:
     reads: tuple[str, ...]
     code: tuple[str, ...]
     ranks: bool = False
+    parts: bool = False
     reusable: bool = False
     files: str | None = None
 
@@ -59,13 +63,14 @@ class Stage:
 
 
 STAGES = {stage.name: stage for stage in (
-    Stage("shard", needs=(), reads=("shard",), reusable=True, files="pipeline.data.sources:input_files",
+    Stage("shard", needs=(), reads=("shard",), parts=True, reusable=True,
+          files="pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/staging.py",
                 "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), reusable=True,
           files="pipeline.vocabulary.kinds:input_files",
           code=("pipeline/vocabulary", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
-    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), reusable=True,
+    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), parts=True, reusable=True,
           code=("pipeline/vocabulary", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,

@@ -1,24 +1,24 @@
-"""One attempt at a stage: the lock, the start record, the units of work, the commit."""
+"""One attempt at a stage: the start record, the units of work, the commit."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 from pipeline.config.loading import config_hash, save_config
 from pipeline.config.tree import Config
@@ -27,12 +27,13 @@ from pipeline.errors import UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
 from pipeline.manifest import Manifest
 from pipeline.orphans import end_with_parent
-from pipeline.run import STARTED, Run, code_hashes
-from pipeline.stages import REPOSITORY, STAGES, before
+from pipeline.parts import UNITS, Part, ShareDone, identity_key
+from pipeline.run import STARTED, Run, code_hashes, force_id
+from pipeline.stages import REPOSITORY, SNAPSHOT, STAGES, before
+from pipeline.state import STATE, write_state
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed")
-UNITS = "units"
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,16 @@ class Unit:
 
 @dataclass
 class Work:
-    """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit."""
+    """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
+
+    With a `part`, only a share of the first phase's units is done.
+    """
 
     run: Run
     name: str
     fingerprint: dict[str, Any]
     drift: list[dict[str, Any]] = field(default_factory=list)
+    part: Part | None = None
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=lambda: _now())
 
@@ -74,8 +79,9 @@ class Work:
         return self.run.stage_folder(stage), self.run.finished(stage)
 
     def processes(self) -> int:
-        """Workers to use on this machine."""
-        return self.config.launch.processes or len(os.sched_getaffinity(0))
+        """Workers to use on this machine; in a Slurm job, on its part of the node."""
+        allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)  # where Slurm binds nothing, affinity is the whole node
+        return self.config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
 
     def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
                  unit_word: str = "units") -> list[dict[str, Any]]:
@@ -84,20 +90,35 @@ class Work:
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
         `outputs` list holds `output_record`s. The record becomes `units/<phase>/<name>.json`, the unit's own commit:
         after a kill, units whose record matches (same stage fingerprint, same payload, outputs in place) are kept.
+
+        Raises:
+            ShareDone: the stage is run as a part and has now done its share.
         """
+        units = units if self.part is None else list(self.part.of(units))
         records: dict[str, dict[str, Any]] = {}
         keys = {unit.name: sha256_json([self.fingerprint, phase, unit.payload]) for unit in units}
         with Progress(self.name, phase, len(units), unit_word) as progress:
             for unit in units:
                 if (record := self._finished_unit(phase, unit.name, keys[unit.name])) is not None:
                     records[unit.name] = record
-            progress.already(len(records))
+            found = len(records)
+            progress.already(found)
             todo = [unit for unit in units if unit.name not in records]
             for name, record in _in_workers(function, self.folder, todo, self.processes()):
                 write_json(self._unit_path(phase, name), {"key": keys[name], **record})
                 records[name] = record
                 progress.advance()
+        if self.part is not None:
+            self._leave(self.part, phase, len(units), found)
         return [records[unit.name] for unit in units]
+
+    def _leave(self, part: Part, phase: str, units: int, found: int) -> NoReturn:
+        write_json(part.marker(self.folder, phase), {
+            "key": identity_key(self.fingerprint), "units": units, "found": found,
+            "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
+            "job": os.environ.get("SLURM_JOB_ID", "")})
+        self.say(f"part {part} of {phase} is done; running {self.name} without --part finishes it")
+        raise ShareDone
 
     def _unit_path(self, phase: str, name: str) -> Path:
         return self.folder / UNITS / phase / f"{name}.json"
@@ -124,6 +145,7 @@ class Work:
         Raises:
             UserError: an output is not what was written (failing disk, a second writer).
         """
+        assert self.part is None, f"{self.name} has no units to share out"
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
@@ -140,6 +162,8 @@ class Work:
             execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         manifest.write(self.folder)
+        with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
+            write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 
@@ -150,16 +174,24 @@ class Work:
         return found
 
 
-def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]]) -> Work:
-    """Make the stage's folder ready: clear what killed writers left, record the start and the configuration."""
-    work = Work(run, name, fingerprint, drift)
+def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,
+          forced_by: str | None = None) -> Work:
+    """Make the stage's folder ready: clear what killed writers left, record the start and the configuration.
+
+    Args:
+        forced_by: the `--force-id`, to be remembered until the stage is set aside.
+    """
+    work = Work(run, name, fingerprint, drift, part)
     work.folder.mkdir(parents=True, exist_ok=True)
-    remove_temporary(work.folder)
+    if part is None:
+        remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
     save_config(run.config, run.folder / "config.yaml")
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
     write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
-                                       "files": run.files(name)})
+                                       "files": run.files(name), "force_id": forced_by or force_id(work.folder)})
+    if part is None:
+        write_state(work.folder, "running")
     return work
 
 
@@ -170,47 +202,11 @@ def mark_failed(work: Work) -> None:
         write_json(path, {**read_json(path), "failed": True})
 
 
-def lock(folder: Path, stage: str, *, shared: bool = False) -> IO[str] | None:
-    """Hold a stage of the run in `folder` until this process ends, however it ends.
-
-    `shared` is for reading the stage: several may read, but nobody rebuilds it meanwhile. None where the file system
-    has no locks, which is said, or where a reader may not write.
-
-    Raises:
-        UserError: somebody else works on the stage (or reads it, for a writer).
-    """
-    path = folder / ".locks" / stage  # not inside the stage's own folder, which --force moves away
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the process
-    except PermissionError:
-        if shared:
-            return None
-        raise
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise UserError(f"The stage {stage} of {folder} is in use by {holder}. Wait for it, or stop it first; "
-                        f"or use name=<another> for a run of its own.") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        say(stage, f"warning: {folder} is on a file system without locks; do not run this stage twice at once")
-        return None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}\n")
-    file.flush()
-    return file
-
-
 def set_aside(folder: Path, keep: bool) -> Path | None:
     """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
     if not folder.exists():
         return None
-    if not keep:
+    if not keep or [path.name for path in folder.iterdir()] == [STATE]:  # what was refused from the start left no more
         shutil.rmtree(folder)
         return None
     number = 1
@@ -232,7 +228,11 @@ def software_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout and whether it has changes; empty outside of git."""
+    """Commit of the checkout, or of the one this is a copy of, and whether it has changes; empty outside of git."""
+    if (REPOSITORY / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
+        snapshot = read_json(REPOSITORY / SNAPSHOT)
+        return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True,
                               check=True, timeout=10).stdout.strip()

@@ -23,10 +23,10 @@ from pipeline.config.loading import load_config
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from pipeline.data.order import SampleOrder
 from pipeline.errors import UserError
+from pipeline.files import read_lines
 from pipeline.manifest import read_manifest
 from pipeline.run import Run
 from pipeline.training.checkpoint import read_marker
-from pipeline.training.metrics import read_lines
 from pipeline.training.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
 from pipeline.training.session import open_training_data
 from pipeline.work import Work

@@ -20,8 +20,9 @@ from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
 from pipeline.data.pieces import pieces
 from pipeline.errors import UserError
+from pipeline.files import read_lines
 from pipeline.run import Run
-from pipeline.training.metrics import read_lines, read_metrics
+from pipeline.training.metrics import read_metrics
 from pipeline.training.rollbacks import excluded_by, is_abandoned, read_rollbacks
 from pipeline.training.session import open_training_data
 from pipeline.work import Work

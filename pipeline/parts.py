@@ -1,0 +1,73 @@
+"""Shares of a stage's units: several jobs, on as many nodes, each do one; a plain run of the stage then finishes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.errors import UserError
+from pipeline.files import read_json, sha256_json
+
+UNITS = "units"
+PARTS = Path(UNITS) / "parts"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One share of several: `index` counts from 0."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Read `I/N`; UserError if it is not one."""
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        part = cls(*map(int, found.groups())) if found else cls(0, 0)
+        if not part.index < part.count:
+            raise UserError(f"--part {text} is not a part of a whole. Give I/N: I counts from 0 and is less than N, as "
+                            f"in --part 0/4.")
+        return part
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def tag(self) -> str:
+        """For file names: `0-of-4`."""
+        return f"{self.index}-of-{self.count}"
+
+    def of(self, units: Sequence[T]) -> Sequence[T]:
+        """Every count-th unit: neighbours are alike in size, so the shares are too."""
+        return units[self.index::self.count]
+
+    def marker(self, folder: Path, phase: str) -> Path:
+        """Where the stage in `folder` notes that this share of a phase is done."""
+        return folder / PARTS / f"{phase}.{self.tag}.json"
+
+
+class ShareDone(Exception):  # noqa: N818 - no error: it leaves the stage's body, which goes on to things for all units
+    """A part of a stage has done its share of the units."""
+
+
+def identity_key(fingerprint: dict[str, Any]) -> str:
+    """What a marker holds of the settings and inputs that its units were made of."""
+    return sha256_json(fingerprint)
+
+
+def marked_parts(folder: Path, count: int, key: str | None = None) -> set[int]:
+    """Which of `count` parts the stage in `folder` has markers of; with `key`, only those made under that identity."""
+    pattern = re.compile(rf".*\.([0-9]+)-of-{count}\.json")
+    markers = [(path, found) for path in (folder / PARTS).glob("*.json") if (found := pattern.fullmatch(path.name))]
+    return {int(found[1]) for path, found in markers if key is None or _key(path) == key}
+
+
+def _key(path: Path) -> Any:
+    try:
+        return read_json(path).get("key")
+    except (OSError, ValueError, AttributeError):  # torn, as a full disk leaves it: then nothing is known to be done
+        return None
