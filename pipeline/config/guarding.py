@@ -36,3 +36,7 @@ class GuardConfig(Section):
     replica_hash_every: int | None = execution(200, gt=0)
     """Steps between two comparisons of the weights of replicas, which must be equal to the last bit: it finds faulty
     hardware that computes wrong numbers without a word. Nothing to do where there is one copy; null: never."""
+    hang_minutes: float | None = execution(10.0, gt=0)
+    """Without a sign of life for so long, and for 10 median steps, a rank is taken to hang: all write their stacks and
+    end, and a launcher starts again from the last checkpoint. Three times as long until the first step is done, which
+    may compile and load; null: never."""

@@ -2,30 +2,186 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from pipeline.config.section import Section
 
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+def minutes(time: int | str) -> int:
+    """A time limit in minutes, rounded up, from any of Slurm's notations: minutes, minutes:seconds,
+    hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    found = _TIME.fullmatch(str(time).strip())
+    if found is None:
+        raise ValueError(f"{time!r} is no time limit: write minutes, HH:MM:SS or D-HH:MM:SS")
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    if days is not None:
+        seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
+    elif third is not None:
+        seconds = ((first or 0) * 60 + (second or 0)) * 60 + third
+    else:
+        seconds = (first or 0) * 60 + (second or 0)
+    if not seconds:
+        raise ValueError(f"{time!r} is no time at all")
+    return math.ceil(seconds / 60)
+
+
+def _time(value: int | str) -> int | str:
+    minutes(value)
+    return value
+
+
+Time = Annotated[int | str, AfterValidator(_time)]
+"""A time limit in any of Slurm's notations."""
+
+
+class Resources(Section):
+    """What the jobs of one stage ask of Slurm; null: what `launch` asks for every stage."""
+
+    partition: str | None = None
+    """Slurm partition."""
+    account: str | None = None
+    """Slurm account."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    exclude: str | None = None
+    """Nodes to leave out, in Slurm's notation (`n[3-4],n9`), besides those that failed twice."""
+    cpus: int | None = Field(None, gt=0)
+    """CPU cores per rank; of a stage without ranks, per job."""
+    mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
+    """Memory per node as Slurm writes it: `64G`; `0` is all that the node has."""
+    time: Time | None = None
+    """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
+    extra: dict[str, str] | None = None
+    """More sbatch options, without the dashes: `{licenses: scratch, comment: night}`."""
+
+
+class GpuResources(Resources):
+    """What the jobs of a stage with ranks ask of Slurm."""
+
+    gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs, and so ranks, per node."""
+
+
+class ArrayResources(Resources):
+    """What the jobs of a stage that can be cut into parts ask of Slurm."""
+
+    array: int | None = Field(None, gt=0)
+    """Parts to do as elements of a Slurm array, each on a node of its own if there are enough; one more job then
+    finishes the stage. null: as many as train has nodes, at most 64; 1: no array."""
+    at_once: int | None = Field(None, gt=0)
+    """Elements that may run at the same time; null: all."""
+
+
+class TrainResources(GpuResources):
+    """What the jobs of train ask of Slurm."""
+
+    nodes: int = Field(1, gt=0)
+    """Nodes."""
+    links: int = Field(1, gt=0)
+    """Jobs to queue one after the other, for sites that let no job requeue itself: each goes on where the one before
+    was stopped, and those that find training done end at once."""
+
+
+class EvaluateResources(GpuResources):
+    """What the jobs of evaluate ask of Slurm."""
+
+    every_checkpoints: int | None = Field(None, gt=0)
+    """Convert and evaluate every so many checkpoints (of `train.checkpoint.every_steps`) beside training, in jobs of
+    their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
+
+
+class Limits(Section):
+    """What the site allows; null: not known here, Slurm will say. For cluster profiles."""
+
+    nodes: int | None = Field(None, gt=0)
+    """Nodes of one job."""
+    time: Time | None = None
+    """Longest time limit."""
+    array: int | None = Field(None, gt=0)
+    """Elements of one array (MaxArraySize)."""
+    jobs: int | None = Field(None, gt=0)
+    """Jobs of one user in the queue."""
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
+
 
 class LaunchConfig(Section):
-    """Processes on one box, and what is asked of Slurm."""
+    """Processes on one box, and what is asked of Slurm, for all stages and for each."""
 
     processes: int | None = Field(None, gt=0)
     """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
     shard, tokenizer and encode. null: one rank per GPU (1 without), a worker per core."""
-    nodes: int = Field(1, gt=0)
-    """Slurm nodes for train."""
+    cluster: str | None = None
+    """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
+    what is saved of a run holds its settings in place of its name."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node. evaluate takes one such node."""
-    cpus_per_task: int = Field(4, gt=0)
-    """CPU cores per rank on Slurm, and of a stage without ranks (which gets more if `processes` is more)."""
     partition: str | None = None
     """Slurm partition; null: the site's default."""
     account: str | None = None
     """Slurm account; null: the user's default."""
-    time_minutes: int = Field(240, gt=0)
-    """Slurm time limit per job in minutes."""
-    memory_gb: int | None = Field(None, gt=0)
-    """Memory per Slurm node in GB; null: the site's default."""
+    qos: str | None = None
+    """Quality of service; null: the site's default."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    exclude: str | None = None
+    """Nodes to leave out, in Slurm's notation, besides those that failed twice."""
+    cpus: int = Field(4, gt=0)
+    """CPU cores per rank, and of a stage without ranks (which gets more if `processes` is more)."""
+    mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
+    """Memory per node as Slurm writes it (`500G`; `0`: all of it); null: the site's default."""
+    time: Time = 240
+    """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
+    extra: dict[str, str] = {}
+    """More sbatch options, without the dashes."""
     setup: list[str] = []
-    """Shell lines that a Slurm job runs first (modules, virtual environment)."""
+    """Shell lines that a job runs first: modules, the virtual environment."""
+    environment: dict[str, str] = {}
+    """Environment variables of the jobs, such as NCCL's. Written to files: no secrets here."""
+    secrets: list[str] = []
+    """Names of environment variables that the jobs need from yours (`[HF_TOKEN]`). Their values go from your shell to
+    Slurm and are written nowhere; a missing one is refused."""
+    python: str | None = None
+    """Python that the stages run with, as it is called inside a container; null: the one that submits."""
+    wrap: list[str] = []
+    """A command that every stage is started with, such as a container's: `[apptainer, exec, --nv, drover.sif]`."""
+    requeue: bool = True
+    """Whether a job that ran into its time limit, was preempted or lost a node may be queued again under its own id.
+    false where the site forbids it; then `train.links` goes on."""
+    signal_s: int = Field(120, ge=60)
+    """Seconds before the time limit at which training is told to save and leave: at least a step and a save. Slurm may
+    be a minute early."""
+    max_restarts: int = Field(3, ge=0)
+    """Restarts in a row without a new checkpoint after which a stage stops for good."""
+    preflight: bool = True
+    """Try every node (devices, memory, disk, network, clock) for up to a minute before training."""
+    preflight_factor: float = Field(4.0, gt=1)
+    """A rank slower than the group's median by more than this makes its node a bad one."""
+    limits: Limits = Field(default_factory=Limits)
+    """What the site allows."""
+    shard: ArrayResources = Field(default_factory=ArrayResources)
+    """Jobs of shard."""
+    tokenizer: Resources = Field(default_factory=Resources)
+    """The job of tokenizer."""
+    encode: ArrayResources = Field(default_factory=ArrayResources)
+    """Jobs of encode."""
+    train: TrainResources = Field(default_factory=TrainResources)
+    """Jobs of train."""
+    convert: Resources = Field(default_factory=Resources)
+    """The job of convert."""
+    evaluate: EvaluateResources = Field(default_factory=EvaluateResources)
+    """Jobs of evaluate."""
+    report: Resources = Field(default_factory=Resources)
+    """The job of report."""

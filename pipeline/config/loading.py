@@ -15,28 +15,33 @@ from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
 from pipeline.errors import UserError, listed
 from pipeline.files import sha256_json, write_text
 
+CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+"""Where the profiles of clusters are that are named without a folder."""
+
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
     """Read `path`, lay it over its `base:` files, apply overrides `a.b=c`, and validate.
 
     Args:
-        path: YAML file. `base:` names one file or a list, relative to this file; later ones win.
+        path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The cluster profile
+            that `launch.cluster` names is laid under the section `launch`; in the result that key is null.
         overrides: `dotted.key=value` strings, the value read as YAML.
         check: also refuse combinations that cannot work (`pipeline.config.checks`).
 
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    values = _with_bases(Path(path), ())
-    for override in overrides:
-        key, sign, text = override.partition("=")
-        if not sign or not key:
-            raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
-        values.set(key.strip(), text)
+    values = _with_profile(_with_overrides(path, overrides), Path(path))
     config = _validated(values, path)
     if check and (found := problems(config)):
         raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
     return config
+
+
+def cluster_profile(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> str | None:
+    """The name or file of the cluster profile that a configuration takes in, if it names one; UserError as above."""
+    name = _launch_section(_with_overrides(path, overrides)).get("cluster")
+    return None if name is None else str(name)
 
 
 def dump_config(config: Config) -> str:
@@ -54,6 +59,51 @@ def save_config(config: Config, path: Path) -> None:
 def config_hash(config: Config) -> str:
     """Hex sha256 of the whole resolved configuration."""
     return sha256_json(config.model_dump(mode="json"))
+
+
+def _with_overrides(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:
+    values = _with_bases(Path(path), ())
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key:
+            raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
+        values.set(key.strip(), text)
+    return values
+
+
+def _with_profile(values: Values, path: Path) -> Values:
+    """Lay the configuration over the cluster profile that it names."""
+    name = _launch_section(values).pop("cluster", None)
+    if name is None:
+        return values
+    profile = read_yaml(_profile_path(str(name), path, values.place(("launch", "cluster"))))
+    if not {"launch", "base"}.isdisjoint(profile.tree):
+        raise UserError(f"{profile.place(())}: a cluster profile holds the keys of the section `launch` themselves "
+                        f"(partition, setup, train: ...), no `launch:` or `base:` around them.")
+    below = Values()
+    below.tree = {"launch": profile.tree}
+    below.places = {("launch", *at): place for at, place in profile.places.items()}
+    below.merge(values)
+    below.words = values.words
+    return below
+
+
+def _launch_section(values: Values) -> dict[str, Any]:
+    launch = values.tree.get("launch")
+    return launch if isinstance(launch, dict) else {}
+
+
+def _profile_path(name: str, config: Path, place: str) -> Path:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        candidates = [Path(name), config.parent / name]
+    else:
+        candidates = [config.parent / "clusters" / f"{name}.yaml", CLUSTERS / f"{name}.yaml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted({found.stem for folder in (config.parent / "clusters", CLUSTERS) for found in folder.glob("*.yaml")})
+    raise UserError(f"{place}: there is no cluster profile '{name}' (looked for {candidates[0]}). Known here: "
+                    f"{', '.join(known) or 'none'}; or give a file, such as --cluster ./ours.yaml.")
 
 
 def _validated(values: Values, path: str | Path) -> Config:

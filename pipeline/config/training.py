@@ -88,6 +88,9 @@ class TrainConfig(Section):
     mixture: dict[str, float] | None = None
     """Share of each source among the training sequences, by source name; null: in proportion to their tokens,
     every sequence exactly once an epoch."""
+    stop_after_minutes: float | None = execution(None, gt=0)
+    """Save and leave so many minutes after the start of the process; the same command goes on. For sites that stop a
+    job without a warning signal; null: never."""
     loader_threads: int = execution(1, gt=0)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
     log_every: int = execution(1, gt=0)

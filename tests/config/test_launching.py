@@ -1,0 +1,86 @@
+"""What is asked of Slurm: time limits, cluster profiles, and the stage's wishes over those for all stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.resources import asked_of
+from pipeline.config.launching import minutes
+from pipeline.config.loading import cluster_profile, load_config, save_config
+from pipeline.errors import UserError
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.parametrize(("time", "expected"), [
+    (30, 30), ("90", 90), ("30:01", 31), ("1:30:00", 90), ("0:00:01", 1), ("2-00", 2880), ("1-12:30", 2190),
+    ("1-00:00:30", 1441)])
+def test_every_notation_of_a_time_limit(time, expected):
+    assert minutes(time) == expected
+
+
+@pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00"])
+def test_what_is_no_time_limit_is_refused_with_its_place(tmp_path, time):
+    path = write(tmp_path / "a.yaml", {"launch": {"train": {"time": time}}})
+    with pytest.raises(UserError, match=r"a\.yaml:3.*launch\.train\.time"):
+        load_config(path)
+
+
+def write(path: Path, values: dict) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+PROFILE = {"partition": "gpu", "time": "1-00:00:00", "environment": {"NCCL_DEBUG": "WARN", "A": "profile"},
+           "setup": ["module load cuda"], "train": {"nodes": 8, "partition": "big"}}
+
+
+def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
+    write(tmp_path / "clusters/ours.yaml", PROFILE)
+    path = write(tmp_path / "a.yaml", {"launch": {"cluster": "ours", "time": 60, "environment": {"A": "run"}}})
+    launch = load_config(path, ["launch.train.nodes=4"]).launch
+    assert (launch.partition, launch.time, launch.setup) == ("gpu", 60, ["module load cuda"])
+    assert launch.environment == {"NCCL_DEBUG": "WARN", "A": "run"}
+    assert (launch.train.nodes, launch.train.partition) == (4, "big")
+    assert launch.cluster is None and cluster_profile(path) == "ours"
+
+
+def test_a_saved_configuration_does_not_ask_for_the_profile_again(tmp_path):
+    profile = write(tmp_path / "clusters/ours.yaml", PROFILE)
+    config = load_config(write(tmp_path / "a.yaml", {}), ["launch.cluster=ours"])
+    save_config(config, tmp_path / "saved.yaml")
+    profile.unlink()
+    assert load_config(tmp_path / "saved.yaml") == config and config.launch.partition == "gpu"
+
+
+def test_mistakes_in_a_profile_are_named_with_its_line(tmp_path):
+    write(tmp_path / "clusters/ours.yaml", {"partion": "gpu"})
+    with pytest.raises(UserError, match=r"ours\.yaml:1: unknown key 'launch\.partion'; did you mean 'partition'"):
+        load_config(write(tmp_path / "a.yaml", {}), ["launch.cluster=ours"])
+    write(tmp_path / "clusters/ours.yaml", {"launch": {"partition": "gpu"}})
+    with pytest.raises(UserError, match="no `launch:`"):
+        load_config(tmp_path / "a.yaml", ["launch.cluster=ours"])
+    with pytest.raises(UserError, match=r"no cluster profile 'theirs'.*example, lab, ours"):
+        load_config(tmp_path / "a.yaml", ["launch.cluster=theirs"])
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_shipped_profiles_load(path):
+    config = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"])
+    assert asked_of(config.launch, "train").partition == yaml.safe_load(path.read_text())["partition"]
+
+
+def test_a_stage_wishes_over_all(tmp_path):
+    path = write(tmp_path / "a.yaml", {"launch": {
+        "partition": "gpu", "mem": "0", "time": 240, "cpus": 12, "gpus_per_node": 8, "extra": {"comment": "x", "a": "1"},
+        "encode": {"partition": "cpu", "mem": "64G", "extra": {"a": "2"}, "array": 3, "at_once": 2},
+        "evaluate": {"gpus_per_node": 1, "time": "2:00:00"}}})
+    launch = load_config(path).launch
+    encode, train, evaluate = (asked_of(launch, stage) for stage in ("encode", "train", "evaluate"))
+    assert (encode.partition, encode.mem, encode.cpus, encode.minutes, encode.at_once) == ("cpu", "64G", 12, 240, 2)
+    assert encode.extra == {"comment": "x", "a": "2"} and train.extra == {"comment": "x", "a": "1"}
+    assert (train.partition, train.gpus_per_node, train.at_once) == ("gpu", 8, None)
+    assert (evaluate.gpus_per_node, evaluate.minutes) == (1, 120)
