@@ -5,39 +5,43 @@ from __future__ import annotations
 import shlex
 import sys
 
+from launch.forecast import Disk, parameters, readable, state_bytes_per_rank
 from launch.plan import Job, Options
-from pipeline.config.checks import vocabulary_size
 from pipeline.config.tree import Config
+from pipeline.console import duration
 from pipeline.run import Run
 
-WIDTH = 100
-CHECKPOINT_BYTES = 12
-"""Of a parameter in a checkpoint: its fp32 value and AdamW's two moments."""
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+WIDTH = 140
+SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
+"""Cores, GPUs and memory are a node's."""
 
 
-def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, where: str) -> None:
-    """Print the run folder, a row per stage, and what follows from the settings of train."""
+def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, where: str,
+               disk: Disk | None = None) -> None:
+    """Print the run folder, a row per job, and what follows from the settings of train."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
-    if options.cluster == "slurm":
-        memory = f"{config.launch.memory_gb} GB a node" if config.launch.memory_gb else "the site's default memory"
-        print(f"limits    {config.launch.time_minutes} min a job, {memory}")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("stage", "state", "resources"):
+    headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
+        ("stage", "state", "resources"),
+        lambda job: (job.stage, state_text(job), resources(job, options) if job.to_run else "-"))
+    for heading in headings:
         table.add_column(heading, overflow="fold")
     for job in jobs:
-        table.add_row(job.stage, state_text(job), resources(job, options) if job.to_run else "-")
+        table.add_row(*row(job))
     with console.capture() as captured:
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
     if any(job.stage == "train" for job in jobs):
         train = next(job for job in jobs if job.stage == "train")
-        print("\n" + "\n".join(training_facts(config, train.ranks)))
+        print("\n" + "\n".join(training_facts(config, train)))
+    if disk is not None and disk.needed:
+        print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
+        print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
     print(flush=True)
 
 
@@ -47,20 +51,34 @@ def state_text(job: Job) -> str:
 
 
 def resources(job: Job, options: Options) -> str:
-    """Processes, threads, GPUs and, on Slurm, the part of each node that is asked for."""
+    """Processes, threads and GPUs on this box."""
+    return work(job) + (", 1 GPU each" if job.ranks and options.machine.gpus else "")
+
+
+def work(job: Job) -> str:
+    """How many processes do the job, with how many threads."""
     if job.ranks:
-        text = f"{_count(job.ranks, 'rank')} x {_count(job.cpus_per_task, 'thread')}"
-    else:
-        text = _count(job.processes, "process")
-    if options.cluster == "local":
-        return text + (", 1 GPU each" if job.ranks and options.machine.gpus else "")
-    gpus = f"{_count(job.gpus_per_node, 'GPU')} and " if job.gpus_per_node else ""
-    return f"{text} on {_count(job.nodes, 'node')} of {gpus}{_count(job.tasks_per_node * job.cpus_per_task, 'core')}"
+        return f"{_count(job.ranks, 'rank')} x {_count(job.cpus_per_task, 'thread')}"
+    return _count(job.processes, "process")
 
 
-def training_facts(config: Config, ranks: int) -> list[str]:
-    """What the settings of train amount to: tokens, sequences, accumulation, parameters, disk."""
-    train, model = config.train, config.model
+def slurm_row(job: Job) -> tuple[str, ...]:
+    """A job in the table of what Slurm would get."""
+    state = state_text(job) if job.state.kind != "waiting" else "waiting"  # for what, the last column says
+    if not job.to_run:
+        return (job.key, state)
+    asked, nodes = job.asked, str(job.nodes)
+    if job.kind == "array":
+        nodes = f"{len(job.elements)} of {job.parts} parts"
+    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" if job.links > 1 else None]
+    cores, gpus = str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or "")
+    return (job.key, state, nodes, work(job), cores, gpus, "all" if asked.mem == "0" else asked.mem or "",
+            duration(60 * asked.minutes), ", ".join(word for word in where if word) or "-", ", ".join(job.dependencies))
+
+
+def training_facts(config: Config, job: Job) -> list[str]:
+    """What the settings of train amount to: tokens, sequences, accumulation, parameters, memory, disk."""
+    train, model, ranks = config.train, config.model, job.ranks
     sequences = train.batch_tokens // train.sequence_length
     lines = [f"batch     {train.batch_tokens:,} tokens a step = {sequences} sequences of {train.sequence_length}"]
     if sequences % (train.micro_batch * ranks) == 0:
@@ -68,16 +86,12 @@ def training_facts(config: Config, ranks: int) -> list[str]:
                      f"{sequences // (train.micro_batch * ranks)} accumulated")
     lines.append(f"length    {train.steps:,} steps = {train.steps * train.batch_tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
-    vocabulary = model.vocab_size or vocabulary_size(config)
-    if vocabulary is None or model.problems():
+    count = parameters(config)
+    if count is None:
         return [*lines, f"model     {shape}; parameters are known once the tokenizer is"]
-    parameters = model.model_copy(update={"vocab_size": vocabulary}).parameter_count
-    lines.append(f"model     {parameters:,} parameters: {shape}, vocabulary {vocabulary:,}")
-    kept = train.checkpoint.keep + 1  # a new one is whole before an old one goes
-    if train.checkpoint.permanent_every:
-        kept += train.steps // train.checkpoint.permanent_every
-    size = parameters * (CHECKPOINT_BYTES * kept + EXPORT_BYTES[config.convert.dtype])
-    lines.append(f"disk      about {_bytes(size)} for up to {kept} checkpoints and the export, besides the data")
+    lines.append(f"model     {count:,} parameters: {shape}")
+    if state := state_bytes_per_rank(config, ranks):
+        lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
 
 
@@ -89,11 +103,3 @@ def by_hand(job: Job) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

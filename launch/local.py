@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from launch.checks import refuse_stale
 from launch.child import Child, Interruptions
-from launch.plan import Job, Machine, Options, log_path, refuse_stale
+from launch.plan import Job, Machine, Options
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.entry import INTERRUPTED
@@ -24,6 +25,11 @@ SHUTDOWN_S = 600
 """How long ranks may take to save a checkpoint and end (torch's own default is 30 s)."""
 PATIENCE_S = 30.0
 """How long a stage without ranks may take to end; it loses at most its unfinished units."""
+
+
+def log_path(run_folder: Path, stage: str) -> Path:
+    """Where a stage's output is kept, of all its attempts on this box."""
+    return run_folder / "logs" / f"{stage}.log"
 
 
 def find_machine() -> Machine:

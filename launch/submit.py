@@ -1,4 +1,4 @@
-"""Start stages of a run, on this box or through Slurm.
+"""Start stages of a run, on this box or through Slurm; stop them, cancel them, show their logs.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from launch.plan import Job, Options
+    from launch.plan import Job
     from pipeline.config.tree import Config
 
 EXAMPLES = """\
@@ -26,12 +26,16 @@ examples:
   python launch/submit.py --stage all --config configs/demo.yaml --cluster local
   python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
   python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
+  python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
   python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
   python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
   python launch/submit.py --explain train.lr
+  python launch/submit.py --stop runs/demo
+  python launch/submit.py --logs runs/demo train --follow
 
 The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
-same command continues. Exit status: 0 all asked stages are done (Slurm: submitted), 2 refused, 130 stopped.
+same command continues. `python launch/status.py --run RUN` shows how far a run is. Exit status: 0 all asked stages are
+done (Slurm: submitted), 2 refused, 130 stopped.
 """
 
 
@@ -62,9 +66,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--config", metavar="FILE", help="YAML file of the run")
     what.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
     where = result.add_argument_group("where")
-    where.add_argument("--cluster", choices=("auto", "slurm", "local"), default="auto",
-                       help="auto: Slurm where sbatch is on PATH, else this box (default)")
-    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.nodes)")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
+                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
+                            "settings of configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
     how = result.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="print the plan and the commands or sbatch scripts only")
@@ -76,10 +81,18 @@ def parser() -> argparse.ArgumentParser:
     asking.add_argument("--explain", nargs="?", const="", metavar="KEY",
                         help="what a setting or section means, its type, default and value (all without KEY)")
     asking.add_argument("--why", metavar="STAGE", help="why a stage is or is not up to date")
+    control = result.add_argument_group("what was started (RUN: a run's folder)")
+    control.add_argument("--stop", metavar="RUN", help="let training save and leave; it does not go on by itself")
+    control.add_argument("--cancel", metavar="RUN", help="remove the run's jobs from Slurm, last ones first")
+    control.add_argument("--logs", nargs=2, metavar=("RUN", "STAGE"), help="show what a stage's newest start printed")
+    control.add_argument("--rank", type=int, metavar="N", help="with --logs: of this rank (0)")
+    control.add_argument("--follow", action="store_true", help="with --logs: go on as it grows, over restarts")
     return result
 
 
 def _main(options: argparse.Namespace) -> int:
+    if options.stop or options.cancel or options.logs:
+        return _control(options)
     if options.explain is not None:
         return _explain(options)
     if options.config is None:
@@ -97,10 +110,11 @@ def _main(options: argparse.Namespace) -> int:
 
 def _launch(config: Config, options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    from launch.checks import configuration_problems, refuse_unsound
     from launch.describe import print_plan
+    from launch.forecast import disk
     from launch.local import find_machine, run_jobs
-    from launch.plan import Options, configuration_problems, plan, refuse_unsound
-    from launch.slurm import frozen_config
+    from launch.plan import Options, plan
     from pipeline.run import Run
     from pipeline.stages import parse_stages
 
@@ -109,50 +123,39 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     machine = find_machine()
     if cluster == "local":
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
-    request = Options(
-        cluster="slurm" if cluster == "slurm" else "local", force=options.force, accept_drift=options.accept_drift,
-        config_path=str(frozen_config(config)) if cluster == "slurm" else options.config,
-        overrides=() if cluster == "slurm" else tuple(_overrides(options)), machine=machine)
+    request = Options(cluster="slurm" if cluster == "slurm" else "local", force=options.force,
+                      accept_drift=options.accept_drift, config_path=options.config,
+                      overrides=tuple(_overrides(options)), machine=machine)
     run = Run(config)
+    if cluster == "slurm":
+        from launch.slurm.request import run_on_slurm
+        return run_on_slurm(run, stages, request, where, dry_run=options.dry_run)
     jobs = plan(config, run, stages, request)
     configuration_problems(config, jobs, options.config)
-    print_plan(config, run, jobs, request, where)
+    print_plan(config, run, jobs, request, where, disk(config, jobs))
     refuse_unsound(run, jobs, request, showing=options.dry_run)
     if options.dry_run:
-        return _show(config, jobs, request)
-    return _submit(config, jobs) if cluster == "slurm" else run_jobs(config, jobs, request)
+        return _show_local(jobs)
+    _clear_stop(config)
+    return run_jobs(config, jobs, request)
 
 
-def _submit(config: Config, jobs: list[Job]) -> int:
-    from launch.slurm import CHAIN, LOGS, submit
-
-    chain = submit(config, jobs)
-    for entry in chain:
-        after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
-        print(f"{entry.stage:<9} job {entry.id}{after}")
-    if not chain:
-        print("nothing to submit: all asked stages are done")
-        return 0
-    print(f"\nlogs in {config.folder / LOGS}; the chain is recorded in {config.folder / CHAIN}\n"
-          f"squeue -j {','.join(entry.id for entry in chain)} shows it; the same command submits what is left")
-    return 0
-
-
-def _show(config: Config, jobs: list[Job], request: Options) -> int:
+def _show_local(jobs: list[Job]) -> int:
     from launch.describe import by_hand
-    from launch.slurm import scripts
 
     if not any(job.to_run for job in jobs):
         print("nothing to do: all asked stages are done")
-    elif request.cluster == "local":
-        for job in jobs:
-            if job.to_run:
-                print(f"# {job.stage}\n{by_hand(job)}\n")
-    else:
-        for job, text in scripts(config, jobs):
-            print(f"# ---- {job.stage}: sbatch would get this, and the job would run in each task\n"
-                  f"#      {by_hand(job)}\n{text}")
+    for job in jobs:
+        if job.to_run:
+            print(f"# {job.stage}\n{by_hand(job)}\n")
     return 0
+
+
+def _clear_stop(config: Config) -> None:
+    """A request to stop was meant for what ran then."""
+    from pipeline.state import STOP
+
+    (config.folder / STOP).unlink(missing_ok=True)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:
@@ -165,6 +168,8 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
         return "local", "as asked"
     if options.cluster == "slurm":
         return "slurm", "as asked"
+    if options.cluster != "auto":
+        return "slurm", f"profile {options.cluster}"
     if shutil.which("sbatch"):
         return "slurm", "sbatch is on PATH"
     if explicit and options.dry_run:
@@ -177,9 +182,23 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
 
 def _overrides(options: argparse.Namespace) -> list[str]:
     given = list(options.overrides)
-    given += [f"launch.nodes={options.nodes}"] if options.nodes is not None else []
+    if options.cluster not in ("auto", "slurm", "local"):
+        given.append(f"launch.cluster={options.cluster}")
+    given += [f"launch.train.nodes={options.nodes}"] if options.nodes is not None else []
     given += [f"launch.gpus_per_node={options.gpus_per_node}"] if options.gpus_per_node is not None else []
     return given
+
+
+def _control(options: argparse.Namespace) -> int:
+    from launch.slurm.control import cancel, logs, stop
+    from launch.status import find_run
+
+    if options.stop:
+        return stop(find_run(options.stop), "submit.py --stop")
+    if options.cancel:
+        return cancel(find_run(options.cancel))
+    run, stage = options.logs
+    return logs(find_run(run), stage, rank=options.rank, follow=options.follow)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -188,7 +207,7 @@ def _explain(options: argparse.Namespace) -> int:
     from pipeline.config.tree import Config
 
     overrides = _overrides(options)
-    if "=" in options.explain:  # `--explain train.steps=5`: the override was meant as one
+    if "=" in options.explain:  # `--explain train.lr=5`: the override was meant as one
         overrides.insert(0, options.explain)
         options.explain = options.explain.partition("=")[0]
     if options.config is None and overrides:

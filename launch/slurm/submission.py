@@ -1,43 +1,49 @@
-"""The planned stages as a chain of Slurm jobs, through submitit."""
+"""The planned jobs to Slurm, through submitit: scripts to show, chains to submit, evaluations beside training."""
 
 from __future__ import annotations
 
+import os
 import shlex
-import shutil
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.plan import Job
-from launch.worker import RunStage
-from pipeline.config.loading import config_hash, save_config
+from launch.resources import Asked, asked_of
+from launch.slurm.chain import Chain, ChainJob, add_job, read_chain
+from launch.slurm.evaluations import evaluation_folder
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.rank import RunJob
+from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
-from pipeline.files import write_json
-from pipeline.stages import REPOSITORY
 
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmExecutor
 
-SIGNAL = "TERM@120"
-"""Two minutes before the time limit the stage is told to save and end."""
-CHAIN = Path("launch") / "chain.json"
 LOGS = Path("logs") / "slurm"
+SPECS = Path("launch") / "jobs"
+KILLED = 128 + 9
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A job that Slurm accepted."""
+class Submission:
+    """What all jobs of a chain have in common.
 
-    name: str
-    stage: str
-    id: str
-    dependencies: tuple[str, ...]
-    script: str
-    stdout: str
-    stderr: str
+    code: folder of the snapshot. exclude: nodes that failed twice.
+    """
+
+    config: Config
+    chain: str
+    code: str
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.config.folder.absolute()
 
 
 def frozen_config(config: Config) -> Path:
@@ -45,57 +51,118 @@ def frozen_config(config: Config) -> Path:
     return config.folder.absolute() / "launch" / f"config-{config_hash(config)[:12]}.yaml"
 
 
-def scripts(config: Config, jobs: list[Job]) -> list[tuple[Job, str]]:
-    """The text that sbatch would get for each job that has something to do. Needs no Slurm."""
-    ids = {job.stage: f"ID_OF_{job.stage}" for job in jobs}
+def scripts(submission: Submission, jobs: list[Job]) -> list[tuple[Job, str]]:
+    """The text that sbatch would get for each job that has something to do. Needs no Slurm, writes nothing."""
+    ids = {job.key: f"ID_OF_{job.key}" for job in jobs}
     rendered = []
     for job in jobs:
         if job.to_run:
-            executor = _executor(config, job, ids)
-            rendered.append((job, executor._make_submission_file_text(executor._submitit_command_str, "dry-run")))
+            executor = _executor(submission, job, ids)
+            text = executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
+            rendered.append((job, text))
     return rendered
 
 
-def submit(config: Config, jobs: list[Job]) -> list[Submitted]:
-    """Submit what has something to do, each job after those it depends on, and record the chain.
+def submit(submission: Submission, jobs: list[Job], before: Chain) -> list[ChainJob]:
+    """Submit what has something to do, each job after those it depends on, and record the chain as it grows.
+
+    before: the chain without jobs.
 
     Raises:
-        UserError: no sbatch here, or it refused a job; says which jobs are queued already.
+        UserError: sbatch refused a job; says which jobs are queued already.
     """
-    if shutil.which("sbatch") is None:
-        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in where Slurm is, use --cluster "
-                        "local, or --dry-run to see what Slurm would get.")
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    save_config(config, frozen_config(config))
+    save_config(submission.config, frozen_config(submission.config))
+    before.write(submission.run)
     ids: dict[str, str] = {}
-    submitted: list[Submitted] = []
+    submitted: list[ChainJob] = []
     for job in jobs:
         if not job.to_run:
             continue
-        executor = _executor(config, job, ids)
         try:
-            ticket = executor.submit(RunStage(job.command, job.environment, ranks=job.ranks > 0))
-        except (FailedJobError, FailedSubmissionError, OSError) as error:
+            entry = _submit(submission, job, ids)
+        except UserError as error:
             queued = " ".join(entry.id for entry in submitted)
-            raise UserError(f"Slurm did not take the job {job.name}: {str(error).strip()}. " + (
-                f"The jobs before it are queued; `scancel {queued}` removes them." if queued else
-                "Nothing is queued.")) from None
-        ids[job.stage] = ticket.job_id
-        submitted.append(Submitted(
-            job.name, job.stage, ticket.job_id, tuple(ids[need] for need in job.dependencies),
-            str(ticket.paths.submission_file), str(ticket.paths.stdout), str(ticket.paths.stderr)))
-        _record(config, submitted)
+            raise UserError(f"{error} " + (
+                f"The jobs before it are queued; `python launch/submit.py --cancel {submission.run}` removes them "
+                f"({queued})." if queued else "Nothing is queued.")) from None
+        ids[job.key] = entry.id
+        submitted.append(entry)
+        add_job(submission.run, entry)
     return submitted
 
 
-def _record(config: Config, submitted: list[Submitted]) -> None:
-    write_json(config.folder / CHAIN, {
-        "submitted": datetime.now(UTC).isoformat(timespec="seconds"), "config": str(frozen_config(config)),
-        "jobs": [asdict(entry) for entry in submitted]})
+def submit_evaluation(run: Path, spec: JobSpec, step: int) -> ChainJob:
+    """Submit the job that converts and evaluates the checkpoint after `step`, beside training: called by a train job.
+
+    Raises:
+        UserError: Slurm did not take it.
+    """
+    chain = read_chain(run)
+    assert chain is not None, f"nothing was submitted for {run}"
+    config = load_config(chain.config, check=False)
+    asked = asked_of(config.launch, "evaluate")
+    tasks = asked.gpus_per_node or config.launch.processes or 1
+    python = spec.command[0]
+    name = evaluation_name(config.name, step)
+    job = Job(key=name, name=name, stage="evaluate", state=None, forced=True,  # type: ignore[arg-type]
+              command=(python, "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step)), arguments=(),
+              environment=spec.environment, processes=tasks, cpus_per_task=tasks * asked.cpus,
+              gpus_per_node=asked.gpus_per_node, asked=asked)
+    # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
+    entry = _submit(Submission(config, chain.id, chain.code), job, {}, kind="evaluation",
+                    of=evaluation_folder(run.absolute(), step))
+    add_job(run, entry)
+    return entry
 
 
-def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
+def evaluation_name(run: str, step: int) -> str:
+    """Slurm's name of the job that evaluates a checkpoint: one that is queued already is known by it."""
+    return f"{run}-evaluate-step-{step:08d}"
+
+
+def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str | None = None,
+            of: Path | None = None) -> ChainJob:
+    """of: the run folder that the job works in, if it is not the submission's."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    spec = _spec_path(submission, job)
+    _spec(submission, job, of).save(spec)
+    executor = _executor(submission, job, ids)
+    try:
+        ticket = executor.submit(RunJob(str(spec), sys.executable))
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        raise UserError(f"Slurm did not take the job {job.name}: {str(error).strip()}.") from None
+    if job.elements:  # an element looks for a pickle under its own name
+        written = ticket.paths.submitted_pickle
+        prefix = f"{ticket.job_id}_"
+        for element in job.elements:
+            os.link(written, written.with_name(written.name.replace(prefix, f"{prefix}{element}_", 1)))
+    return ChainJob(job.name, job.stage, kind or job.kind, ticket.job_id, job.elements or None,
+                    tuple(ids[need] for need in job.dependencies), _log(submission, job, ticket.job_id), str(spec))
+
+
+def _spec_path(submission: Submission, job: Job) -> Path:
+    return submission.run / SPECS / f"{submission.chain}-{job.key}.json"
+
+
+def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
+    launch = submission.config.launch
+    trains = job.stage == "train"
+    return JobSpec(
+        run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
+        environment=job.environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
+        cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
+        link=job.link, links=job.links, requeue=launch.requeue, max_restarts=launch.max_restarts,
+        preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,
+        every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)
+
+
+def _log(submission: Submission, job: Job, job_id: str) -> str:
+    name = f"{job_id}_%a" if job.elements else job_id
+    return str(submission.run / LOGS / f"{name}.log")
+
+
+def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
     """submitit's executor with everything that the job asks for."""
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -106,21 +173,55 @@ def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor
         def affinity(cls) -> int:
             return 2
 
-    launch = config.launch
-    executor = Executor(folder=config.folder.absolute() / LOGS)
+    executor = Executor(folder=submission.run / LOGS)
+    asked, launch = job.asked, submission.config.launch
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
-        "cpus_per_task": job.cpus_per_task, "time": job.time_minutes, "partition": launch.partition,
-        "account": launch.account, "gpus_per_node": job.gpus_per_node or None,
-        "mem": f"{job.memory_gb}GB" if job.memory_gb else None,
-        "setup": [*launch.setup, f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "cpus_per_task": job.cpus_per_task, "time": asked.minutes, "partition": asked.partition,
+        "account": asked.account, "qos": asked.qos, "constraint": asked.constraint, "mem": asked.mem,
+        "gpus_per_node": job.gpus_per_node or None, "exclude": _exclude(asked, submission),
+        # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
+        "use_srun": False,
+        "setup": [*launch.setup, f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}",
                   "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"],
-        # srun does not inherit cpus-per-task since Slurm 22.05, and leaves the others running when a rank fails.
-        "srun_args": [f"--cpus-per-task={job.cpus_per_task}", "--kill-on-bad-exit=1"],
-        "additional_parameters": {"chdir": str(Path.cwd()), "signal": SIGNAL},
+        # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
+        "teardown": [f"code=$?; [ $code -ne {KILLED} ] || scontrol requeue $SLURM_JOB_ID; exit $code"]
+        if launch.requeue else None,
+        "additional_parameters": _more(submission, job, ids),
     }
-    if job.dependencies:
-        parameters["dependency"] = "afterok:" + ":".join(ids[need] for need in job.dependencies)
-        parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
     return executor
+
+
+def _more(submission: Submission, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
+    """sbatch options that submitit has no parameter for."""
+    launch = submission.config.launch
+    log = str(submission.run / LOGS / ("%A_%a.log" if job.elements else "%j.log"))
+    more: dict[str, Any] = {**job.asked.extra, "chdir": str(Path.cwd()), "output": log, "error": log,
+                            "signal": f"USR2@{launch.signal_s}"}
+    more["requeue" if launch.requeue else "no-requeue"] = True
+    waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
+    if job.dependencies:
+        more["kill-on-invalid-dep"] = "yes"
+    if job.stage == "train":
+        waits.append("singleton")  # two jobs of one run never train at once, however they were submitted
+    if waits:
+        more["dependency"] = ",".join(waits)
+    if job.elements:
+        more["array"] = _ranges(job.elements) + (f"%{job.asked.at_once}" if job.asked.at_once else "")
+    return more
+
+
+def _exclude(asked: Asked, submission: Submission) -> str | None:
+    return ",".join(filter(None, (asked.exclude, *submission.exclude))) or None
+
+
+def _ranges(elements: tuple[int, ...]) -> str:
+    """Slurm's notation of array indices: 0-3,7."""
+    parts: list[list[int]] = []
+    for element in elements:
+        if parts and parts[-1][1] == element - 1:
+            parts[-1][1] = element
+        else:
+            parts.append([element, element])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -1,0 +1,120 @@
+"""How much disk and GPU memory a run will take: known before it starts, so refused before it queues."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.plan import Job
+from pipeline.config.checks import vocabulary_size
+from pipeline.config.tree import Config
+from pipeline.stages import STAGES
+
+CHECKPOINT_BYTES = 12
+"""Of a parameter in a checkpoint: its fp32 value and AdamW's two moments."""
+STATE_BYTES = 16
+"""Of a parameter in training under FSDP2: the same, and its fp32 gradient."""
+EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+TOKENS_PER_BYTE = 0.3
+"""Of text, at most, for a trained vocabulary: what token shards take is this times the bytes of a token."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that the planned stages will write, and the free ones where they go. What is not known is not counted."""
+
+    needed: int
+    free: int
+    parts: dict[str, int]
+
+
+def parameters(config: Config) -> int | None:
+    """Parameters of the model, or None as long as the vocabulary is not known."""
+    vocabulary = config.model.vocab_size or vocabulary_size(config)
+    if vocabulary is None or config.model.problems():
+        return None
+    return config.model.model_copy(update={"vocab_size": vocabulary}).parameter_count
+
+
+def kept_checkpoints(config: Config) -> int:
+    """The most checkpoints that there are at one time; a new one is whole before an old one goes."""
+    train = config.train
+    permanent = train.checkpoint.permanent_every
+    return train.checkpoint.keep + 1 + (train.steps // permanent if permanent else 0)
+
+
+def disk(config: Config, jobs: list[Job]) -> Disk:
+    """What the jobs that are to run will write under the run's folder, less what of it is there already."""
+    running = {job.stage for job in jobs if job.to_run}
+    parts: dict[str, int] = {}
+    if "shard" in running:
+        parts["text shards and their staging"] = 2 * _corpus_bytes(config)
+    if "encode" in running:
+        bytes_per_token = 4 if (vocabulary_size(config) or 0) > 65536 or config.encode.dtype == "uint32" else 2
+        parts["token shards"] = int(_corpus_bytes(config) * TOKENS_PER_BYTE * bytes_per_token)
+    count = parameters(config)
+    if count is not None and "train" in running:
+        parts[f"up to {kept_checkpoints(config)} checkpoints"] = count * CHECKPOINT_BYTES * kept_checkpoints(config)
+    if count is not None and "convert" in running:
+        parts["the export"] = count * EXPORT_BYTES[config.convert.dtype]
+    there = sum(_size(config.folder / stage) for stage in running)
+    return Disk(max(0, sum(parts.values()) - there), shutil.disk_usage(_existing(config.folder)).free, parts)
+
+
+def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
+    """Bytes of weights, gradients and moments that each rank holds at least, activations not counted.
+
+    FSDP2 holds all four in fp32, split over dp_shard x tp ranks. Under ZeRO the fp32 master and moments are split over
+    all ranks (on the GPU unless offloaded), gradients from stage 2 on, weights from stage 3 on; those are in bf16.
+    """
+    count, parallel = parameters(config), config.parallel
+    if count is None:
+        return None
+    if parallel.engine == "fsdp2":
+        return math.ceil(STATE_BYTES * count / (ranks // parallel.dp_replicate))
+    master = 0 if parallel.offload != "none" else 12 * count / ranks
+    gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
+    weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
+    return math.ceil(master + gradients + weights)
+
+
+def readable(size: float) -> str:
+    """Bytes as a person says them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _corpus_bytes(config: Config) -> int:
+    """Bytes of the input files; of Hub data sets nothing is known before they are read."""
+    return sum(_size(path) for _, path in STAGES["shard"].input_files(config))
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(_bytes(file) for file in _files(path))
+    return _bytes(path)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (Path(root) / name for root, _, names in os.walk(folder) for name in names)
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # gone meanwhile, or never there: another check says so
+        return 0
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,94 @@
+"""Where and as what a job runs: from Slurm's variables in the batch step."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.nodes import address
+from launch.slurm.scheduler import Scheduler, seconds
+from pipeline.errors import UserError
+
+PORTS = range(20000, 30000)
+"""Below the ports that the kernel hands out by itself (32768 and up)."""
+
+
+PATIENCE_S = 20
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job's place.
+
+    job: SLURM_JOB_ID. name: what people call it; of an array's element `<array id>_<index>`. restart: how often Slurm
+    queued it again. index: of the element; None for a job that is no array.
+    """
+
+    job: str
+    name: str
+    restart: int
+    nodes: tuple[str, ...]
+    index: int | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler) -> Allocation:
+        """UserError outside of a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise UserError("launch.slurm.runner is what a Slurm job runs; `python launch/submit.py` makes the jobs.")
+        job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
+        name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
+        return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),
+                   tuple(scheduler.hostnames(environment.get("SLURM_JOB_NODELIST", ""))),
+                   None if element is None else int(element))
+
+    def part(self, parts: int) -> list[str]:
+        """What the stage's command gets for an element of an array."""
+        return [] if self.index is None else ["--part", f"{self.index}/{parts}"]
+
+    def next_start(self, attempts: Iterable[dict[str, Any]], logs: Path) -> int:
+        """Number of the next start of this job, over all its restarts: none that was logged or left a folder."""
+        numbers = [int(event["start"]) for event in attempts
+                   if event.get("job") == self.name and event["event"] == "attempt"]
+        numbers += [int(number) for path in logs.glob(f"{self.name}.*")
+                    if (number := path.name.removeprefix(f"{self.name}.")).isdigit()]
+        return max(numbers, default=-1) + 1
+
+    def unfinished(self, attempts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+        """The newest start of this job if nothing says how it ended."""
+        mine = [event for event in attempts if event.get("job") == self.name and event["event"] in ("attempt", "ended")]
+        return mine[-1] if mine and mine[-1]["event"] == "attempt" else None
+
+    def seconds_left(self) -> float:
+        """Until Slurm ends the job; without end where there is no limit, or Slurm does not answer."""
+        try:
+            answer = subprocess.run(["squeue", "--noheader", "--jobs", self.job, "--format", "%L"], timeout=PATIENCE_S,
+                                    capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return float("inf")
+        return seconds(answer) if ":" in answer else float("inf")
+
+    def rendezvous(self, spec: JobSpec, number: int, scheduler: Scheduler) -> dict[str, str]:
+        """Where the ranks of a step meet. Each start gets a port of its own: the last one's may still be closing."""
+        return {"MASTER_ADDR": address(self.nodes[0], scheduler), "MASTER_PORT": str(free_port(int(self.job), number)),
+                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node)}
+
+
+def free_port(job: int, number: int) -> int:
+    """A port for start `number` of a job, which nobody listens on here, on the first node.
+
+    Jobs beside each other on a node, and starts of one job, get different ones.
+    """
+    for attempt in range(100):
+        port = PORTS[(job * 37 + number + attempt * 1009) % len(PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on.")

@@ -1,0 +1,86 @@
+"""What was submitted for a run: `launch/chain.json`, the newest submission; those before it in `launch/chains/`."""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import read_json, write_json
+
+CHAIN = Path("launch") / "chain.json"
+EARLIER = Path("launch") / "chains"
+
+
+@dataclass(frozen=True)
+class ChainJob:
+    """A job that Slurm accepted.
+
+    kind: `job`; `array` and `finalise` of a stage in parts; `link` of several that go on with one stage;
+        `evaluation` of a checkpoint beside training.
+    elements: indices of the array that were submitted; None for a job that is no array.
+    log: what the job itself says (stages write elsewhere). spec: its JobSpec.
+    """
+
+    name: str
+    stage: str
+    kind: str
+    id: str
+    elements: tuple[int, ...] | None = None
+    dependencies: tuple[str, ...] = ()
+    log: str = ""
+    spec: str = ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One submission: its jobs in the order in which they depend on each other, and what they were made from."""
+
+    id: str
+    submitted: str
+    command: tuple[str, ...]
+    git: dict[str, Any]
+    config: str
+    config_sha256: str
+    code: str
+    cluster: str | None = None
+    jobs: tuple[ChainJob, ...] = field(default=())
+
+    def write(self, run_folder: Path) -> None:
+        """Make this the newest submission of the run; another one that was is kept in `launch/chains/`."""
+        before = read_chain(run_folder)
+        if before is not None and before.id != self.id:
+            write_json(run_folder / EARLIER / f"{before.id}.json", asdict(before))
+        write_json(run_folder / CHAIN, asdict(self))
+
+
+def read_chain(run_folder: Path) -> Chain | None:
+    """The newest submission of a run; None if nothing was submitted."""
+    try:
+        return _chain(read_json(run_folder / CHAIN))
+    except FileNotFoundError:
+        return None
+
+
+def read_chains(run_folder: Path) -> list[Chain]:
+    """All submissions of a run, oldest first."""
+    earlier = [_chain(read_json(path)) for path in sorted((run_folder / EARLIER).glob("*.json"))]
+    newest = read_chain(run_folder)
+    return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
+
+
+def add_job(run_folder: Path, job: ChainJob) -> None:
+    """Add a job that was submitted later, from whichever process."""
+    with open((run_folder / CHAIN).with_name("chain.lock"), "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        chain = read_chain(run_folder)
+        assert chain is not None, f"nothing was submitted for {run_folder}"
+        Chain(**{**vars(chain), "jobs": (*chain.jobs, job)}).write(run_folder)
+
+
+def _chain(values: dict[str, Any]) -> Chain:
+    jobs = tuple(ChainJob(**{**job, "dependencies": tuple(job["dependencies"]),
+                             "elements": None if job["elements"] is None else tuple(job["elements"])})
+                 for job in values["jobs"])
+    return Chain(**{**values, "command": tuple(values["command"]), "jobs": jobs})

@@ -1,0 +1,174 @@
+"""What a user does to a run that was submitted: cancel it, stop its training, read its logs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, NoReturn
+
+from launch.slurm.chain import read_chain
+from launch.slurm.progress import RunFiles, newest_log, read_run
+from launch.slurm.scheduler import JobInfo, Scheduler
+from launch.slurm.standing import LIVE, go_on, judge, wanted_ids
+from pipeline.errors import UserError
+from pipeline.files import write_text
+from pipeline.stages import STAGES
+from pipeline.state import STOP
+
+POLL_S = 0.5
+BLOCK = 1 << 16
+
+
+def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
+    """Cancel what is in the queue of the newest submission, the last of the chain first; the exit status.
+
+    In this order no job's end lets another one start. Evaluations of checkpoints go last: while training runs, it would
+    submit them again.
+    """
+    scheduler = scheduler or Scheduler()
+    files = read_run(run_folder)
+    if files.chain is None:
+        print(f"nothing of {run_folder} was submitted to Slurm, so there is nothing to cancel")
+        return 0
+    chain = _cancel(run_folder, scheduler, evaluations=False)
+    beside = None if chain is None else _cancel(run_folder, scheduler, evaluations=True)
+    if chain is None or beside is None:
+        return 1
+    if not chain + beside:
+        print(f"nothing of {run_folder} is in the queue any more")
+        return 0
+    print(f"what is finished is kept; to go on: {go_on(files)}")
+    return 0
+
+
+def _cancel(run_folder: Path, scheduler: Scheduler, evaluations: bool) -> int | None:
+    """How many jobs, evaluations or others, were cancelled; None if one could not be."""
+    chain = read_chain(run_folder)
+    jobs = [job for job in reversed(chain.jobs if chain else ()) if (job.kind == "evaluation") == evaluations]
+    known = scheduler.jobs([job.id for job in jobs])
+    if known is None:
+        print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)
+        known = {job.id: JobInfo(job.id, "PENDING") for job in jobs}
+    queued = [job for job in jobs if known[job.id].queued]
+    for job in queued:
+        if problem := scheduler.cancel([job.id]):
+            print(f"{job.name} was not cancelled: {problem}\nWhat comes before it in the chain was left alone; try "
+                  f"again: python launch/submit.py --cancel {run_folder}", file=sys.stderr, flush=True)
+            return None
+        print(f"cancelled {job.id} ({job.name})", flush=True)
+    return len(queued)
+
+
+def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None) -> int:
+    """Ask training to save and leave, through the stop file; the exit status."""
+    files = read_run(run_folder)
+    jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
+    row = next(row for row in judge(files, jobs, time.time()).rows if row.stage == "train")
+    if row.state not in ("running", "running?", "starting", "requeued", "submitted?"):
+        print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
+        if row.state in LIVE:
+            print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
+        return 0
+    write_text(run_folder / STOP, f"{reason or 'asked for by the user'}\n")
+    if jobs is None:
+        print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
+    job = f" (job {row.job})" if row.job else ""
+    when = "when its job starts again" if row.state == "requeued" else "after the step that it is in"
+    print(f"training{job} will stop {when}: it saves a checkpoint and leaves, and what depends on it does not start.\n"
+          f"The request is the file {run_folder / STOP}; deleting it before training has seen it takes it back.\n"
+          f"to go on: {go_on(files)}")
+    return 0
+
+
+def logs(run_folder: Path, stage: str, rank: int | None = None, follow: bool = False,
+         start: str | None = None) -> int:
+    """Print a stage's newest log, or that of a `start` (`12.1`); the exit status.
+
+    Of a Slurm job: the rank's output, then its errors; with `follow` both as they grow, also over restarts, until
+    Ctrl-C.
+
+    Raises:
+        UserError: there is no such log; says which there are.
+    """
+    if stage not in STAGES:
+        raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
+    found = _files(run_folder, stage, rank or 0, start)
+    if not found and not (follow and start is None):
+        raise UserError(_absent(run_folder, stage, rank or 0, start))
+    try:
+        if follow:
+            _follow(run_folder, stage, rank or 0, start)
+        for path in found:
+            print(f"==> {path} <==", flush=True)
+            with open(path, "rb") as file:
+                _put(file)
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+def _files(run_folder: Path, stage: str, rank: int, start: str | None) -> list[Path]:
+    """The log's files; [] if there is none."""
+    folder = run_folder / "logs" / stage
+    source = folder / start if start is not None else newest_log(run_folder, stage)
+    if source is None or not source.exists():
+        return []
+    if source.is_file():
+        return [source] if rank == 0 else []
+    return [path for suffix in ("out", "err") if (path := source / f"rank{rank}.{suffix}").is_file()]
+
+
+def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
+    folder = run_folder / "logs" / stage
+    starts = sorted((path for path in folder.glob("*.*") if path.is_dir() and not path.is_symlink()),
+                    key=lambda path: path.stat().st_mtime)
+    asked = f"rank {rank} of {stage}" + (f", start {start}" if start else "")
+    source = folder / start if start else folder / "latest"
+    if source.is_dir():
+        ranks = sorted({int(name) for path in source.glob("rank*.*") if (name := path.stem[4:]).isdigit()})
+        return (f"There is no log of {asked}: {source.resolve()} holds "
+                f"{'the ranks ' + ', '.join(map(str, ranks)) if ranks else 'no log yet'}.")
+    if starts:
+        return f"There is no log of {asked}. There are logs of the starts {', '.join(path.name for path in starts)}."
+    text = f"There is no log of {asked} in {run_folder}."
+    files: RunFiles = read_run(run_folder)
+    jobs = [job.log for job in files.jobs(stage) if job.log and Path(job.log.replace("%a", "0")).is_file()]
+    if jobs:
+        return f"{text} The stage itself has not started; its job says: {jobs[-1]}"
+    others = [name for name in STAGES if newest_log(run_folder, name)]
+    return f"{text} There are logs of: {', '.join(others) or 'no stage'}."
+
+
+def _put(file: IO[bytes]) -> None:
+    """Print the rest of a file."""
+    sys.stdout.flush()
+    while block := file.read(BLOCK):
+        sys.stdout.buffer.write(block)
+    sys.stdout.buffer.flush()
+
+
+def _follow(run_folder: Path, stage: str, rank: int, start: str | None) -> NoReturn:
+    """Print what is there and what comes, from whichever files are the newest, until Ctrl-C."""
+    opened: dict[Path, IO[bytes]] = {}
+    last: Path | None = None
+    try:
+        while True:
+            wanted = _files(run_folder, stage, rank, start)
+            for path in wanted:
+                if path not in opened:
+                    opened[path] = open(path, "rb")  # noqa: SIM115 - closed below
+            for path, file in list(opened.items()):
+                if os.fstat(file.fileno()).st_size > file.tell():
+                    if path != last:
+                        print(f"==> {path} <==", flush=True)
+                        last = path
+                    _put(file)
+                if path not in wanted:  # of an earlier start, read to its end
+                    opened.pop(path).close()
+            time.sleep(POLL_S)
+    finally:
+        for file in opened.values():
+            file.close()

@@ -1,0 +1,281 @@
+"""Checkpoints that are owed a conversion and an evaluation: found from what lies in the run folder, done in jobs of
+their own beside training.
+
+    python -m launch.slurm.evaluations --run RUN --step STEP [--keep]
+
+is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
+stage is the checkpoint, hard-linked, so that training may remove its own name for it. The manifest of its stage
+evaluate is the record that nothing is owed any more; the weights are cleared then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from launch.local import find_machine
+from launch.plan import local_ranks
+from launch.processes import end_with_parent
+from launch.slurm.chain import read_chain
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.scheduler import Scheduler
+from pipeline.config.loading import config_hash, load_config, save_config
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.files import output_record
+from pipeline.manifest import MANIFEST, Manifest, read_manifest
+from pipeline.run import Run
+from pipeline.state import now
+
+EVALUATIONS = "evaluations"
+MARKER = "COMPLETE.json"
+"""Of a complete checkpoint (pipeline.training.checkpoint, which would load torch here)."""
+TRIES = 2
+"""Jobs for one checkpoint in one submission."""
+EVERY_S = 20.0
+PATIENCE_S = 120
+Found = TypeVar("Found")
+OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SUBMITIT_", "PMI", "MASTER_", "DROVER_")
+"""Beginnings of variables that a job has of its own and a job that it submits must not inherit."""
+
+
+def evaluation_folder(run_folder: Path, step: int) -> Path:
+    """The run folder of a checkpoint's evaluation."""
+    return run_folder / EVALUATIONS / f"step-{step:08d}"
+
+
+def record(run_folder: Path, step: int) -> Path:
+    """What says that a checkpoint was evaluated."""
+    return evaluation_folder(run_folder, step) / "evaluate" / MANIFEST
+
+
+def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> list[int]:
+    """Complete checkpoints at multiples of `every_steps` without a result, oldest first. That of the last step is
+    evaluated by the chain itself."""
+    finished = read_manifest(run_folder / "train")
+    last = {final_step, finished.counts["steps"] if finished else None}
+    steps = [int(path.parent.name.removeprefix("step-")) for path in
+             (run_folder / "train" / "checkpoints").glob(f"step-????????/{MARKER}")]
+    return sorted(step for step in steps if step > 0 and step % every_steps == 0 and step not in last
+                  and not record(run_folder, step).exists())
+
+
+# ---- the job
+
+
+def prepare(run: Run, step: int) -> Path:
+    """Make the run folder for the evaluation of a checkpoint; the path of its configuration.
+
+    Raises:
+        UserError: the checkpoint is not there (any more).
+    """
+    from pipeline.training.checkpoint import read_marker
+
+    folder, name = evaluation_folder(run.folder.absolute(), step), f"checkpoints/step-{step:08d}"
+    config = run.config.model_copy(update={
+        "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute())})
+    source, target = run.folder.absolute() / "train" / name, folder / "train" / name
+    if not (target / MARKER).exists():
+        _link(source, target)
+    marker = read_marker(target)
+    save_config(config, folder / "config.yaml")
+    _train_manifest(Run(config), run, marker, target, name).write(folder / "train")
+    return folder / "config.yaml"
+
+
+def _train_manifest(sub: Run, run: Run, marker: dict[str, object], checkpoint: Path, name: str) -> Manifest:
+    """What the stages after train read of a finished one, for the checkpoint as it is."""
+    progress, config = marker["progress"], sub.config
+    assert isinstance(progress, dict) and isinstance(marker["files"], list)
+    vocabulary_size = int(sub.finished("tokenizer").counts["vocab_size"])
+    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size})
+    outputs = [{**file, "path": f"{name}/{file['path']}"} for file in marker["files"]]
+    train = sub.own_folder("train")
+    return Manifest(
+        stage="train", fingerprint=sub.fingerprint("train"), config_sha256=config_hash(config),
+        outputs=[*outputs, output_record(train, checkpoint / MARKER)],
+        counts={"checkpoint": name, "steps": progress["step"], "tokens": progress["tokens"],
+                "samples": progress["samples"], "parameters": model.parameter_count, "vocab_size": model.vocab_size,
+                "precision": progress["precision"], "ranks": marker["world_size"]},
+        drift=run.begun_drift("train"), started=now(), finished=now())
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give the checkpoint's files a second name, the marker last; where that cannot be, the folder a symbolic one."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_symlink():
+        target.unlink()
+    try:
+        for file in sorted(source.rglob("*"), key=lambda path: path.name == MARKER):
+            if file.is_file():
+                place = target / file.relative_to(source)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, place)
+        complete = (target / MARKER).exists()
+    except FileNotFoundError:
+        complete = False
+    except OSError:  # another file system, or one without hard links
+        shutil.rmtree(target, ignore_errors=True)
+        target.symlink_to(source, target_is_directory=True)
+        complete = (target / MARKER).exists()
+    if not complete:
+        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
+
+
+def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
+    """Convert and evaluate a checkpoint; the exit status of the first stage that fails, or 0."""
+    if record(run_folder, step).exists():
+        print(f"the checkpoint of step {step} has its result already", flush=True)
+        return 0
+    config = load_config(run_folder / "config.yaml", check=False)
+    run = Run(config.model_copy(update={"runs_dir": str(run_folder.absolute().parent), "name": run_folder.name}))
+    path = prepare(run, step)
+    for command in commands(run.config, path):
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False,
+                                preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid())).returncode
+        if status:
+            return status if status > 0 else 128 - status
+    if not record(run_folder, step).exists():
+        return 1
+    if not keep:
+        clear(run_folder, step)
+    return 0
+
+
+def commands(config: Config, path: Path) -> list[list[str]]:
+    """The stages of an evaluation; evaluate with a rank per GPU, as on one box."""
+    ranks, arguments = local_ranks(config, find_machine()), ["--config", str(path)]
+    start = [sys.executable, "-m"] if ranks == 1 else [
+        sys.executable, "-m", "launch.agent", str(path.parent / "agent.log"), "--standalone", "--nproc-per-node",
+        str(ranks), "-m"]
+    return [[sys.executable, "-m", "pipeline.convert", *arguments], [*start, "pipeline.evaluate", *arguments]]
+
+
+def clear(run_folder: Path, step: int) -> None:
+    """Remove the weights of a checkpoint that has its result; the results stay."""
+    folder = evaluation_folder(run_folder, step)
+    checkpoint = folder / "train" / "checkpoints" / folder.name
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    for path in (folder / "train" / "checkpoints", folder / "convert" / "hf"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- beside training
+
+
+class Evaluations:
+    """Submits jobs for what is owed, from the runner of a train job, and never holds it up: all happens in a thread,
+    and what goes wrong is said once."""
+
+    def __init__(self, spec: JobSpec, say: Callable[[str], None]) -> None:
+        self.spec, self.run_folder, self._say = spec, Path(spec.run), say
+        self._thread: threading.Thread | None = None
+        self._next = 0.0
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """See to what is owed, now and then."""
+        if time.monotonic() < self._next or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._next = time.monotonic() + EVERY_S
+        self._thread = threading.Thread(target=self._submit_owed, name="evaluations", daemon=True)
+        self._thread.start()
+
+    def finish(self, patience_s: float = 60.0) -> None:
+        """See to it a last time, for a while at most."""
+        until = time.monotonic() + patience_s
+        for _ in range(2):
+            if self._thread is not None:
+                self._thread.join(max(0.0, until - time.monotonic()))
+            self._next = 0.0
+            self.look()
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+
+    def _submit_owed(self) -> None:
+        for step in self._tried("checkpoints are not evaluated for now", self.to_submit) or []:
+            job = self._tried(f"the checkpoint of step {step} is not evaluated for now",
+                              partial(submit_apart, self.spec, step))
+            if job is not None:
+                self._say(f"the checkpoint of step {step} is evaluated by job {job}")
+
+    def _tried(self, what: str, work: Callable[[], Found]) -> Found | None:
+        try:
+            return work()
+        except (UserError, OSError, subprocess.SubprocessError, ValueError) as error:
+            text = f"{what}, training goes on: {str(error).strip()}"
+            if text not in self._said:
+                self._said.add(text)
+                self._say(text)
+            return None
+
+    def to_submit(self) -> list[int]:
+        """Steps that are owed and have no job in the queue and tries left."""
+        if not (self.run_folder / "config.yaml").exists():
+            return []
+        from launch.slurm.submission import evaluation_name
+
+        config = load_config(self.run_folder / "config.yaml", check=False)
+        every = self.spec.every_checkpoints * config.train.checkpoint.every_steps
+        steps = owed(self.run_folder, every, config.train.steps)
+        chain = read_chain(self.run_folder)
+        if not steps or chain is None:
+            return []
+        tried = [job.name for job in chain.jobs if job.kind == "evaluation"]
+        names = {step: evaluation_name(config.name, step) for step in steps}
+        queued = Scheduler().named(names.values())
+        if queued is None:
+            raise OSError("Slurm does not say which jobs are in the queue")
+        there = {job.name for job in queued}
+        return [step for step in steps if names[step] not in there and tried.count(names[step]) < TRIES]
+
+
+def submit_apart(spec: JobSpec, step: int) -> str:
+    """Submit the job of a checkpoint from a process that has nothing of this job in its environment; the job's id."""
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith(OF_A_JOB) or name == "SLURM_CONF"}
+    answer = subprocess.run([sys.executable, "-m", "launch.slurm.evaluations", "--run", spec.run, "--step", str(step),
+                             "--submit"], input=json.dumps(asdict(spec)), env=environment, capture_output=True,
+                            text=True, timeout=PATIENCE_S, check=False)
+    if answer.returncode:
+        raise OSError((answer.stderr.strip().splitlines() or ["the submission failed"])[-1])
+    return answer.stdout.split()[-1]
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate a checkpoint here, or submit the job that does."""
+    parser = argparse.ArgumentParser(prog="python -m launch.slurm.evaluations")
+    parser.add_argument("--run", required=True, type=Path, help="run folder")
+    parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
+    parser.add_argument("--keep", action="store_true", help="keep the exported model")
+    parser.add_argument("--submit", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        if not options.submit:
+            return evaluate(options.run, options.step, keep=options.keep)
+        from launch.slurm.submission import submit_evaluation
+        values = json.load(sys.stdin)
+        spec = JobSpec(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
+        print(submit_evaluation(options.run, spec, options.step).id)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return UserError.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

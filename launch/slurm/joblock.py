@@ -1,0 +1,109 @@
+"""One job at a time for a stage: `launch/<stage>.lock` names the job that has it, with a heartbeat.
+
+Slurm's singleton keeps jobs of one name apart, and the stage locks its folder; this one also holds where file locks do
+not reach (other nodes) and where a node that Slurm gave up still runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.files import read_json, write_json
+
+BEAT_S = 30.0
+SILENT_S = 300.0
+"""A heartbeat older than this is a dead job's, where Slurm does not say."""
+HOLDING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+"""States of a job that may have processes."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The job that has a stage. at: its last heartbeat, in seconds since 1970."""
+
+    job: str
+    restart: int
+    host: str
+    pid: int
+    at: float
+
+    def is_same(self, other: Holder | None) -> bool:
+        """Whether both are one process."""
+        return other is not None and (self.job, self.restart, self.host, self.pid) == (
+            other.job, other.restart, other.host, other.pid)
+
+
+class JobLock:
+    """The lock of a stage of the run in `run_folder`, for the job `job` in its start number `restart`.
+
+    state_of: the state of a job in the queue, "" if it is not there, None if Slurm does not answer.
+    """
+
+    def __init__(self, run_folder: Path, stage: str, job: str, restart: int,
+                 state_of: Callable[[str], str | None]) -> None:
+        self.path, self.stage, self.state_of = run_folder / "launch" / f"{stage}.lock", stage, state_of
+        self.own = Holder(job, restart, platform.node(), os.getpid(), time.time())
+        self._beat = 0.0
+
+    def acquire(self) -> None:
+        """Take the lock; UserError while another job has it."""
+        with self._guarded():
+            held = self.holder()
+            if held is not None and held.job != self.own.job and (why := self._is_alive(held)):
+                raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {self.path.parent.parent} "
+                                f"({why}), so this one does nothing. Wait for it, or `scancel {held.job}`.")
+            self._write()
+
+    def beat(self, *, at_once: bool = False) -> bool:
+        """Say now and then that this job lives; False once another start has taken the stage over."""
+        if not at_once and time.monotonic() - self._beat < BEAT_S:
+            return True
+        try:
+            with self._guarded():
+                held = self.holder()
+                if held is not None and not self.own.is_same(held):
+                    return False
+                self._write()
+        except OSError:  # a full disk, say; nobody takes the stage over while Slurm says that this job runs
+            self._beat = time.monotonic()
+        return True
+
+    def release(self) -> None:
+        """Give the lock up, if it is still ours."""
+        with suppress(OSError), self._guarded():
+            if self.own.is_same(self.holder()):
+                self.path.unlink(missing_ok=True)
+
+    def holder(self) -> Holder | None:
+        """Who has the lock; None for nobody, or a torn record."""
+        try:
+            return Holder(**read_json(self.path))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _is_alive(self, held: Holder) -> str:
+        state, silent = self.state_of(held.job), time.time() - held.at
+        if state is None:
+            return f"Slurm does not answer; last heard of {silent:.0f} s ago" if silent < SILENT_S else ""
+        return f"Slurm says {state}" if state in HOLDING else ""
+
+    def _write(self) -> None:
+        write_json(self.path, asdict(Holder(self.own.job, self.own.restart, self.own.host, self.own.pid, time.time())))
+        self._beat = time.monotonic()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Look and write as one, where the file system has locks."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_suffix(".guard"), "a") as guard:
+            with suppress(OSError):
+                fcntl.flock(guard, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,63 @@
+"""What a Slurm job has to do, as a file in the run folder: written at submission, read by the runner."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pipeline.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job.
+
+    Attributes:
+        run: absolute path of the run folder.
+        name: Slurm's job name.
+        command: of the stage, without what only the job knows (its part, its rank).
+        chain: id of the submission; `--force` counts once for it.
+        ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
+        wrap: a command that the stage is started with, such as a container's.
+        parts: elements of the array; 0 if the job is none.
+        link, links: which of how many jobs that go on with the same stage, from 1.
+        requeue: whether the job may queue itself again.
+        max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
+        every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
+    """
+
+    run: str
+    name: str
+    stage: str
+    command: tuple[str, ...]
+    chain: str
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    wrap: tuple[str, ...] = ()
+    parts: int = 0
+    link: int = 1
+    links: int = 1
+    requeue: bool = True
+    max_restarts: int = 3
+    preflight: bool = False
+    preflight_factor: float = 4.0
+    every_checkpoints: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """The stage's folder."""
+        return Path(self.run) / self.stage
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> JobSpec:
+        """Read what `save` wrote."""
+        values = read_json(path)
+        return cls(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})

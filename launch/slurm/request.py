@@ -1,0 +1,104 @@
+"""A request for Slurm: planned, shown, checked as far as anything can be known, then submitted as one chain."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from launch.checks import cluster_problems, configuration_problems, refuse_unsound, refuse_wrong_packages
+from launch.describe import by_hand, print_plan
+from launch.forecast import disk
+from launch.plan import Job, Options, plan
+from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chain
+from launch.slurm.nodes import excluded
+from launch.slurm.scheduler import Scheduler
+from launch.slurm.snapshot import planned_snapshot, take_snapshot
+from launch.slurm.submission import LOGS, Submission, frozen_config, scripts, submit
+from pipeline.config.loading import cluster_profile, config_hash
+from pipeline.errors import UserError
+from pipeline.run import Run
+from pipeline.state import STOP, now
+from pipeline.work import git_state
+
+
+def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, dry_run: bool) -> int:
+    """Submit `stages`, or with `dry_run` show what sbatch would get and write nothing; the exit status.
+
+    Raises:
+        UserError: something cannot work; nothing was submitted, or what was is named.
+    """
+    if not dry_run and shutil.which("sbatch") is None:
+        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in where Slurm is, use --cluster "
+                        "local, or --dry-run to see what Slurm would get.")
+    config = run.config
+    request, given = replace(
+        request, config_path=str(frozen_config(config)), overrides=(), chain=_new_id(),
+        code=str(planned_snapshot(run.folder)), python=config.launch.python or sys.executable), request
+    jobs = plan(config, run, stages, request)
+    configuration_problems(config, jobs, given.config_path)
+    bad = excluded(run.folder)
+    space = disk(config, jobs)
+    print_plan(config, run, jobs, request, where, space)
+    if bad:
+        print(f"left out  {', '.join(bad)}: failed twice within a day (launch/nodes.jsonl)\n")
+    cluster_problems(config, jobs, space, os.environ)
+    refuse_unsound(run, jobs, request, showing=dry_run)
+    submission = Submission(config, request.chain, request.code, tuple(bad))
+    if dry_run:
+        return _show(submission, jobs)
+    if not any(job.to_run for job in jobs):
+        print("nothing to submit: all asked stages are done")
+        return 0
+    refuse_wrong_packages()
+    _refuse_queued(run)
+    take_snapshot(run.folder)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
+    chain = Chain(id=request.chain, submitted=now(), command=tuple(sys.argv), git=git_state(),
+                  config=request.config_path, config_sha256=config_hash(config), code=request.code,
+                  cluster=cluster_profile(given.config_path, given.overrides))
+    return _tell(run, submit(submission, jobs, chain))
+
+
+def _new_id() -> str:
+    """Of a submission: sorts by time."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _refuse_queued(run: Run) -> None:
+    """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
+    training."""
+    chain = read_chain(run.folder)
+    if chain is None:
+        return
+    found = Scheduler().jobs([job.id for job in chain.jobs])
+    if found is None:
+        print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
+        return
+    queued = [job for job in chain.jobs if found[job.id].queued]
+    if queued:
+        names = ", ".join(f"{job.id} ({job.name})" for job in queued)
+        raise UserError(f"Jobs of {run.folder} are in the queue already: {names}. Watch them with `python "
+                        f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
+                        f"{run.folder}`, or use name=<another> for a run of its own.")
+
+
+def _show(submission: Submission, jobs: list[Job]) -> int:
+    if not any(job.to_run for job in jobs):
+        print("nothing to do: all asked stages are done")
+    for job, text in scripts(submission, jobs):
+        print(f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}")
+    return 0
+
+
+def _tell(run: Run, submitted: list[ChainJob]) -> int:
+    for entry in submitted:
+        after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
+        kind = "" if entry.kind == "job" else f" ({entry.kind})"
+        print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
+    print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
+          f"`python launch/status.py --run {run.folder} --watch` shows it; the same command submits what is left")
+    return 0

@@ -1,0 +1,304 @@
+"""What Slurm says of jobs that were submitted, and what it is told about them: always within a time limit.
+
+Nothing here raises because of Slurm: a program that is missing, hangs, or cannot reach its daemon is an outcome.
+`squeue` is asked first, since it answers without an accounting database; its output is read in columns of fixed width,
+the one form that all versions share (`--json` changes with them).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+UNKNOWN = "unknown"
+"""State of a job that nothing in Slurm knows (any more)."""
+ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+                   "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
+"""States in which a job will do nothing any more. Any other is taken for one in the queue."""
+ORDER = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING")
+"""What an array is while one of its elements is; after these other states of the queue, then those of failures."""
+COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
+           ("Name", 200))
+UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
+               "unexpected message received", "zero bytes were transmitted", "transport endpoint",
+               "slurm backup controller in standby", "insane message length", "communication connection failure")
+"""Parts of messages that mean: the controller cannot be reached now. "Unexpected message" is what `scontrol requeue` of
+Slurm 22.05 says to a controller that is gone."""
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job, an element of an array, or a whole array.
+
+    state: Slurm's word in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
+    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start; elements: the state of each
+    known element of an array, by its index.
+    """
+
+    id: str
+    state: str = UNKNOWN
+    reason: str = ""
+    nodes: str = ""
+    elapsed_s: int = 0
+    restarts: int = 0
+    name: str = ""
+    elements: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it is still in the queue, running or not."""
+        return self.state not in ENDED
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a program said; `status` is None where it did not end in time or could not be started."""
+
+    status: int | None
+    out: str = ""
+    error: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.status is not None and not any(part in self.error.lower() for part in UNREACHABLE)
+
+    @property
+    def unknown_job(self) -> bool:
+        return "invalid job id" in self.error.lower()
+
+    @property
+    def reason(self) -> str:
+        """The last line that it wrote, without the program's name."""
+        lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
+        return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
+
+
+class Scheduler:
+    """Slurm's programs, found on PATH.
+
+    Args:
+        environment: of the programs; None: this process's.
+        timeout_s: how long each may take. Without a controller squeue itself would try for 18 s.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None, timeout_s: float = 10) -> None:
+        own = os.environ if environment is None else environment
+        # A user's own formats would change what is read here.
+        self._environment = {name: value for name, value in own.items()
+                             if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT"))}
+        self._timeout_s = timeout_s
+
+    def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
+        """How the jobs stand; None if Slurm does not answer.
+
+        `12` may be a whole array: its state then sums up the elements that squeue knows. Where all elements matter,
+        also those that ended long ago, ask for each (`12_3`).
+        """
+        wanted = list(dict.fromkeys(ids))
+        if not wanted:
+            return {}
+        known = self._queue(sorted({_array(id) for id in wanted}))
+        if known is None:
+            return None
+        for source in (self._accounting, self._controller):
+            if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
+                for job in source(missing):
+                    known.setdefault(job.id, job)
+        return {id: _summary(id, known) for id in wanted}
+
+    def named(self, names: Iterable[str]) -> list[JobInfo] | None:
+        """This user's jobs in the queue that have one of the names, an array once; None if Slurm does not answer."""
+        answer = self._squeue("--name", ",".join(names), "--user", str(os.getuid()))
+        if answer.status != 0:
+            return None
+        found = {_array(job.id): job for job in _queue_lines(answer.out)}
+        return [JobInfo(id, job.state, job.reason, job.nodes, job.elapsed_s, job.restarts, job.name)
+                for id, job in found.items()]
+
+    def cancel(self, ids: Iterable[str]) -> str | None:
+        """Cancel the jobs in this very order; None, or why that failed. Jobs that have ended are no failure."""
+        failed = []
+        for id in ids:  # one by one: scancel itself keeps no order
+            answer = self._ask("scancel", id)
+            if not answer.reached:
+                return f"job {id} and those after it: {answer.reason}"
+            if answer.status and not answer.unknown_job and "already complet" not in answer.error:
+                failed.append(f"job {id}: {answer.reason}")
+        return "; ".join(failed) or None
+
+    def signal(self, id: str, name: str) -> str | None:
+        """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
+        return self._tell("scancel", "--signal", name, id)
+
+    def requeue(self, id: str, patience_s: float = 20) -> str | None:
+        """Put a running job back into the queue; None, or the reason why it is not there.
+
+        While the controller cannot be reached this is tried again, for `patience_s` in all.
+        """
+        began, pause = time.monotonic(), 1.0
+        while True:
+            answer = self._ask("scontrol", "requeue", id)
+            # It is there already: perhaps by our own try whose answer was lost.
+            if answer.status == 0 or "pending execution" in answer.error:
+                return None
+            if answer.reached or time.monotonic() - began + pause > patience_s:
+                return answer.reason
+            time.sleep(pause)
+            pause *= 2
+
+    def update(self, id: str, key: str, value: str) -> str | None:
+        """Change a job, as `scontrol update` does; None, or why that failed."""
+        return self._tell("scontrol", "update", f"JobId={id}", f"{key}={value}")
+
+    def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
+        """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
+        answer = self._ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")
+        pairs = (line.strip().partition("|") for line in answer.out.splitlines())
+        return {name: state for name, bar, state in pairs if bar}
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """The names in a list such as `n[1-3,7]`; asks no daemon."""
+        answer = self._ask("scontrol", "show", "hostnames", nodes)
+        if answer.status == 0:
+            return answer.out.split()
+        from submitit.slurm.slurm import _parse_node_list
+
+        return list(_parse_node_list(nodes))
+
+    def node_address(self, name: str) -> str:
+        """The address under which a node is reached; its name where Slurm does not say."""
+        answer = self._ask("scontrol", "--oneliner", "show", "node", name)
+        return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
+
+    def _queue(self, ids: list[str]) -> dict[str, JobInfo] | None:
+        answer = self._squeue("--array", "--states", "all", "--jobs", ",".join(ids))
+        if answer.reached and answer.status and answer.unknown_job:
+            if len(ids) == 1:
+                return {}
+            answer = self._squeue("--array", "--states", "all")  # one bad id must not hide the others
+        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
+
+    def _squeue(self, *arguments: str) -> _Answer:
+        columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
+        return self._ask("squeue", "--noheader", *arguments, "--Format", columns)
+
+    def _accounting(self, ids: list[str]) -> list[JobInfo]:
+        """What the accounting database has; nothing where there is none."""
+        answer = self._ask("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
+                           "--format", "JobID,State,Reason,NodeList,ElapsedRaw,JobName")
+        found = []
+        for line in answer.out.splitlines() if answer.status == 0 else ():
+            id, state, reason, nodes, elapsed, name = (line.split("|", 5) + [""] * 6)[:6]
+            # Whom squeue does not know neither waits nor runs: then the database has missed the end.
+            if (word := state.partition(" ")[0]) in ENDED:
+                found.append(JobInfo(id, word, reason, "" if nodes == "None assigned" else nodes,
+                                     int(elapsed) if elapsed.isdigit() else 0, name=name))
+        return found
+
+    def _controller(self, ids: list[str]) -> list[JobInfo]:
+        """What slurmctld still has of each job, where a site's squeue shows less than that."""
+        found, until = [], time.monotonic() + self._timeout_s
+        for id in ids:
+            if time.monotonic() > until:
+                break
+            answer = self._ask("scontrol", "--oneliner", "show", "job", id)
+            for line in answer.out.splitlines() if answer.status == 0 else ():
+                job = _fields(line)
+                if "JobId" in job and "JobState" in job:
+                    element = f"{job['ArrayJobId']}_{job['ArrayTaskId']}" if "ArrayTaskId" in job else job["JobId"]
+                    found.append(JobInfo(element, job["JobState"], _word(job.get("Reason", "")),
+                                         _word(job.get("NodeList", "")), seconds(job.get("RunTime", "")),
+                                         _number(job.get("Restarts", "")), job.get("JobName", "")))
+        return found
+
+    def _tell(self, *command: str) -> str | None:
+        answer = self._ask(*command)
+        return None if answer.status == 0 else answer.reason
+
+    def _ask(self, *command: str) -> _Answer:
+        try:
+            process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, text=True,
+                                       errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       start_new_session=True)
+        except OSError as error:
+            return _Answer(None, error=f"{command[0]} cannot be started here: {error.strerror}")
+        try:
+            out, error_text = process.communicate(timeout=self._timeout_s)
+            return _Answer(process.returncode, out, error_text)
+        except subprocess.TimeoutExpired:
+            return _Answer(None, error=f"{command[0]} did not answer within {self._timeout_s:g} s")
+        finally:
+            _end(process)
+
+
+def seconds(text: str) -> int:
+    """Slurm's `1-02:03:04`, `02:03:04` or `3:04` in seconds; 0 for anything else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if not match:
+        return 0
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """A program that hangs goes, with what it started: a site's wrapper would leave the real one behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _queue_lines(text: str) -> list[JobInfo]:
+    found = []
+    for line in text.splitlines():
+        values, at = [], 0
+        for _, width in COLUMNS:
+            values.append(line[at:at + width].strip())
+            at += width
+        id, state, reason, nodes, used, restarts, name = values
+        if id[:1].isdigit() and state:  # not `CLUSTER: name`
+            found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name))
+    return found
+
+
+def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
+    """The job, or the array made of its elements."""
+    if id in known:
+        return known[id]
+    elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
+    if not elements:
+        return JobInfo(id)
+    first = sorted(elements, key=lambda job: _rank(job.state))[0]
+    nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
+    return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
+                   max(job.restarts for job in elements), first.name,
+                   {job.id.partition("_")[2]: job.state for job in elements})
+
+
+def _rank(state: str) -> int:
+    if state in ORDER:
+        return ORDER.index(state)
+    return len(ORDER) + (0 if state not in ENDED else 2 if state == "COMPLETED" else 1)
+
+
+def _array(id: str) -> str:
+    return id.partition("_")[0]
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(re.findall(r"([\w/:]+)=(\S*)", line))
+
+
+def _word(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0

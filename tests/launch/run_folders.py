@@ -1,0 +1,106 @@
+"""Run folders made by hand: what stages, runner and submission leave, without any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.slurm.chain import Chain, ChainJob
+from launch.slurm.jobspec import JobSpec
+from pipeline.files import append_line, write_json, write_text
+from pipeline.manifest import Manifest
+from pipeline.run import STARTED
+from pipeline.stages import STAGES
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
+"""When these runs are looked at."""
+COMMAND = ("launch/submit.py", "--stage", "all", "--config", "configs/demo.yaml", "--nodes", "4")
+SETTINGS: dict[str, Any] = {"name": "demo", "train": {"steps": 500, "checkpoint": {"every_steps": 100}}}
+
+
+def ago(seconds: float) -> str:
+    """A time before NOW, as files have it."""
+    return datetime.fromtimestamp(NOW - seconds, UTC).isoformat(timespec="milliseconds")
+
+
+class HandMade:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
+        self.folder = folder
+        write_text(folder / "config.yaml", yaml.dump(settings or SETTINGS))
+
+    def done(self, *stages: str, seconds: float = 65, until: float = 1000, **details: Any) -> None:
+        """Stages with a manifest, finished `until` seconds ago."""
+        for stage in stages:
+            self.begun(stage)
+            Manifest(stage, {}, details.get("outputs", []), details.get("counts", {}), "", wall_s=seconds,
+                     started=ago(until + seconds), finished=ago(until)).write(self.folder / stage)
+
+    def begun(self, stage: str) -> None:
+        """A stage with a start record."""
+        write_json(self.folder / stage / STARTED, {"fingerprint": {}})
+
+    def state(self, stage: str, status: str, *, seconds: float = 600, job: str = "", **details: Any) -> None:
+        """STATE.json, written so many seconds ago."""
+        self.begun(stage)
+        write_json(self.folder / stage / "STATE.json", {
+            "status": status, "job": job, "at": ago(seconds), "host": "node-of-nowhere", **details})
+
+    def trained(self, steps: int, *, seconds: float = 600, **last: Any) -> None:
+        """The log of train, whose last line is of NOW: a start, and steps of 1 s."""
+        train = self.folder / "train"
+        self.begun("train")
+        append_line(train / "events.jsonl", {"event": "start", "time": ago(seconds), "step": 0})
+        lines = [{"step": step, "loss": 8 - step / 100, "tokens_per_s": 11859.6, "step_s": 1.0, **(
+            last if step == steps else {})} for step in range(1, steps + 1)]
+        write_text(train / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        os.utime(train / "metrics.jsonl", (NOW, NOW))
+
+    def units(self, stage: str, phase: str, count: int) -> None:
+        """Finished units."""
+        for number in range(count):
+            write_json(self.folder / stage / "units" / phase / f"train-stdlib-{number:05d}.json", {})
+
+    def part(self, stage: str, phase: str, index: int, of: int) -> None:
+        """An element's share that is done."""
+        write_json(self.folder / stage / "units" / "parts" / f"{phase}.{index}-of-{of}.json", {})
+
+    def attempt(self, event: str, stage: str, job: str, *, seconds: float = 600, start: int = 0, **more: Any) -> None:
+        """A line of launch/attempts.jsonl."""
+        append_line(self.folder / "launch" / "attempts.jsonl", {
+            "event": event, "at": ago(seconds), "stage": stage, "job": job, "restart": 0, "start": start,
+            "chain": "c1", **more})
+
+    def log(self, path: str, text: str = "words\n") -> Path:
+        """A file under logs/."""
+        write_text(self.folder / "logs" / path, text)
+        return self.folder / "logs" / path
+
+    def submitted(self, *jobs: ChainJob, seconds: float = 900) -> None:
+        """The newest submission."""
+        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "", "",
+              jobs=jobs).write(self.folder)
+
+    def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
+            needs: tuple[str, ...] = (), parts: int = 0, name: str = "") -> ChainJob:
+        """A job of the submission, with its spec."""
+        name = name or f"demo-{stage}"
+        spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
+        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts).save(spec)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec))
+
+    def whole_chain(self) -> list[ChainJob]:
+        """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""
+        jobs: list[ChainJob] = []
+        for stage in STAGES:
+            for kind in ("array", "finalise") if stage in ("shard", "encode") else ("job",):
+                elements = (0, 1, 2, 3) if kind == "array" else None
+                needs = tuple(job.id for job in jobs[-1:])
+                jobs.append(self.job(str(11 + len(jobs)), stage, kind, elements, needs, parts=4 * bool(elements)))
+        return jobs

@@ -1,0 +1,89 @@
+"""Strikes of nodes, and what Slurm is asked and told about nodes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.allocation import PORTS, Allocation, free_port
+from launch.slurm.nodes import NODES, add_strike, address, excluded, is_lost, leave_out, lost, strikes
+from launch.slurm.scheduler import Scheduler
+from pipeline.files import append_line
+from tests.launch.fake_srun import Job, make_job
+
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job whose fake Slurm programs are on PATH."""
+    job = make_job(tmp_path)
+    for name, value in job.environ().items():
+        monkeypatch.setenv(name, value)
+    return job
+
+
+def test_two_strikes_within_a_day(tmp_path: Path) -> None:
+    for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
+        append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(), "job": "1",
+                                       "reason": "went down"})
+    append_line(tmp_path / NODES, {"node": "n4", "at": "yesterday"})
+    assert strikes(tmp_path, NOW) == {"n1": 2, "n2": 1, "n3": 1}
+    assert excluded(tmp_path, NOW) == ["n1"]
+    assert excluded(tmp_path / "another run") == []
+
+
+def test_a_strike_counts_at_once(tmp_path: Path) -> None:
+    assert [add_strike(tmp_path, "n7", job, "went down") for job in ("1.0", "1.1")] == [1, 2]
+    assert excluded(tmp_path) == ["n7"]
+
+
+@pytest.mark.parametrize(("state", "gone"), [
+    ("idle", False), ("mixed", False), ("allocated", False), ("completing", False), ("down", True), ("down*", True),
+    ("idle*", True), ("drained", True), ("draining", True), ("fail", True), ("not_responding", True)])
+def test_states_of_lost_nodes(state: str, gone: bool) -> None:
+    assert is_lost(state) == gone
+
+
+def test_lost_nodes(job: Job) -> None:
+    assert lost(["n1"], Scheduler()) == {}, "Slurm does not answer"
+    job.answer("sinfo", "n1|idle\nn2|drained\nn3|allocated*\n")
+    assert lost(["n1", "n2", "n3"], Scheduler()) == {"n2": "drained", "n3": "allocated*"}
+
+
+def test_a_waiting_job_leaves_out_more(job: Job) -> None:
+    assert leave_out("15", ["n3"], Scheduler()) is None
+    assert job.calls("scontrol")[-1] == "update JobId=15 ExcNodeList=n3,n9", "n9 was left out before"
+    (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    assert leave_out("15", ["n3"], Scheduler()) is not None
+
+
+def test_addresses(job: Job) -> None:
+    assert address("localhost", Scheduler()) == "localhost"
+    assert address("no-such-node.invalid", Scheduler()) == "127.0.0.1"
+
+
+def test_ports_are_apart_and_below_the_kernels_own() -> None:
+    ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
+    assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
+
+
+def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
+    here = Allocation("12", "12", 1, ("n1",))
+    attempts = [{"event": "attempt", "job": "12", "start": 0}, {"event": "ended", "job": "12", "start": 0},
+                {"event": "attempt", "job": "11", "start": 7}, {"event": "attempt", "job": "12", "start": 1}]
+    assert here.next_start(attempts, tmp_path) == 2
+    assert here.unfinished(attempts) == attempts[-1]
+    assert here.unfinished([*attempts, {"event": "ended", "job": "12", "start": 1}]) is None
+    (tmp_path / "12.4").mkdir()
+    (tmp_path / "latest").symlink_to("12.4")
+    assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
+
+
+def test_an_element_of_an_array(job: Job) -> None:
+    here = Allocation.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
+                                        "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler())
+    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
+    assert here.part(8) == ["--part", "3/8"]
