@@ -42,9 +42,10 @@ def parameters(config: Config) -> int | None:
 
 def kept_checkpoints(config: Config) -> int:
     """The most checkpoints that there are at one time; a new one is whole before an old one goes."""
-    train = config.train
+    train, evaluated = config.train, config.launch.evaluate.every_checkpoints
     permanent = train.checkpoint.permanent_every
-    return train.checkpoint.keep + 1 + (train.steps // permanent if permanent else 0)
+    owed = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0  # should their jobs not start
+    return train.checkpoint.keep + 1 + (train.steps // permanent if permanent else 0) + owed
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:

@@ -80,7 +80,8 @@ class Work:
 
     def processes(self) -> int:
         """Workers to use on this machine; in a Slurm job, on its part of the node."""
-        allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)  # where Slurm binds nothing, affinity is the whole node
+        # Where Slurm binds no process, affinity is the whole node.
+        allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
         return self.config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
 
     def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
-from launch.slurm.scheduler import Scheduler, seconds
+from launch.slurm.scheduler import UNKNOWN, Scheduler, seconds
 from pipeline.errors import UserError
 
 PORTS = range(20000, 30000)
@@ -19,6 +19,8 @@ PORTS = range(20000, 30000)
 
 
 PATIENCE_S = 20
+RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
+"""States of a job that has its nodes and is to keep them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,17 @@ class Allocation:
         """The newest start of this job if nothing says how it ended."""
         mine = [event for event in attempts if event.get("job") == self.name and event["event"] in ("attempt", "ended")]
         return mine[-1] if mine and mine[-1]["event"] == "attempt" else None
+
+    def is_current(self, scheduler: Scheduler) -> bool:
+        """Whether Slurm still holds this start of the job for one that runs; so it is where Slurm does not answer.
+
+        A node that Slurm gave up may run what it was given for long. A step that it asks for under the job's id would
+        get the nodes of the job's next start.
+        """
+        found = scheduler.jobs([self.name])
+        if found is None or (job := found[self.name]).state == UNKNOWN:
+            return True
+        return job.state in RUNNING and job.restarts == self.restart
 
     def seconds_left(self) -> float:
         """Until Slurm ends the job; without end where there is no limit, or Slurm does not answer."""

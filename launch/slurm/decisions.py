@@ -105,6 +105,11 @@ def too_late(decision: Decision, terms: Terms) -> Decision:
     return _go_on(Decision("requeue", decision.status, reason), terms)
 
 
+def taken_away(decision: Decision) -> Decision:
+    """What is done where Slurm itself has put the job back into the queue: nothing more, it is for its next start."""
+    return Decision("leave", decision.status, f"{decision.reason}; Slurm has taken the job from its nodes", TERMINATED)
+
+
 def without_requeue(decision: Decision, refusal: str, terms: Terms) -> Decision:
     """What is done instead of a requeue that Slurm refused or that is not allowed."""
     if terms.later_links:

@@ -22,6 +22,7 @@ class JobSpec:
         parts: elements of the array; 0 if the job is none.
         link, links: which of how many jobs that go on with the same stage, from 1.
         requeue: whether the job may queue itself again.
+        signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
     """
@@ -42,6 +43,7 @@ class JobSpec:
     link: int = 1
     links: int = 1
     requeue: bool = True
+    signal_s: int = 120
     max_restarts: int = 3
     preflight: bool = False
     preflight_factor: float = 4.0

@@ -24,7 +24,17 @@ from typing import Any
 
 from launch.slurm.allocation import Allocation
 from launch.slurm.chain import read_chain
-from launch.slurm.decisions import TERMINATED, Decision, Outcome, Terms, decide, fruitless, too_late, without_requeue
+from launch.slurm.decisions import (
+    TERMINATED,
+    Decision,
+    Outcome,
+    Terms,
+    decide,
+    fruitless,
+    taken_away,
+    too_late,
+    without_requeue,
+)
 from launch.slurm.evaluations import Evaluations
 from launch.slurm.joblock import JobLock
 from launch.slurm.jobspec import JobSpec
@@ -185,6 +195,8 @@ class Runner:
             if self.locked and not self.lock.beat(at_once=True):
                 self.say(TAKEN_OVER)
                 return 1
+            if decision.action in ("restart", "requeue") and not self.allocation.is_current(self.scheduler):
+                decision = taken_away(decision)
             self._log_end(decision)
             if decision.action != "restart":
                 return self._end(decision)
@@ -198,7 +210,7 @@ class Runner:
     @property
     def _warning_s(self) -> float:
         """Slurm's signal before the time limit may have come already when less than this is left."""
-        return float(getattr(self.spec, "signal_s", 120)) + SLURM_EARLY_S
+        return float(self.spec.signal_s) + SLURM_EARLY_S
 
     def _start(self) -> Outcome:
         """Start the stage once and wait for its end."""
@@ -221,7 +233,7 @@ class Runner:
         srun = srun_command(self.spec, folder, command, stage=self.spec.stage)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, self._environment(rendezvous=self.start_number), folder, self._tick, self.say)
-            if end.started or self.stopping or number == STEP_TRIES:
+            if end.started or self.stopping or number == STEP_TRIES or not self.allocation.is_current(self.scheduler):
                 break
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self._pause(STEP_PAUSE_S * number)
@@ -262,7 +274,7 @@ class Runner:
                 return TERMINATED
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
             refusal = self.scheduler.requeue(self.allocation.name, patience_s=CONTROLLER_S)
-            if refusal is None:
+            if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.terms)
         if decision.final and self.allocation.index is None:

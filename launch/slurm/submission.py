@@ -152,7 +152,8 @@ def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
         run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
         environment=job.environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
         cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
-        link=job.link, links=job.links, requeue=launch.requeue, max_restarts=launch.max_restarts,
+        link=job.link, links=job.links, requeue=launch.requeue,
+        signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,
         every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)
 
@@ -182,7 +183,9 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> Slurm
         "gpus_per_node": job.gpus_per_node or None, "exclude": _exclude(asked, submission),
         # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
         "use_srun": False,
-        "setup": [*launch.setup, f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}",
+        # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
+        "setup": ["trap : TERM INT", *launch.setup,
+                  f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}",
                   "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"],
         # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
         "teardown": [f"code=$?; [ $code -ne {KILLED} ] || scontrol requeue $SLURM_JOB_ID; exit $code"]

@@ -75,7 +75,8 @@ def test_the_shipped_profiles_load(path):
 
 def test_a_stage_wishes_over_all(tmp_path):
     path = write(tmp_path / "a.yaml", {"launch": {
-        "partition": "gpu", "mem": "0", "time": 240, "cpus": 12, "gpus_per_node": 8, "extra": {"comment": "x", "a": "1"},
+        "partition": "gpu", "mem": "0", "time": 240, "cpus": 12, "gpus_per_node": 8,
+        "extra": {"comment": "x", "a": "1"},
         "encode": {"partition": "cpu", "mem": "64G", "extra": {"a": "2"}, "array": 3, "at_once": 2},
         "evaluate": {"gpus_per_node": 1, "time": "2:00:00"}}})
     launch = load_config(path).launch

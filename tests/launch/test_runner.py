@@ -92,6 +92,13 @@ def test_a_stop_at_the_time_limit_requeues_the_job(job: Job) -> None:
     assert job.events("attempt")[-1]["start"] == 1 and job.events("attempt")[-1]["from"] == 120
 
 
+def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job: Job) -> None:
+    (job.folder / "bin" / "scontrol").write_text(
+        '#!/bin/sh\n[ "$1" = requeue ] || exit 1\nkill -TERM $PPID\nsleep 0.3\nkill -TERM $$\n')
+    status, log = job.plan("asked").run_it()
+    assert status == 0 and "did not queue" not in log and job.ends() == [("preempted", "requeue")]
+
+
 def test_no_start_just_before_the_time_limit(job: Job) -> None:
     (job.folder / "bin" / "squeue").write_text("#!/bin/sh\necho 2:10\n")
     status, log = job.plan("crash", "work").run_it()

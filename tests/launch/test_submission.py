@@ -58,6 +58,7 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 #SBATCH --wckey=submitit
 
 # setup
+trap : TERM INT
 module load cuda
 export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
