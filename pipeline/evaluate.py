@@ -30,9 +30,11 @@ def evaluate(work: Work) -> None:
     from pipeline.evaluation.tasks import go_offline
     go_offline()  # before anything imports the libraries that look for it
     from pipeline.parallel.ranks import start_ranks, stop_ranks
+    from pipeline.parallel.topology import Topology
 
     ranks = start_ranks()
     try:
+        Topology.gather(ranks, work)  # refuses ranks that do not run the same thing
         model, vocabulary = _load(work, ranks)
         clock = _Clock(work, ranks)
         heldout = clock.time("held-out text", measure_heldout, work, ranks, model)

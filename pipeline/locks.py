@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ from pipeline.errors import UserError
 from pipeline.parts import Part
 
 LOCKS = ".locks"
+EARLIER_S = 120.0
+"""How long an earlier start of the same Slurm job may go on to hold a stage: on a node that Slurm has given up, or
+where a file system notices late that its process has ended."""
 
 
 class StageLock:
@@ -90,21 +94,38 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
     """Lock an open file, or change its lock to the other kind; None where there are no locks."""
     if file is None:
         return None
-    try:
-        locked = _flock(file, folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _holder(file)
-        file.close()
-        raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
-                        f"or use name=<another> for a run of its own.") from None
+    until, waited = time.monotonic() + EARLIER_S, False
+    while True:
+        try:
+            locked = _flock(file, folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = _holder(file)
+            if not _is_earlier_start(holder) or time.monotonic() > until:
+                file.close()
+                raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
+                                f"or use name=<another> for a run of its own.") from None
+            if not waited:
+                say(what, f"waits for the end of an earlier start of this job: {holder}")
+            waited = True
+            time.sleep(0.5)
     if not locked:
         return None
-    job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}{job}, since {now}\n")
+    file.write(f"process {os.getpid()} on {platform.node()}{_job()}, since {now}\n")
     file.flush()
     return file
+
+
+def _is_earlier_start(holder: str) -> bool:
+    """Whether a lock is held by the job that a launcher started this process in: then it is about to be given up."""
+    return bool(_job()) and f"{_job()}, since" in holder and "DROVER_CHAIN" in os.environ
+
+
+def _job() -> str:
+    """How a holder of a lock tells its Slurm job; empty outside of one."""
+    return f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
 
 
 def _wait_for(folder: Path, name: str, stage: str) -> IO[str] | None:

@@ -21,8 +21,9 @@ from pipeline.work import Work
 def train(work: Work) -> None:
     """Train to the configured number of steps and commit, or save and leave when asked to stop."""
     from pipeline.training.session import Session
+    from pipeline.training.watchdog import Watchdog
 
-    with Session(work) as session:
+    with Watchdog.of(work) as watchdog, Session(work, watchdog) as session:
         for step in session.steps():
             batch = session.loader.next()
             agreed = session.agree(batch)
@@ -36,7 +37,7 @@ def train(work: Work) -> None:
             if session.due(step, work.config.train.checkpoint.every_steps) or agreed.save or agreed.stop:
                 session.save()
             session.look()
-            if agreed.stop:
+            if agreed.stop and session.unfinished:
                 return session.leave(agreed.stop)
         session.finish()
 

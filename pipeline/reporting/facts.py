@@ -12,11 +12,12 @@ from typing import Any
 from pipeline.config.loading import dump_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
-from pipeline.files import read_json
+from pipeline.files import read_json, read_lines
 from pipeline.manifest import Manifest
 from pipeline.run import Run
 from pipeline.stages import STAGES
-from pipeline.training.metrics import read_lines, read_metrics
+from pipeline.training.goodput import Goodput, goodput
+from pipeline.training.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Facts:
         manifests: of the stages before the report, in order.
         metrics: one record a step; samples, events: as training wrote them.
         results: evaluate's results.json.
+        goodput: where the time of training went; None where its records do not tell.
+        evaluations: the results.json of checkpoints that were evaluated beside training, by step.
         tokenizer: the tokenizer stage's own report.
         changed_code: source files that changed since a stage ran, by stage.
         reused: the run that a stage was taken from, by stage.
@@ -36,6 +39,8 @@ class Facts:
     config_text: str
     manifests: Mapping[str, Manifest]
     results: Mapping[str, Any] = field(default_factory=dict)
+    goodput: Goodput | None = None
+    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -75,6 +80,9 @@ def collect(run: Run) -> Facts:
         return Facts(
             config=run.config, config_text=dump_config(run.config), manifests=manifests,
             results=_optional(folder["evaluate"] / "results.json"),
+            # The launcher's records and these evaluations are no outputs of a stage before: they are told as they are
+            # found, and a report does not become stale where they change.
+            goodput=goodput(run.folder), evaluations=_evaluations(run.folder / "evaluations"),
             metrics=read_metrics(folder["train"] / "metrics.jsonl"),
             samples=list(read_lines(folder["train"] / "samples.jsonl")),
             events=list(read_lines(folder["train"] / "events.jsonl")),
@@ -84,6 +92,13 @@ def collect(run: Run) -> Facts:
     except ValueError as error:
         raise UserError(f"A file of {run.folder} that the report is made of is damaged: {error}. Find it with "
                         f"--why STAGE, and rebuild its stage with --force.") from error
+
+
+def _evaluations(folder: Path) -> dict[int, dict[str, Any]]:
+    """Results of checkpoints that were evaluated while training went on, each in a run folder of its own."""
+    found = {int(path.parents[1].name.removeprefix("step-")): _optional(path)
+             for path in sorted(folder.glob("step-????????/evaluate/results.json"))}
+    return {step: results for step, results in found.items() if results}
 
 
 def _optional(path: Path) -> dict[str, Any]:

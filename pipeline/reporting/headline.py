@@ -44,6 +44,8 @@ def tiles(facts: Facts) -> list[Tile]:
     speeds = sorted(record["tokens_per_s"] for record in facts.metrics if record.get("tokens_per_s"))
     if speeds:
         found.append(Tile("tokens per second", compact(speeds[len(speeds) // 2]), "median step, all ranks"))
+    if facts.goodput is not None:
+        found.append(Tile("goodput", percent(facts.goodput.share, 0), "of the time since training first started"))
     own = [manifest for name, manifest in facts.manifests.items() if name not in facts.reused]
     found.append(Tile("wall time", duration(sum(manifest.wall_s for manifest in own)),
                       f"training {duration(train.wall_s)}"))

@@ -47,10 +47,11 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one training run."""
+    """The checkpoints of one training run. needed: of which steps somebody still needs one; it is not removed."""
 
-    def __init__(self, folder: Path, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.say = folder, ranks, say
+    def __init__(self, folder: Path, ranks: Ranks, say: Callable[[str], None],
+                 needed: Callable[[int], bool] = lambda step: False) -> None:
+        self.folder, self.ranks, self.say, self.needed = folder, ranks, say, needed
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
@@ -85,19 +86,11 @@ class Checkpoints:
             UserError: there are finished checkpoints, and every one is damaged.
         """
         damaged = 0
-        found = sorted(self.folder.glob("step-*"), reverse=True) if self.ranks.leads else None
-        for path in self.ranks.same(found):
-            if path.suffix in (".tmp", ".damaged"):
-                damaged += path.suffix == ".damaged"
+        for path in self.ranks.same(self._finished() if self.ranks.leads else None):
+            if path.suffix == ".damaged":
+                damaged += 1
                 continue
-            seen = (_read_marker(path), (path / MARKER).exists()) if self.ranks.leads else None
-            marker, marked = self.ranks.same(seen)
-            if not marked:
-                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was cut "
-                         f"short; removed")
-                if self.ranks.leads:
-                    shutil.rmtree(path)
-                continue
+            marker = self.ranks.same(_read_marker(path) if self.ranks.leads else None)
             problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is torn"]
             if marker and not problems:
                 return path, Progress(**marker["progress"])
@@ -113,6 +106,19 @@ class Checkpoints:
                             f"(and take .damaged off the folder's name), or start training again with --force.")
         return None
 
+    def _finished(self) -> list[Path]:
+        """Checkpoints that were once finished, damaged ones too, newest first. All others are removed, also those
+        older than a sound one: a kill may have cut short their removal. For one rank."""
+        found = []
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            if path.suffix == ".damaged" or (path / MARKER).exists():
+                found.append(path)
+            elif path.suffix != ".tmp":  # those give way to the next save
+                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was cut "
+                         f"short; removed")
+                shutil.rmtree(path)
+        return found
+
     def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
         """What is wrong with a checkpoint's files; each rank hashes its share, all get the answer."""
         found = []
@@ -127,14 +133,14 @@ class Checkpoints:
         return [problem for part in self.ranks.gather(found) for problem in part]
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
-        """Remove all but the newest `keep` complete checkpoints and the permanent ones; markers go first."""
+        """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""
         if not self.ranks.leads:
             return
         complete = sorted(path for path in self.folder.glob("step-*")
                           if path.suffix != ".damaged" and (path / MARKER).is_file())
         for path in complete[:-keep]:
             step = int(path.name.removeprefix("step-"))
-            if permanent_every is None or step % permanent_every:
+            if (permanent_every is None or step % permanent_every) and not self.needed(step):
                 (path / MARKER).unlink()
                 shutil.rmtree(path)
 

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from pipeline.console import duration
+from pipeline.files import read_lines
 
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
                "B200": 2250.0, "V100": 125.0}
 """Dense bf16 peaks from the vendors' data sheets (V100: fp16), by a part of the device's name. A card that is not
 here gets no MFU: no figure is better than a guessed one."""
+CLOCKS = ("step", "time", "train_s", "look_s")
+"""What of a step's record is no curve: counted is where the run stands, not how it goes."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -64,16 +67,6 @@ class JsonLines:
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a JSON-lines file; a torn last line is left out."""
-    if not path.is_file():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """One record per step, in order; where a restart did a step again, the last counts."""
     return [record for _, record in sorted({record["step"]: record for record in read_lines(path)}.items())]
@@ -99,7 +92,7 @@ class MetricsLog:
             if name == "heldout_bpb":
                 for source, bits in value.items():
                     self._board.add_scalar(f"heldout/bits_per_byte/{source}", bits, record["step"])
-            elif isinstance(value, (int, float)) and name != "step":
+            elif isinstance(value, (int, float)) and name not in CLOCKS:
                 self._board.add_scalar(f"train/{name}", value, record["step"])
 
     def sample(self, step: int, prompt: str, text: str) -> None:

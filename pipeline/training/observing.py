@@ -6,7 +6,10 @@ switching them on or off changes no weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from model.generate import generate
 from pipeline.data.token_shards import TokenShard, open_shards
@@ -29,13 +32,19 @@ class HeldOut:
                                       length=train.sequence_length, batch=train.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
 
-    def measure(self, engine: Engine) -> dict[str, float]:
-        """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding."""
+    def measure(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding.
+
+        pulse: called before each batch.
+        """
         model = engine.model
+
+        def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+            pulse()
+            nats: Tensor = model(tokens, labels, documents=documents, positions=positions, reduction="none")
+            return nats
         model.eval()
-        found = measure(lambda tokens, labels, documents, positions: model(
-            tokens, labels, documents=documents, positions=positions, reduction="none"),
-            self.batches, self.grid.ranks.device, copies=self.grid.tensor)
+        found = measure(forward, self.batches, self.grid.ranks.device, copies=self.grid.tensor)
         engine.rest()
         model.train()
         return {name: result.bits_per_byte for name, result in found.items()}

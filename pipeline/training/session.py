@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,27 +22,27 @@ from pipeline.files import output_record
 from pipeline.formats.checkpoint import CheckpointReader
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.parallel.topology import Topology
 from pipeline.run import code_hashes
 from pipeline.stages import STAGES
+from pipeline.state import write_state
 from pipeline.training.checkpoint import MARKER, Checkpoints, Progress, read_marker
 from pipeline.training.engine import StepResult
 from pipeline.training.engines import build_engine
-from pipeline.training.guards import Limits, Verdict, json_number
-from pipeline.training.interruption import StopRequest
-from pipeline.training.metrics import (
-    MetricsLog,
-    ProgressLine,
-    compiled_graphs,
-    memory_mb,
-    peak_flops,
-    read_metrics,
-)
+from pipeline.training.guards import Limits, Verdict
+from pipeline.training.hangs import write_places
+from pipeline.training.interruption import Stop, StopRequest
+from pipeline.training.metrics import read_metrics
 from pipeline.training.observing import HeldOut, Samples
+from pipeline.training.outline import outline
+from pipeline.training.owed import OwedEvaluations
 from pipeline.training.precision import DTYPES, choose_precision
+from pipeline.training.recording import Recorder, train_s
 from pipeline.training.rollbacks import ROLLBACKS
 from pipeline.training.saving import Saver
 from pipeline.training.schedule import learning_rate
 from pipeline.training.supervision import Supervision
+from pipeline.training.watchdog import Watchdog
 from pipeline.work import Work, git_state, software_versions
 
 
@@ -52,15 +53,16 @@ class Agreement:
 
     targets: int
     save: bool
-    stop: str | None
+    stop: Stop | None
 
 
 class Session:
     """One attempt at training, from the newest valid checkpoint to the end or to a request to stop."""
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.config = work, work.config
+    def __init__(self, work: Work, watchdog: Watchdog) -> None:
+        self.work, self.config, self.watchdog = work, work.config, watchdog
         self.ranks = start_ranks()
+        nodes = self._meet()
         train = self.config.train
         if problems := rank_problems(self.config, self.ranks.world):
             raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
@@ -73,8 +75,10 @@ class Session:
         vocabulary_size = int(work.input("tokenizer")[1].counts["vocab_size"])
         self.model_config = self.config.model.model_copy(
             update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
-        self.checkpoints = Checkpoints(work.folder / "checkpoints", self.ranks, self.say)
+        self.checkpoints = Checkpoints(work.folder / "checkpoints", self.ranks, self.say,
+                                       needed=OwedEvaluations(work.run.folder, self.config))
         found = self.checkpoints.newest_valid()
+        watchdog.pulse()
         self.has_checkpoint = found is not None
         self.progress = self._continue_from(*found) if found else Progress(plan_sha256=self.data.order.plan_sha256)
         self.precision, why = self._agree_on_precision()
@@ -82,21 +86,32 @@ class Session:
         torch.manual_seed(self.config.seed + self.ranks.rank)
         self.engine = build_engine(self.config, self.model_config, self.grid, self.precision, self.accumulation,
                                    None if found else self.config.seed)
-        self.supervision = Supervision(work, self.ranks, self.data, train.guards, self.batch_sequences, self.say)
+        self.supervision = Supervision(work, self.ranks, nodes, self.data, train.guards, self.batch_sequences,
+                                       self.say)
         if found:
             self._load(found[0])
+        watchdog.pulse()
         self.saver = Saver(self.checkpoints, self.ranks, train.checkpoint, self._about(), self.say)
         self.saver.prepare(self.engine.pieces())
         self.heldout = HeldOut(work, self.grid)
         self.samples = Samples(work, self.grid)
-        self.line = ProgressLine(train.steps, self.say)
-        self.metrics = self._open_metrics()
-        self._describe(why)
-        self.peak = peak_flops(self.ranks.device)
-        self.flops_per_token = self.model_config.flops_per_token(train.sequence_length, causal=False)
-        self.stop = StopRequest()
+        # By the full-attention formula: 6 x matrix parameters + attention, not halved. Peaks are known for bf16.
+        flops = self.model_config.flops_per_token(train.sequence_length, causal=False)
+        self.recorder = Recorder(work, self.ranks, self.progress, flops if self.precision == torch.bfloat16 else None)
+        for text in outline(self.config, self.model_config, self.grid, self.data, why):
+            self.say(text)
+        self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
         self._begin()
-        self.began, self.begun_at = time.perf_counter(), self.progress.step
+
+    def _meet(self) -> list[str]:
+        """See that all ranks run the same thing, and say where they are; the node of each."""
+        topology = Topology.gather(self.ranks, self.work)
+        self.say(str(topology))
+        if warning := topology.warning():
+            self.say(warning)
+        if self.ranks.leads:
+            write_places(self.work.folder, topology.nodes)
+        return topology.nodes
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
@@ -105,6 +120,7 @@ class Session:
         self.loader = Prefetcher(self._make_batch, range(self.progress.step, self.config.train.steps),
                                  self.config.train.loader_threads)
         self.step_began = time.perf_counter()
+        self.watchdog.pulse()
 
     def __enter__(self) -> Session:
         self.stop.__enter__()
@@ -112,13 +128,13 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self.watchdog.pause()
         self.stop.__exit__()
         self.loader.close()
         if isinstance(error, UserError):  # what is being written is sound, and all ranks are still there
             self.saver.settle()
-        if self.metrics is not None:
-            self._log_saves()
-            self.metrics.close()
+        self.recorder.saves(self.saver.ended())
+        self.recorder.close()
         if error is None:  # after a failure the other ranks are not here to take leave of
             stop_ranks()
 
@@ -130,9 +146,19 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The optimizer steps that are still to be done, counted from 0; a rollback goes back among them."""
         self._look_again()
+        self.recorder.begin(self.progress, samples=self.progress.samples, drift=self.work.drift,
+                            parallel=self.config.parallel.model_dump(), micro_batch=self.micro_batch,
+                            device=self.ranks.device_name or self.ranks.device.type,
+                            compile=self.config.train.compile, torch=torch.__version__,
+                            job=os.environ.get("SLURM_JOB_ID", ""))
         self.step_began = time.perf_counter()
-        while self.progress.step < self.config.train.steps:
+        while self.unfinished:
             yield self.progress.step
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are steps to be done."""
+        return self.progress.step < self.config.train.steps
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
@@ -144,13 +170,13 @@ class Session:
 
     def agree(self, batch: Batch) -> Agreement:
         """Over all ranks, in one sum: so all save, leave or fail after the same step."""
-        asked, minutes = self.stop.reason, self.config.train.checkpoint.every_minutes
+        minutes = self.config.train.checkpoint.every_minutes
         late = self.ranks.leads and minutes is not None and time.monotonic() - self.saver.last_save > 60 * minutes
-        targets, stops, saves, failures = self.ranks.sum(
-            batch.targets if self.grid.tensor_rank == 0 else 0, asked is not None, late, self.saver.failed)
+        targets, saves, failures, *votes = self.ranks.sum(
+            batch.targets if self.grid.tensor_rank == 0 else 0, late, self.saver.failed, *self.stop.votes())
         if failures:
             self.saver.wait()  # raises, on every rank
-        return Agreement(int(targets), bool(saves), (asked or "another rank was asked") if stops else None)
+        return Agreement(int(targets), bool(saves), self.stop.agreed(votes))
 
     def limits(self, step: int) -> Limits:
         """Above which the update of this step is left out."""
@@ -159,10 +185,11 @@ class Session:
 
     def judge(self, step: int, result: StepResult) -> Verdict:
         """What came of a step; where something did, it is said and logged."""
-        return self.supervision.judge(step + 1, result, self.progress, self.has_checkpoint, self._log)
+        return self.supervision.judge(step + 1, result, self.progress, self.has_checkpoint, self.recorder.event)
 
     def roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good."""
+        self.watchdog.pause()
         self.saver.wait()
         self.loader.close()
         found = self.checkpoints.newest_valid()
@@ -175,6 +202,8 @@ class Session:
         self.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
                                             plan_sha256=now.plan_sha256)
         self._load(path)
+        self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
+                            lost_s=round(time.perf_counter() - self.step_began, 3))
         self._begin()
 
     def advance(self, step: int, result: StepResult, verdict: Verdict, targets: int) -> None:
@@ -183,45 +212,40 @@ class Session:
         The record goes to the log after the checkpoint, which holds it as well: looking at the model may fail
         (memory, a bad prompt), and must not cost the steps since the last save.
         """
-        train, before, step_s = self.config.train, self.progress, time.perf_counter() - self.step_began
-        after = self.supervision.excluded.take(before.samples, self.batch_sequences).end
-        tokens = before.tokens + train.batch_tokens
-        record: dict[str, Any] = {
-            "step": step + 1, "loss": json_number(result.loss), "lr": self.lr(step),
-            "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after], "tokens": tokens,
-            "targets": targets, "tokens_per_s": round(train.batch_tokens / step_s, 1), "step_s": round(step_s, 5),
-            "data_wait_s": round(self.loader.waited_s, 5), "memory_mb": round(memory_mb(self.ranks.device), 1),
-            "mfu": self._mfu(train.batch_tokens / step_s),
-            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {}),
-            **self.supervision.step_fields(verdict, before.samples, after)}
-        self.progress = dataclasses.replace(before, step=step + 1, samples=after, tokens=tokens,
-                                            targets=before.targets + targets, updates=self.engine.updates,
-                                            record=record)
-        if self.ranks.leads:
-            done = max(1, self.progress.step - self.begun_at)
-            self.line.show(record, (time.perf_counter() - self.began) / done * (train.steps - self.progress.step))
+        before, step_s = self.progress, time.perf_counter() - self.step_began
+        end = self.supervision.excluded.take(before.samples, self.batch_sequences).end
+        after = dataclasses.replace(before, step=step + 1, samples=end, targets=before.targets + targets,
+                                    tokens=before.tokens + self.config.train.batch_tokens, updates=self.engine.updates)
+        record = self.recorder.step(before, after, result, step_s, self.loader.waited_s, self.lr(step))
+        record |= self.supervision.step_fields(verdict, before.samples, end)
+        self.progress = dataclasses.replace(after, record=record)
+        self.watchdog.finished(step + 1, step_s)
 
     def look(self) -> None:
         """Write the last step to the log and TensorBoard, with held-out loss and sample texts when they are due."""
         train, record = self.config.train, dict(self.progress.record or {})
         step = record["step"] - 1
         if self.due(step, train.heldout_every):
-            found = self.heldout.measure(self.engine)
+            with self.recorder.looking():
+                found = self.heldout.measure(self.engine, self.watchdog.pulse)
             record["heldout_bpb"] = {source: bits for source, bits in found.items() if math.isfinite(bits)}
             if missing := [source for source in found if source not in record["heldout_bpb"]]:
                 self.say(f"after step {step + 1} the loss on held-out text of {', '.join(missing)} is no number")
-        if self.metrics is not None and (self.due(step, train.log_every) or "heldout_bpb" in record):
-            self.metrics.step(record)
+        log = self.recorder.log
+        if log is not None and (self.due(step, train.log_every) or "heldout_bpb" in record):
+            log.step(record)
         if self.due(step, train.sample_every):
-            self._draw_samples(step)
-        self._log_saves()
+            with self.recorder.looking():
+                self._draw_samples(step)
+        self.recorder.saves(self.saver.ended())
         self.step_began = time.perf_counter()
+        self.watchdog.pulse()
 
     def _draw_samples(self, step: int) -> None:
         try:
             for prompt, text in self.samples.draw(self.engine):
-                if self.metrics is not None:
-                    self.metrics.sample(step + 1, prompt, text)
+                if self.recorder.log is not None:
+                    self.recorder.log.sample(step + 1, prompt, text)
         except FloatingPointError as error:  # the guards deal with it: the next loss is no number either
             self.say(f"no sample texts after step {step + 1}: {error}")
 
@@ -241,41 +265,42 @@ class Session:
         if self.config.train.guards.replica_hash_every is not None:
             self.supervision.compare_replicas(self.engine, self.progress.step)
         self.progress = dataclasses.replace(self.progress, guards=self.supervision.guards.state())
+        self.watchdog.pause()
         self.saver.save(self.engine.pieces(), self.progress)
+        self.watchdog.pulse()
         self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
 
-    def _log_saves(self) -> None:
-        for saved in self.saver.ended():
-            if self.metrics is not None:
-                self.metrics.saved(saved.event, saved.details)
+    def leave(self, stop: Stop) -> None:
+        """Say and record why training ends early, once the checkpoint is there."""
+        self.recorder.line.interrupt()
+        ending = self._settle()
+        step = self.progress.step
+        self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
+        self.recorder.event("stop", step=step, reason=stop.reason, **ending)
+        if self.ranks.leads:
+            write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
 
-    def _log(self, event: str, **details: Any) -> None:
-        if self.metrics is not None:
-            self.metrics.event(event, **details)
-
-    def leave(self, reason: str) -> None:
-        """Say why training ends early, once the checkpoint is there."""
-        self.line.interrupt()
+    def _settle(self) -> dict[str, float]:
+        """Wait until what was saved is on the disk; what to record of the end."""
+        self.watchdog.pause()
+        began = time.perf_counter()
         self.saver.wait()
-        self._log_saves()
-        self.say(f"stopped by {reason} after step {self.progress.step}; saved; the same command continues")
-        self._log("stop", step=self.progress.step, reason=reason)
+        self.recorder.saves(self.saver.ended())
+        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3)}
 
     def finish(self) -> None:
         """Commit: the last checkpoint is proven once more and the manifest written."""
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
-        self.saver.wait()
-        self._log_saves()
+        ending = self._settle()
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
             raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
                             f"Check the disk and run the stage again; it continues from the last good one.")
-        metrics, self.metrics = self.metrics, None
-        if metrics is not None:
-            metrics.event("finish", step=self.progress.step)
-            metrics.close()
+        self.recorder.event("finish", step=self.progress.step, **ending)
+        self.recorder.close()
+        if self.ranks.leads:
             self._commit(found[0])
         self.ranks.barrier()
 
@@ -335,43 +360,10 @@ class Session:
         return self.data.batch_of(self.supervision.excluded.numbers(self.started_from.samples, ahead,
                                                                     self.rank_sequences))
 
-    def _open_metrics(self) -> MetricsLog | None:
-        if not self.ranks.leads:
-            return None
-        log = MetricsLog(self.work.folder, self.work.run.folder / "tensorboard", self.progress.step, self.say)
-        log.event("resume" if self.progress.step else "start", step=self.progress.step, ranks=self.ranks.world,
-                  samples=self.progress.samples, drift=self.work.drift, parallel=self.config.parallel.model_dump(),
-                  device=self.ranks.device_name or self.ranks.device.type, micro_batch=self.micro_batch,
-                  compile=self.config.train.compile, torch=torch.__version__)
-        return log
-
     def _about(self) -> dict[str, Any]:
         """What a checkpoint's marker says of how it was made."""
         return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
                 "code": code_hashes(STAGES["train"])}
-
-    def _describe(self, why: str) -> None:
-        train = self.config.train
-        self.say(f"{self.model_config.parameter_count:,} parameters; {why}; {self.ranks.world} ranks on "
-                 f"{self.ranks.device.type}, {torch.get_num_threads()} threads each; {self._layout()}")
-        self.say(f"batch {train.batch_tokens:,} tokens = {self.batch_sequences} sequences of {train.sequence_length} = "
-                 f"{self.grid.data_ranks} ranks x {self.accumulation} micro-batches of {self.micro_batch}; "
-                 f"{train.steps} steps, {train.steps * train.batch_tokens:,} tokens, "
-                 f"{max(self.data.order.epochs(train.steps * self.batch_sequences).values()):.2f} epochs")
-
-    def _layout(self) -> str:
-        """How the model is spread, in a few words."""
-        parallel, grid = self.config.parallel, self.grid
-        if parallel.engine == "deepspeed":
-            offload = f", {parallel.offload} in host memory" if parallel.offload != "none" else ""
-            return f"DeepSpeed ZeRO {parallel.zero_stage}{offload}"
-        return f"FSDP2 {grid.replicate} x {grid.shard}, tensor parallel {grid.tensor}"
-
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOP utilisation, full-attention formula (6 x matrix parameters + attention not halved)."""
-        if self.peak is None or self.precision != torch.bfloat16:
-            return None
-        return round(tokens_per_s * self.flops_per_token / (self.peak * self.ranks.world), 4)
 
 
 def open_training_data(work: Work) -> TrainingData:

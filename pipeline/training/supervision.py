@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.config.guarding import GuardConfig
@@ -27,18 +26,21 @@ Log = Callable[..., None]
 class Supervision:
     """The guards of one attempt at training. Every method is called on all ranks alike.
 
+    Args:
+        nodes: on which each rank runs.
+
     Attributes:
         guards: what judges the steps.
         excluded: sample numbers that rollbacks have left out.
         rollbacks: all of the run.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, config: GuardConfig, batch_sequences: int,
-                 say: Callable[[str], None]) -> None:
+    def __init__(self, work: Work, ranks: Ranks, nodes: Sequence[str], data: TrainingData, config: GuardConfig,
+                 batch_sequences: int, say: Callable[[str], None]) -> None:
         self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, config
         self.batch_sequences, self.say = batch_sequences, say
         self.faults = Faults.from_environment(ranks.rank, work.folder, work.say)
-        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(ranks.gather(platform.node()))]
+        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
         self._last_equal = 0
 
     def begin(self, progress: Progress) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.plan import configuration_problems
+from launch.checks import configuration_problems
 from model.config import ModelConfig
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.data import TokenizerConfig
@@ -66,4 +66,4 @@ def test_a_missing_deepspeed_is_noticed_before_the_job_starts(monkeypatch):
                         lambda name, *rest: None if name == "deepspeed" else found(name, *rest))
     wanted = config(engine="deepspeed", train={"batch_tokens": 256 * 64})
     with pytest.raises(UserError, match="deepspeed is not installed here"):
-        configuration_problems(wanted, [SimpleNamespace(stage="train", to_run=True, ranks=1)], "mine.yaml")
+        configuration_problems(wanted, [SimpleNamespace(key="train", stage="train", to_run=True, ranks=1)], "mine.yaml")

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
+from pipeline.files import read_lines
 from pipeline.manifest import read_manifest
-from pipeline.training.metrics import read_lines
 from tests.conftest import run_stage
 from tests.stages.training import curve, difference, events, lines, proven, train_and_kill, train_folder
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.files import read_lines
 from pipeline.manifest import read_manifest
-from pipeline.training.metrics import read_lines, read_metrics
+from pipeline.training.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, descendants, train_and_kill, train_folder, wait_for
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.metrics import read_lines, read_metrics
+from pipeline.files import read_lines
+from pipeline.training.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tools.audit import audit
 

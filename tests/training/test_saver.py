@@ -61,6 +61,18 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(make
     assert found is not None and found[1].step == 1
 
 
+def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
+    saver, checkpoints, said = make(keep=5)
+    for step in (1, 2):
+        saver.save(pieces(step), Progress(step=step))
+    saver.wait()
+    (checkpoints.path(1) / MARKER).unlink()
+    found = checkpoints.newest_valid()
+    assert found is not None and found[1].step == 2
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
+    assert any("step-00000001 has no COMPLETE.json" in text for text in said)
+
+
 def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     saver, checkpoints, _ = make(attempts=1)
 

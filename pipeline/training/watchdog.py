@@ -1,0 +1,143 @@
+"""Ends a rank that shows no sign of life for too long, and has it write down first where it was."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.console import duration
+from pipeline.files import atomic_file, write_json
+from pipeline.parallel.topology import node_name
+from pipeline.training.hangs import HUNG_STATUS, hang_folder
+from pipeline.work import Work
+
+SLOWEST = 10
+"""So many median steps without a sign of life are no hang yet."""
+FIRST = 3
+"""How much longer than that it may take until the first step of a start is done."""
+TOGETHER_S = 3.0
+"""Between writing and ending, so that the other ranks can write too before a launcher ends them."""
+WRITING_S = 20.0
+"""Longest time for writing: the file system may be what hangs."""
+
+
+class Watchdog:
+    """Watches this rank's main thread from another one.
+
+    Time is counted only while this thread runs: a process that was suspended as a whole has not been hanging.
+
+    Args:
+        folder: where to write (`hangs.hang_folder`).
+        limit_s: seconds of silence; None: nothing is watched.
+    """
+
+    def __init__(self, folder: Path, rank: int, limit_s: float | None) -> None:
+        self.folder, self.rank, self.step, self._limit_s = folder, rank, 0, limit_s
+        self._steps: deque[float] = deque(maxlen=101)
+        self._last, self._paused, self._over = 0.0, False, threading.Event()
+
+    @classmethod
+    def of(cls, work: Work) -> Watchdog:
+        """As configured, for this rank of the stage."""
+        minutes, rank = work.config.train.guards.hang_minutes, int(os.environ.get("RANK", "0"))
+        return cls(hang_folder(work.folder), rank, None if minutes is None else 60 * minutes)
+
+    def __enter__(self) -> Watchdog:
+        if self.rank == 0:
+            _set_aside(self.folder)
+        if self._limit_s is not None:
+            threading.Thread(target=self._watch, args=(self._limit_s,), daemon=True, name="watchdog").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._over.set()
+
+    def pulse(self) -> None:
+        """A sign of life; ends a pause."""
+        self._last, self._paused = time.monotonic(), False
+
+    def finished(self, step: int, seconds: float) -> None:
+        """Step number `step` is done, in so many seconds."""
+        self.step = step
+        self._steps.append(seconds)
+        self.pulse()
+
+    def pause(self) -> None:
+        """What comes now may take as long as it takes, or has a limit of its own; until the next pulse."""
+        self._paused = True
+
+    def _allowed(self, limit_s: float) -> float:
+        """Seconds of silence that are no hang."""
+        if not self._steps:
+            return FIRST * limit_s
+        return max(limit_s, SLOWEST * statistics.median(list(self._steps)))
+
+    def _watch(self, limit_s: float) -> None:
+        interval = min(1.0, limit_s / 10)
+        silent, seen, before = 0.0, self._last, time.monotonic()
+        while not self._over.wait(interval):
+            now = time.monotonic()
+            passed, before = min(now - before, 3 * interval), now
+            alive = self._paused or self._last != seen
+            silent, seen = 0.0 if alive else silent + passed, self._last
+            if silent > limit_s and silent > self._allowed(limit_s) and not self._over.is_set():
+                self._end(silent)
+
+    def _end(self, silent: float) -> None:
+        writing = threading.Thread(target=self._write, args=(silent,), daemon=True)
+        writing.start()
+        time.sleep(TOGETHER_S)
+        writing.join(WRITING_S - TOGETHER_S)
+        os._exit(HUNG_STATUS)
+
+    def _write(self, silent: float) -> None:
+        print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "
+              f"step {self.step}. Where it was is in {self.folder}; it ends now (status {HUNG_STATUS}).",
+              file=sys.stderr, flush=True)
+        name = f"rank{self.rank}"
+        write_json(self.folder / f"{name}.json", {
+            "rank": self.rank, "node": node_name(), "step": self.step, "silent_s": round(silent, 3),
+            "at": round(time.time(), 3), "stack": main_stack()})
+        with open(self.folder / f"{name}.stacks", "w", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        for kind, content in flight_records().items():
+            with atomic_file(self.folder / f"{name}.flight.{kind}") as file:
+                file.write(content)
+
+
+def main_stack() -> list[str]:
+    """Where the main thread is: `file:line function`, innermost last."""
+    number = threading.main_thread().ident
+    frame = sys._current_frames().get(-1 if number is None else number)
+    found = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in traceback.walk_stack(frame)]
+    return found[::-1] if frame is not None else []
+
+
+def flight_records() -> dict[str, bytes]:
+    """What torch's flight recorder has of the last collectives, by file ending; {} where it has none."""
+    backend = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
+    found = {}
+    for kind, name in (("pickle", "_dump_nccl_trace"), ("json", "_dump_fr_trace_json")):
+        content = getattr(backend, name)() if hasattr(backend, name) else b""
+        if content:
+            found[kind] = content.encode() if isinstance(content, str) else content
+    return found
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep what an earlier start of the same name left (outside of Slurm all have one name) out of the way."""
+    if not folder.is_dir():
+        return
+    aside = folder.with_name(f"{folder.name}.earlier")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)

@@ -1,0 +1,64 @@
+"""The chapters on time and on checkpoints: told where there is something to tell, and then with its figures."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from pipeline.files import write_json
+from pipeline.reporting.facts import collect
+from pipeline.reporting.render import compose, html, markdown
+from tests.reporting.made_up import results, write_run
+from tests.training.recorded_time import Recorded
+from tests.training.test_goodput import launched
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A run that was disturbed on Slurm and whose checkpoints 200, 400 and (finished) 600 were measured."""
+    run, _ = write_run(tmp_path)
+    shutil.rmtree(run.folder / "launch", ignore_errors=True)
+    for name in ("events", "metrics"):
+        (run.folder / f"train/{name}.jsonl").unlink()
+    recorded = Recorded(run.folder)
+    launched(recorded)
+    for step, bits in ((200, 2.5), (400, 2.25)):
+        found = results()
+        found["heldout"]["overall"]["bits_per_byte"] = bits
+        write_json(run.folder / f"evaluations/step-{step:08d}/evaluate/results.json", found)
+    (run.folder / "evaluations/step-00000600/train").mkdir(parents=True)  # owed, not measured yet
+    return run
+
+
+def rows(document, name, title):
+    section = next(section for section in document.sections if section.name == name)
+    return next(table.rows for table in section.tables if table.title == title)
+
+
+def test_where_the_time_went(made):
+    document = compose(collect(made))
+    told = {row[0]: row[2:] for row in rows(document, "goodput", "Time since the first start")}
+    assert told["preflight"] == ["17.0", "0.9 %"] and told["hang"] == ["610.0", "32.0 %"]
+    assert float(told["all"][0].replace(",", "")) == pytest.approx(
+        sum(float(seconds.replace(",", "")) for cause, (seconds, _) in told.items() if cause != "all"))
+    starts = rows(document, "goodput", "Starts of training")
+    assert [row[1] for row in starts] == \
+        ["crashed: rank 1 was killed", "hung: rank 3 (n4) was late", "asked to stop (SIGTERM)"]
+    assert [row[3:5] for row in starts] == [["0", "6"], ["4", "7"], ["4", "14"]]
+    for form in (html(document), markdown(document)):
+        assert "Where the time went" in form and "rank 3 (n4) was late" in form
+
+
+def test_checkpoints_on_the_way(made):
+    document = compose(collect(made))
+    found = rows(document, "checkpoints", "Held-out text and tasks by step")
+    assert found == [["200", "2.5000", "0.725", "0.325"], ["400", "2.2500", "0.725", "0.325"],
+                     ["600", "1.9313", "0.725", "0.325"]]
+    section = next(section for section in document.sections if section.name == "checkpoints")
+    assert "<svg" in section.figures[0].svg
+
+
+def test_an_undisturbed_run_of_an_earlier_version_has_neither(tmp_path):
+    run, _ = write_run(tmp_path)
+    assert {"goodput", "checkpoints"}.isdisjoint(section.name for section in compose(collect(run)).sections)

@@ -1,0 +1,100 @@
+"""Who is late, from what the ranks wrote; and a watchdog that bites when it should and only then."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+
+from pipeline.files import write_json
+from pipeline.training.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
+from pipeline.training.watchdog import Watchdog
+
+REDUCE = ["/x/pipeline/train.py:9 train", "/x/pipeline/training/session.py:{line} agree",
+          "/y/torch/distributed/distributed_c10d.py:7 all_reduce"]
+GATHER = [*REDUCE[:1], "/x/pipeline/training/fsdp_engine.py:3 step", "/y/torch/distributed/fsdp/_collectives.py:7 get"]
+READ = ["/x/pipeline/train.py:8 train", "/x/pipeline/data/loader.py:{line} next"]
+
+
+def write(folder, ranks):
+    """A record for each rank: (step, stack); None: none."""
+    for rank, told in enumerate(ranks):
+        if told is not None:
+            step, stack = told
+            write_json(folder / f"rank{rank}.json", {
+                "rank": rank, "node": f"n{rank // 2}", "step": step, "silent_s": 600.0, "at": 1.0,
+                "stack": [call.format(line=rank + 1) for call in stack]})
+
+
+@pytest.mark.parametrize("ranks, late, told", [
+    ([(5, REDUCE), (5, REDUCE), (5, READ), (5, REDUCE)], [2],
+     "ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce"),
+    ([(5, READ), (5, REDUCE)], [0], "rank 0 (n0) is in train > next (pipeline/data/loader.py) after step 5"),
+    ([(5, READ), (5, READ[:1])], [], "cannot be told"),
+    ([(5, REDUCE)] * 4, [], "every rank waits in train > agree > all_reduce"),
+    ([(5, READ)] * 4, [], "no rank is behind the others"),
+    ([(5, REDUCE), (4, REDUCE), (5, REDUCE)], [1], "rank 1 (n0) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, REDUCE), None], [3], "rank 3 (n9) left no record"),
+    # Rank 3 reads; its neighbour 2 waits for it in another place than the others do.
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), (5, READ)], [3], "rank 2 (n1) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), None], [3], "rank 2 (n1) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER)], [2], "rank 2 (n1) waits in"),
+    ([None, None], [], "no rank left a record"),
+])
+def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("DROVER_ATTEMPT", "2")
+    write_places(tmp_path, ["n0", "n0", "n1", "n9"])
+    folder = hang_folder(tmp_path)
+    assert folder == tmp_path / "hangs/77.0.2"
+    write(folder, ranks)
+    found = judge_hang(folder, len(ranks))
+    assert [rank for rank, _ in found.late] == late and told in found.text, found.text
+
+
+def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
+    write_places(tmp_path, ["n0", "n1"])
+    monkeypatch.setenv("DROVER_ATTEMPT", "1")
+    folder = hang_folder(tmp_path)
+    write(folder, [(3, REDUCE), None])
+    assert judge_hang(folder, 2).late == ((1, None),)
+
+
+def test_a_torn_record_counts_as_none(tmp_path):
+    write(tmp_path, [(3, REDUCE), (3, REDUCE)])
+    (tmp_path / "rank1.json").write_text("{")
+    assert [record.rank for record in read_hang(tmp_path)] == [0]
+
+
+def silent(folder):
+    with Watchdog(folder, 0, 0.3) as watchdog:
+        watchdog.finished(7, 0.01)
+        time.sleep(60)
+
+
+def alive(folder):
+    with Watchdog(folder, 0, 0.3) as watchdog:
+        time.sleep(0.6)  # the first step may take thrice as long
+        for step in range(4):
+            watchdog.finished(step, 0.2)  # so 2 seconds of silence are none
+            time.sleep(0.6)
+        watchdog.pause()
+        time.sleep(3)
+        watchdog.pulse()
+
+
+@pytest.mark.parametrize("life, status", [(silent, HUNG_STATUS), (alive, 0)])
+def test_a_watchdog_ends_what_is_silent_and_nothing_else(tmp_path, life, status):
+    folder = tmp_path / "hangs" / attempt_key()
+    folder.mkdir(parents=True)
+    (folder / "rank3.json").write_text("an earlier start's")
+    process = multiprocessing.get_context("fork").Process(target=life, args=(folder,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == status
+    assert (tmp_path / f"hangs/{attempt_key()}.earlier/rank3.json").is_file() and not (folder / "rank3.json").exists()
+    if status:
+        record, = read_hang(folder)
+        assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s > 0.3
+        assert "in silent" in (folder / "rank0.stacks").read_text()
