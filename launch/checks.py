@@ -73,9 +73,10 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
                     f"rebuilds {job.stage} and what is made of it.") if len(later) > 1 else refusal
 
 
-def cluster_problems(config: Config, jobs: list[Job], disk: Disk, environment: Mapping[str, str]) -> None:
+def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environment: Mapping[str, str]) -> None:
     """Refuse what the cluster would refuse or break on later, all at once.
 
+    disk: None where jobs are only shown: this may be another machine than the one that submits.
     environment: of the shell that submits.
     """
     launch, site = config.launch, config.launch.limits
@@ -106,8 +107,8 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk, environment: M
         found.append(f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
                      f"{site.gpu_memory_gb:g} GB (launch.limits): take more nodes, a smaller parallel.dp_replicate, or "
                      f"parallel.engine=deepspeed with offload.")
-    if disk.needed > disk.free:
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items())
+    if disk is not None and disk.needed > disk.free:
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
         found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
                      f"{config.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
                      f"(train.checkpoint.keep).")

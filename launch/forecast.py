@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.plan import Job
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.tree import Config
+from pipeline.errors import UserError
 from pipeline.stages import STAGES
 
 CHECKPOINT_BYTES = 12
@@ -94,7 +95,10 @@ def readable(size: float) -> str:
 
 def _corpus_bytes(config: Config) -> int:
     """Bytes of the input files; of Hub data sets nothing is known before they are read."""
-    return sum(_size(path) for _, path in STAGES["shard"].input_files(config))
+    try:
+        return sum(_size(path) for _, path in STAGES["shard"].input_files(config))
+    except UserError:  # not there: another check says so
+        return 0
 
 
 def _size(path: Path) -> int:

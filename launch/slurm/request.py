@@ -45,7 +45,7 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     print_plan(config, run, jobs, request, where, space)
     if bad:
         print(f"left out  {', '.join(bad)}: failed twice within a day (launch/nodes.jsonl)\n")
-    cluster_problems(config, jobs, space, os.environ)
+    cluster_problems(config, jobs, None if dry_run else space, os.environ)
     refuse_unsound(run, jobs, request, showing=dry_run)
     submission = Submission(config, request.chain, request.code, tuple(bad))
     if dry_run:
