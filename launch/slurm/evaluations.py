@@ -35,11 +35,11 @@ from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
 from pipeline.files import output_record
-from pipeline.manifest import MANIFEST, Manifest, read_manifest
+from pipeline.manifest import Manifest, read_manifest
 from pipeline.run import Run
 from pipeline.state import now
+from pipeline.training.owed import evaluation_folder, evaluation_record
 
-EVALUATIONS = "evaluations"
 MARKER = "COMPLETE.json"
 """Of a complete checkpoint (pipeline.training.checkpoint, which would load torch here)."""
 TRIES = 2
@@ -51,16 +51,6 @@ OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SUBMITIT_", "PMI", "MASTER
 """Beginnings of variables that a job has of its own and a job that it submits must not inherit."""
 
 
-def evaluation_folder(run_folder: Path, step: int) -> Path:
-    """The run folder of a checkpoint's evaluation."""
-    return run_folder / EVALUATIONS / f"step-{step:08d}"
-
-
-def record(run_folder: Path, step: int) -> Path:
-    """What says that a checkpoint was evaluated."""
-    return evaluation_folder(run_folder, step) / "evaluate" / MANIFEST
-
-
 def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> list[int]:
     """Complete checkpoints at multiples of `every_steps` without a result, oldest first. That of the last step is
     evaluated by the chain itself."""
@@ -69,7 +59,7 @@ def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> l
     steps = [int(path.parent.name.removeprefix("step-")) for path in
              (run_folder / "train" / "checkpoints").glob(f"step-????????/{MARKER}")]
     return sorted(step for step in steps if step > 0 and step % every_steps == 0 and step not in last
-                  and not record(run_folder, step).exists())
+                  and not evaluation_record(run_folder, step).exists())
 
 
 # ---- the job
@@ -137,7 +127,7 @@ def _link(source: Path, target: Path) -> None:
 
 def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
     """Convert and evaluate a checkpoint; the exit status of the first stage that fails, or 0."""
-    if record(run_folder, step).exists():
+    if evaluation_record(run_folder, step).exists():
         print(f"the checkpoint of step {step} has its result already", flush=True)
         return 0
     config = load_config(run_folder / "config.yaml", check=False)
@@ -148,7 +138,7 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
                                 preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid())).returncode
         if status:
             return status if status > 0 else 128 - status
-    if not record(run_folder, step).exists():
+    if not evaluation_record(run_folder, step).exists():
         return 1
     if not keep:
         clear(run_folder, step)

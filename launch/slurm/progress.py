@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from launch.slurm.chain import Chain, ChainJob, read_chain
-from launch.slurm.evaluations import EVALUATIONS, evaluation_folder, owed
+from launch.slurm.evaluations import owed
 from launch.slurm.nodes import NODES, excluded
 from pipeline.errors import UserError
 from pipeline.files import read_lines
@@ -26,6 +26,7 @@ from pipeline.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.run import STARTED
 from pipeline.stages import STAGES
 from pipeline.state import STOP, StageState, read_attempts, read_state
+from pipeline.training.owed import EVALUATIONS, evaluation_folder
 from pipeline.work import UNITS
 
 TAIL_BYTES = 64 * 1024

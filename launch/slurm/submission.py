@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from launch.plan import Job
 from launch.resources import Asked, asked_of
 from launch.slurm.chain import Chain, ChainJob, add_job, read_chain
-from launch.slurm.evaluations import evaluation_folder
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.rank import RunJob
 from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
+from pipeline.training.owed import evaluation_folder
 
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmExecutor

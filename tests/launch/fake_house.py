@@ -148,7 +148,8 @@ def build_house(folder: Path) -> House:
     for name in ("__init__.py", "config.py"):
         shutil.copy(REPOSITORY / "model" / name, root / "model")
     (root / "pipeline" / "training").mkdir()
-    shutil.copy(REPOSITORY / "pipeline" / "training" / "hangs.py", root / "pipeline" / "training")
+    for name in ("hangs.py", "owed.py"):
+        shutil.copy(REPOSITORY / "pipeline" / "training" / name, root / "pipeline" / "training")
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         if stage.files:

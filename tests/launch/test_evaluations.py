@@ -15,7 +15,7 @@ import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job
-from launch.slurm.evaluations import Evaluations, clear, evaluate, evaluation_folder, owed, prepare
+from launch.slurm.evaluations import Evaluations, clear, evaluate, owed, prepare
 from launch.slurm.scheduler import COLUMNS
 from launch.slurm.submission import evaluation_name
 from pipeline.config.loading import load_config
@@ -23,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.files import read_json, write_json
 from pipeline.manifest import Manifest, read_manifest
 from pipeline.run import Run
+from pipeline.training.owed import evaluation_folder
 from tests.conftest import run_stage
 from tests.launch.fake_srun import Job, chain_of, make_job, wait_for
 

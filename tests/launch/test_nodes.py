@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def test_addresses(job: Job) -> None:
 def test_ports_are_apart_and_below_the_kernels_own() -> None:
     ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
     assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
+
+
+def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
+    port = free_port(500, 0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("", port))  # as another runner would, on the same node
+    with socket.socket() as rank:
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        rank.bind(("", port))
+        rank.listen()
+    assert free_port(500, 1) != port and free_port(500, 0) == port
 
 
 def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
