@@ -1,0 +1,254 @@
+"""A small training as a job of a real Slurm: submitted as users do, disturbed at a known step, and proven afterwards.
+
+Where a fault needs a moment that is known, a rank is made to pause before a step (`pause`): the fault then lands there
+on any machine, however fast or busy.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from launch.slurm.nodes import is_lost
+from launch.slurm.scheduler import Scheduler
+from pipeline.files import read_json
+from pipeline.manifest import read_manifest
+from pipeline.state import StageState, read_attempts, read_state
+from tests.conftest import REPOSITORY, environment, merged
+from tests.slurm.clusters import Cluster
+from tests.stages.training import curve, difference, lines, proven
+from tools.slurm_processes import PROC, process_table, send
+from tools.slurm_settings import user_name
+
+T = TypeVar("T")
+STEPS, EVERY = 40, 8
+"""Steps of the training, and between two checkpoints."""
+SETTINGS = {
+    "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "heldout_every": 20, "sample_every": 100,
+              "checkpoint": {"every_steps": EVERY}},
+    "launch": {"processes": 1, "preflight": False}}
+LIMIT_S = 180.0
+"""For whatever is waited for. Nothing here takes a quarter of it on an idle machine."""
+
+
+def until(condition: Callable[[], T], story: Callable[[], str], what: str) -> T:
+    """Wait until `condition()` gives something, and give that; what to tell of it otherwise."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}\n{story()}"
+        time.sleep(0.1)
+    return found
+
+
+def pause(*steps: int, seconds: float = 3.0, rank: int = 0) -> str:
+    """The switch that makes a rank pause before each of the steps, once in a run."""
+    return "; ".join(f"slow:rank={rank},step={step},seconds={seconds}" for step in steps)
+
+
+def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
+    """Configuration in `folder` of a run that can train at once."""
+    settings = {**yaml.safe_load(encoded.read_text()), "runs_dir": str(folder / "runs"),
+                "reuse": str(encoded.parent / "runs/mini")}
+    path = folder / "mini.yaml"
+    path.write_text(yaml.safe_dump(merged(merged(settings, SETTINGS), changes)))
+    return path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the runner noted at the end of a start: see `pipeline.state.read_attempts`."""
+
+    job: str
+    restart: int
+    start: int
+    status: str
+    next: str
+    reason: str
+    step: int | None
+
+
+class Training:
+    """A run of the train stage on a cluster.
+
+    Args:
+        whole: the curve of the same training that nobody disturbed, by step.
+        faults: what is to happen by itself (pipeline/training/fault_injection.py).
+        changes: of the configuration.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, encoded: Path, whole: dict[int, dict[str, Any]], *,
+                 faults: str = "", **changes: Any) -> None:
+        self.cluster, self.whole = cluster, whole
+        switch = {"launch": {"environment": {"DROVER_FAULTS": faults}}} if faults else {}
+        self.config = write_settings(folder, encoded, **merged(switch, changes))
+        self.run = folder / "runs/mini"
+        self.environment = {**environment(), **cluster.environment()}
+        self.scheduler = Scheduler(self.environment)
+
+    # ---- what a user does
+
+    def launcher(self, *arguments: str, expect: int = 0) -> str:
+        """Call launch/submit.py; all that it printed."""
+        answer = subprocess.run([sys.executable, "launch/submit.py", *arguments], cwd=REPOSITORY, text=True,
+                                capture_output=True, env=self.environment, timeout=LIMIT_S, check=False)
+        assert answer.returncode == expect, f"{answer.stdout}{answer.stderr}\n{self.story()}"
+        return answer.stdout + answer.stderr
+
+    def submit(self, *overrides: str, stages: str = "train", nodes: int = 2, expect: int = 0) -> str:
+        """Submit the run; what was printed."""
+        return self.launcher("--config", str(self.config), "--stage", stages, "--nodes", str(nodes), "--cluster",
+                             "lab", *overrides, expect=expect)
+
+    def ask(self, *command: str) -> str:
+        """Call one of Slurm's programs, which must succeed; its answer."""
+        answer = subprocess.run(command, text=True, capture_output=True, env=self.environment, timeout=LIMIT_S,
+                                check=False)
+        assert answer.returncode == 0, f"{command}: {answer.stderr}\n{self.story()}"
+        return answer.stdout.strip()
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """Wait for `condition()`; if that is in vain, tell what happened."""
+        return until(condition, self.story, what)
+
+    # ---- how it stands
+
+    def job(self, stage: str = "train", link: int = 0) -> str:
+        """Id of a stage's job, of the newest submission."""
+        return [job["id"] for job in read_json(self.run / "launch/chain.json")["jobs"] if job["stage"] == stage][link]
+
+    def queue(self) -> str:
+        """What is in the queue."""
+        return self.ask("squeue", "--noheader", "--format=%i %T %r %N")
+
+    def pending(self, job: str) -> bool:
+        """Whether the job waits in the queue."""
+        return f"{job} PENDING" in self.queue()
+
+    def pauses_at(self, step: int, rank: int = 0) -> bool:
+        """Whether the pause before this step has begun."""
+        return (self.run / f"train/faults/slow-rank{rank}-step{step}").exists()
+
+    def wait_for_pause(self, step: int, rank: int = 0) -> None:
+        """Wait until the rank has come to its pause before this step."""
+        self.until(lambda: self.pauses_at(step, rank) or not self.queue(), f"the pause before step {step}")
+        assert self.pauses_at(step, rank), f"the job ended before step {step}\n{self.story()}"
+
+    def saved(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
+        return sorted(path.parent for path in (self.run / "train/checkpoints").glob("step-????????/COMPLETE.json"))
+
+    @property
+    def state(self) -> StageState | None:
+        """The last word of training."""
+        return read_state(self.run / "train")
+
+    @property
+    def ends(self) -> list[Ended]:
+        """How the starts of train ended so far."""
+        return [Ended(**{name: event[name] for name in Ended.__annotations__})
+                for event in read_attempts(self.run) if event["event"] == "ended" and event["stage"] == "train"]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The starts of train so far."""
+        return [event for event in read_attempts(self.run) if event["event"] == "attempt" and event["stage"] == "train"]
+
+    def processes(self) -> set[int]:
+        """What runs on the nodes for jobs of this user."""
+        return job_processes(self.cluster)
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank of the step that runs."""
+        return self._process("pipeline.train", variable=f"RANK={number}")
+
+    def runner(self) -> int:
+        """Process id of the runner of the train job."""
+        return self._process("launch.slurm.runner")
+
+    def srun(self) -> int:
+        """Process id of the srun that holds the ranks."""
+        return self._process("launch.slurm.rank", "--kill-on-bad-exit=1")
+
+    def _process(self, *words: str, variable: str = "") -> int:
+        marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
+        found = {pid for pid in self.processes()
+                 if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
+        top = [pid for pid in found if process_table()[pid].parent not in found]
+        assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
+        return top[0]
+
+    def log(self, stage: str = "train") -> str:
+        """What the newest job of a stage said."""
+        path = self.run / f"logs/slurm/{self.job(stage)}.log"
+        return path.read_text() if path.exists() else ""
+
+    def output(self, rank: int = 0) -> str:
+        """What a rank of the newest start printed."""
+        return "".join((self.run / f"logs/train/latest/rank{rank}.{name}").read_text() for name in ("out", "err"))
+
+    # ---- the end
+
+    def wait_until_gone(self) -> None:
+        """Wait until nothing is in the queue and nothing runs on the nodes."""
+        self.until(lambda: not self.queue(), "an empty queue")
+        self.until(lambda: not self.processes(), "nodes without processes")
+
+    def finish(self) -> None:
+        """Wait for the end, and check that training is done, as if nobody had disturbed it."""
+        self.wait_until_gone()
+        state = self.state
+        assert state is not None and state.status == "done", self.story()
+        manifest = read_manifest(self.run / "train")
+        assert manifest is not None and manifest.counts["steps"] == STEPS, self.story()
+        self.check_curve()
+        assert {record["step"] for record in curve(self.config)} == set(self.whole)
+
+    def check_curve(self) -> None:
+        """What was trained so far is what the undisturbed training did, and every sample came once."""
+        assert proven(self.config), self.story()
+        assert difference(lines(self.config), self.whole) < 1e-12, self.story()
+
+    def story(self) -> str:
+        """All logs, for a failed assertion."""
+        paths = [*sorted((self.run / "launch").glob("*.jsonl")), self.run / "train/STATE.json",
+                 *sorted(self.run.glob("logs/slurm/*.log")), *sorted(self.run.glob("logs/*/[0-9]*/*"))]
+        queue = subprocess.run(["squeue"], text=True, capture_output=True, env=self.environment, check=False)
+        nodes = self.scheduler.node_states(self.cluster.nodes)
+        texts = [f"==> {path.relative_to(self.run)}\n{path.read_text(errors='replace')[-3000:]}"
+                 for path in paths if path.is_file() and path.stat().st_size]
+        return "\n".join([f"{self.run}\n{queue.stdout}{queue.stderr}{nodes}", *texts])
+
+
+def job_processes(cluster: Cluster) -> set[int]:
+    """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
+    name = "FAKE_SLURM" if cluster.kind == "fake" else "SLURM_CONF"
+    mark = f"{name}={cluster.environment()[name]}"
+    return {pid for pid in process_table() if mark in (variables := _words(pid, "environ"))
+            and any(word.startswith("SLURM_JOB_ID=") for word in variables)}
+
+
+def clear(cluster: Cluster) -> None:
+    """Bring back what was stopped, and cancel whatever is left."""
+    cluster.start_controller()
+    scheduler = Scheduler({**environment(), **cluster.environment()})
+    for node, state in scheduler.node_states(cluster.nodes).items():
+        if is_lost(state):
+            cluster.start_node(node)
+    cluster.run("scancel", "--user", user_name())
+    for pid in job_processes(cluster):
+        send(pid, signal.SIGKILL)
+
+
+def _words(pid: int, name: str) -> list[str]:
+    try:
+        return (PROC / str(pid) / name).read_text(errors="replace").split("\0")
+    except OSError:
+        return [""]
