@@ -17,7 +17,9 @@ from pipeline.errors import UserError, listed
 from pipeline.run import Run, State
 from pipeline.stages import STAGES, before
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|API_?KEY|PRIVATE", re.IGNORECASE)
+_ASSIGNED = re.compile(r"\b(\w+)=[\"']?[^\s\"'$]")
+_KNOWN = re.compile(r"\b(?:hf_|sk-|ghp_|glpat-)[A-Za-z0-9_-]{12,}")
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str) -> None:
@@ -85,6 +87,9 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
     found += [f"launch.environment holds {name}, which looks like a secret: it would be written to files. Put its name "
               f"into launch.secrets and its value into your shell." for name in launch.environment
               if _SECRET.search(name)]
+    found += [f"launch.{name} holds what looks like a secret: it would be written to files. Put the name of the "
+              f"variable into launch.secrets and its value into your shell." for name in ("setup", "wrap", "extra")
+              if _holds_secret(str(getattr(launch, name)))]
     longest = None if site.time is None else minutes(site.time)
     for job in (job for job in jobs if job.to_run):
         if site.nodes is not None and job.nodes > site.nodes:
@@ -98,7 +103,7 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
         if job.stage == "train" and job.asked.minutes * 60 <= 2 * launch.signal_s:
             found.append(f"launch.train.time is {job.asked.minutes} min, but the warning comes {launch.signal_s} s "
                          f"before its end (launch.signal_s): nothing would be left to train in.")
-    count = sum(job.to_run for job in jobs)
+    count = sum(len(job.elements) or 1 for job in jobs if job.to_run)
     if site.jobs is not None and count > site.jobs:
         found.append(f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits).")
     train = next((job for job in jobs if job.key == "train" and job.to_run), None)
@@ -114,6 +119,11 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
                      f"(train.checkpoint.keep).")
     if found:
         raise UserError(f"This cannot be submitted:\n{listed(found)}" if len(found) > 1 else found[0])
+
+
+def _holds_secret(text: str) -> bool:
+    """Whether a command gives a value to a variable with the name of a secret, or has a token in its known form."""
+    return bool(_KNOWN.search(text)) or any(_SECRET.search(name) for name in _ASSIGNED.findall(text))
 
 
 def refuse_wrong_packages() -> None:

@@ -155,7 +155,7 @@ def _job(config: Config, stage: str, state: State, running: list[str], options: 
         tasks = local_ranks(config, options.machine)
         threads = max(1, options.machine.cores // tasks)
     elif spec.ranks:
-        nodes, gpus = launch.train.nodes if stage == "train" else 1, asked.gpus_per_node
+        nodes, gpus = getattr(launch, stage).nodes, asked.gpus_per_node
         tasks = gpus or launch.processes or 1
     elif stage in WORKER_STAGES:
         threads = max(threads, launch.processes or 0)

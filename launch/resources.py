@@ -25,11 +25,7 @@ class Asked:
 
 
 def asked_of(launch: LaunchConfig, stage: str) -> Asked:
-    """The resources of one stage.
-
-    Raises:
-        ValueError: a time limit is none (`time_problems` says which).
-    """
+    """The resources of one stage."""
     own = getattr(launch, stage)
     wish = {name: getattr(launch, name) if getattr(own, name) is None else getattr(own, name)
             for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "cpus", "time")}

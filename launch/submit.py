@@ -39,6 +39,9 @@ done (Slurm: submitted), 2 refused, 130 stopped.
 """
 
 
+USUAL = Path("configs") / "demo.yaml"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
     options = parser().parse_intermixed_args(arguments)
@@ -63,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
                                                         "all, or a comma list")
-    what.add_argument("--config", metavar="FILE", help="YAML file of the run")
+    what.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
     what.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
     where = result.add_argument_group("where")
     where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
@@ -96,8 +99,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.explain is not None:
         return _explain(options)
     if options.config is None:
-        raise UserError("No configuration is given. Add --config FILE, for example --config configs/demo.yaml "
-                        "(--help shows complete commands).")
+        options.config = _usual_config()
     from pipeline.config.loading import load_config
 
     config = load_config(options.config, _overrides(options), check=False)
@@ -106,6 +108,15 @@ def _main(options: argparse.Namespace) -> int:
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     return _launch(config, options)
+
+
+def _usual_config() -> str:
+    """The demo's, where no configuration is given; this is said."""
+    for path in (USUAL, Path(__file__).resolve().parent.parent / USUAL):
+        if path.is_file():
+            print(f"config    {path}, since no --config is given")
+            return str(path)
+    raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
 
 
 def _launch(config: Config, options: argparse.Namespace) -> int:

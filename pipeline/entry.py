@@ -23,6 +23,8 @@ from pipeline.state import STATE, read_state, write_state
 from pipeline.work import Work, begin, mark_failed, set_aside
 
 INTERRUPTED = 130
+NETWORK_S = 75.0
+"""Longer than network file systems remember by default that a file was not there."""
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
 
@@ -84,6 +86,16 @@ def parser(name: str) -> argparse.ArgumentParser:
     return result
 
 
+def _await_manifest(run: Run, need: str) -> None:
+    """In a chain of jobs the stage before has ended well; on a network file system this node may see it a while later,
+    as long as it remembers that there was no manifest."""
+    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+    while run.manifest(need) is None and time.monotonic() < until:
+        time.sleep(1.0)
+        with suppress(OSError):
+            list(run.stage_folder(need).iterdir())  # makes the client look again
+
+
 def is_leader() -> bool:
     """Whether this process writes for all ranks."""
     return os.environ.get("RANK", "0") == "0"
@@ -95,6 +107,7 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
     writes_state = is_leader() and part is None
     try:
         for need in STAGES[name].needs:
+            _await_manifest(run, need)
             run.finished(need)  # refuses before anything is touched
         run.refuse_stale_inputs(name)
         # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.

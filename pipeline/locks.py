@@ -20,9 +20,9 @@ from pipeline.errors import UserError
 from pipeline.parts import Part
 
 LOCKS = ".locks"
-EARLIER_S = 120.0
-"""How long an earlier start of the same Slurm job may go on to hold a stage: on a node that Slurm has given up, or
-where a file system notices late that its process has ended."""
+EARLIER_S = 180.0
+"""How long an earlier start of the same Slurm job or chain of jobs may go on to hold a stage: on a node that Slurm has
+given up, or where a file system notices late that its process has ended."""
 
 
 class StageLock:
@@ -106,26 +106,32 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
                 raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
                                 f"or use name=<another> for a run of its own.") from None
             if not waited:
-                say(what, f"waits for the end of an earlier start of this job: {holder}")
+                say(what, f"waits for the end of an earlier start: {holder}")
             waited = True
             time.sleep(0.5)
     if not locked:
         return None
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}{_job()}, since {now}\n")
+    file.write(f"process {os.getpid()} on {platform.node()}{_job()}{_chain()}, since {now}\n")
     file.flush()
     return file
 
 
 def _is_earlier_start(holder: str) -> bool:
-    """Whether a lock is held by the job that a launcher started this process in: then it is about to be given up."""
-    return bool(_job()) and f"{_job()}, since" in holder and "DROVER_CHAIN" in os.environ
+    """Whether a lock is held by a job of the chain that this process is of: then it is about to be given up, for they
+    start one after another."""
+    return bool(_chain()) and any(mine and f"{mine}," in holder for mine in (_job(), _chain()))
 
 
 def _job() -> str:
     """How a holder of a lock tells its Slurm job; empty outside of one."""
     return f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
+
+
+def _chain() -> str:
+    """How a holder of a lock tells the submission that a launcher started it for."""
+    return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
 
 
 def _wait_for(folder: Path, name: str, stage: str) -> IO[str] | None:

@@ -228,7 +228,7 @@ def force_id(folder: Path) -> str | None:
     try:
         found: str | None = read_json(folder / STARTED).get("force_id")
         return found
-    except (OSError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
+    except (FileNotFoundError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
         return None
 
 

@@ -19,8 +19,9 @@ from pipeline.files import append_line, read_json, read_lines, write_json
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
 """In a run folder: while this file is there, training saves and leaves. Its text is the reason."""
-ATTEMPTS = Path("launch") / "attempts.jsonl"
-"""In a run folder: what the launcher did, one JSON object a line (`log_attempt`)."""
+ATTEMPTS = Path("launch") / "attempts"
+"""In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
+on network file systems lines that several nodes append at once overwrite each other."""
 Status = Literal["running", "done", "preempted", "failed"]
 
 
@@ -64,14 +65,16 @@ def read_state(folder: Path) -> StageState | None:
         return None
 
 
-def log_attempt(run_folder: Path, event: str, **details: Any) -> None:
+def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> None:
     """Append what the launcher did: `job` (an allocation began), `preflight`, `attempt` (ranks started), `ended`."""
-    append_line(run_folder / ATTEMPTS, {"event": event, "at": now(), **details})
+    append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 
 def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
     """All that `log_attempt` wrote, in order; [] for a run that no launcher logged."""
-    return list(read_lines(run_folder / ATTEMPTS, appended=True))
+    found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
+             for event in read_lines(path, appended=True)]
+    return sorted(found, key=lambda event: str(event.get("at")))
 
 
 def now() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,11 @@ from typing import Any
 
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
-from launch.slurm.scheduler import UNKNOWN, Scheduler, seconds
+from launch.slurm.scheduler import UNKNOWN, Scheduler
 from pipeline.errors import UserError
 
 PORTS = range(20000, 30000)
 """Below the ports that the kernel hands out by itself (32768 and up)."""
-
-
-PATIENCE_S = 20
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
 
@@ -61,9 +57,9 @@ class Allocation:
         return max(numbers, default=-1) + 1
 
     def unfinished(self, attempts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-        """The newest start of this job if nothing says how it ended."""
-        mine = [event for event in attempts if event.get("job") == self.name and event["event"] in ("attempt", "ended")]
-        return mine[-1] if mine and mine[-1]["event"] == "attempt" else None
+        """The newest start of this job, or of its runner, if nothing says how it ended."""
+        mine = [event for event in attempts if event.get("job") == self.name]
+        return mine[-1] if mine and mine[-1]["event"] in ("job", "attempt") else None
 
     def is_current(self, scheduler: Scheduler) -> bool:
         """Whether Slurm still holds this start of the job for one that runs; so it is where Slurm does not answer.
@@ -75,15 +71,6 @@ class Allocation:
         if found is None or (job := found[self.name]).state == UNKNOWN:
             return True
         return job.state in RUNNING and job.restarts == self.restart
-
-    def seconds_left(self) -> float:
-        """Until Slurm ends the job; without end where there is no limit, or Slurm does not answer."""
-        try:
-            answer = subprocess.run(["squeue", "--noheader", "--jobs", self.job, "--format", "%L"], timeout=PATIENCE_S,
-                                    capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return float("inf")
-        return seconds(answer) if ":" in answer else float("inf")
 
     def rendezvous(self, spec: JobSpec, number: int, scheduler: Scheduler) -> dict[str, str]:
         """Where the ranks of a step meet. Each start gets a port of its own: the last one's may still be closing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,16 @@ def read_chains(run_folder: Path) -> list[Chain]:
     return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
 
 
-def add_job(run_folder: Path, job: ChainJob) -> None:
-    """Add a job that was submitted later, from whichever process."""
+def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
+    """Add a job to the submission that it belongs to, from whichever process."""
     with open((run_folder / CHAIN).with_name("chain.lock"), "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: the job must be recorded all the more
+            fcntl.flock(held, fcntl.LOCK_EX)
+        newest, earlier = run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"
         chain = read_chain(run_folder)
-        assert chain is not None, f"nothing was submitted for {run_folder}"
-        Chain(**{**vars(chain), "jobs": (*chain.jobs, job)}).write(run_folder)
+        path = newest if chain is not None and chain.id == chain_id else earlier
+        chain = _chain(read_json(path))
+        write_json(path, asdict(Chain(**{**vars(chain), "jobs": (*chain.jobs, job)})))
 
 
 def _chain(values: dict[str, Any]) -> Chain:

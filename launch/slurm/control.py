@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, NoReturn
 
-from launch.slurm.chain import read_chain
+from launch.slurm.chain import read_chains
 from launch.slurm.progress import RunFiles, newest_log, read_run
 from launch.slurm.scheduler import JobInfo, Scheduler
 from launch.slurm.standing import LIVE, go_on, judge, wanted_ids
@@ -22,7 +22,7 @@ BLOCK = 1 << 16
 
 
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
-    """Cancel what is in the queue of the newest submission, the last of the chain first; the exit status.
+    """Cancel what is in the queue of the run, the newest submission and the last of its chain first; the exit status.
 
     In this order no job's end lets another one start. Evaluations of checkpoints go last: while training runs, it would
     submit them again.
@@ -45,8 +45,8 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def _cancel(run_folder: Path, scheduler: Scheduler, evaluations: bool) -> int | None:
     """How many jobs, evaluations or others, were cancelled; None if one could not be."""
-    chain = read_chain(run_folder)
-    jobs = [job for job in reversed(chain.jobs if chain else ()) if (job.kind == "evaluation") == evaluations]
+    jobs = [job for chain in reversed(read_chains(run_folder)) for job in reversed(chain.jobs)
+            if (job.kind == "evaluation") == evaluations]
     known = scheduler.jobs([job.id for job in jobs])
     if known is None:
         print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)

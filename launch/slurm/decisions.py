@@ -6,7 +6,7 @@ come the manifest and the stage's own last word (`STATE.json`, of this job and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,12 @@ TERMINATED = 143
 """Exit status of a runner that was told to end (128 + SIGTERM)."""
 REFUSED = 2
 """Exit status of a stage that will not be mended by trying again (`UserError`, a wrong command line)."""
+FRUITLESS = ("crashed", "hung")
+OUTSIDE = "requeued"
+"""Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
+MOST_OUTSIDE = 20
+"""So many in a row that brought no new checkpoint end the stage as well: a node that dies and is back at once looks the
+same."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Outcome:
         refused: a process ended with exit status 2.
         hang: what the account of a hang says; empty if nothing hung.
         cause: what Slurm said of the processes' end. lost: a node failed.
-        started: whether any process was started at all.
+        started: whether any process was started at all. abandoned: Slurm may still run the step's tasks.
         stopping: the runner itself was told to end meanwhile.
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
@@ -56,6 +62,7 @@ class Outcome:
     cause: str = ""
     lost: bool = False
     started: bool = True
+    abandoned: bool = False
     stopping: bool = False
     again: bool = False
     fruitless: int = 0
@@ -118,11 +125,58 @@ def without_requeue(decision: Decision, refusal: str, terms: Terms) -> Decision:
                     f"on: submit the same command again", 1)
 
 
-def fruitless(attempts: Iterable[dict[str, Any]], stage: str, chain: str) -> int:
-    """Crashes and hangs in a row, up to the newest, without a checkpoint in between; of one submission's jobs."""
+def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool) -> tuple[str, str]:
+    """Status and reason of a start whose end its runner did not see.
+
+    Args:
+        state, committed: as of an `Outcome`.
+        down: nodes that failed, each with Slurm's word for it.
+        killed: the job's script tells that the runner was killed.
+    """
+    if committed and (state is None or state.status in ("done", "running")):
+        return "done", "done"
+    if down:
+        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}"
+    else:
+        reason = "its runner was killed (out of memory, perhaps)" if killed else \
+            "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
+    if state and state.status == "preempted":
+        return "preempted", reason
+    return "crashed" if down or killed else OUTSIDE, reason
+
+
+def after_unseen(attempts: Iterable[dict[str, Any]], stage: str, terms: Terms, reason: str, **of: str) -> Decision | None:
+    """What follows if starts whose end nobody saw bring nothing again and again; None: the stage is started again.
+
+    attempts: with the last one's end. of: as of `fruitless`.
+    """
+    events = list(attempts)
+    count, outside = fruitless(events, stage, **of), fruitless(events, stage, **of, counted=(*FRUITLESS, OUTSIDE))
+    if count <= terms.max_restarts and outside <= MOST_OUTSIDE:
+        return None
+    limit = f"launch.max_restarts={terms.max_restarts}" if count > terms.max_restarts else f"{MOST_OUTSIDE} at most"
+    return Decision("stop", "crashed", f"given up after {max(count, 1) if count > terms.max_restarts else outside} "
+                    f"starts in a row without a new checkpoint ({limit}); the last one: {reason}", 1, final=True)
+
+
+def without_bad_nodes(named: str, left_out: bool, terms: Terms) -> Decision:
+    """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them."""
+    reason = f"preflight found a bad node: {named}"
+    if terms.later_links:
+        return Decision("leave", "preempted", f"{reason}; the next job of the chain goes on without it")
+    if left_out or not terms.requeue:
+        return Decision("stop", "failed", f"{reason}; submit the same command again: a node that failed twice "
+                        f"within a day is left out then", 1, final=True)
+    return Decision("requeue", "preempted", reason)
+
+
+def fruitless(attempts: Iterable[dict[str, Any]], stage: str, chain: str, job: str | None = None,
+              counted: Sequence[str] = FRUITLESS) -> int:
+    """Crashes and hangs in a row, up to the newest, without a checkpoint in between; of one submission's jobs, or of
+    one job (an array's elements do not follow each other). Starts that were ended from outside do not count."""
     count, best = 0, None
     for event in attempts:
-        if (event.get("stage"), event.get("chain")) != (stage, chain):
+        if (event.get("stage"), event.get("chain")) != (stage, chain) or (job is not None and event.get("job") != job):
             continue
         if event["event"] == "attempt" and best is None:
             best = event.get("from") or 0
@@ -131,9 +185,9 @@ def fruitless(attempts: Iterable[dict[str, Any]], stage: str, chain: str) -> int
         step = event.get("step") or 0
         if best is not None and step > best:
             count, best = 0, step
-        elif event.get("status") in ("crashed", "hung"):
+        elif event.get("status") in counted:
             count += 1
-        else:
+        elif event.get("status") != OUTSIDE:
             count = 0
     return count
 
@@ -161,7 +215,7 @@ def _broken(outcome: Outcome, terms: Terms) -> Decision:
         times = f"{outcome.fruitless} starts in a row" if outcome.fruitless > 1 else "a start"
         return Decision("stop", status, f"given up after {times} without a new checkpoint "
                         f"(launch.max_restarts={terms.max_restarts}); the last one: {said}", 1, final=True)
-    if outcome.started:
+    if outcome.started and not outcome.abandoned:
         return Decision("restart", status, said)
     return _go_on(Decision("requeue", status, said), terms)
 

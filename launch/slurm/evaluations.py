@@ -260,7 +260,7 @@ def main(arguments: list[str]) -> int:
         from launch.slurm.submission import submit_evaluation
         values = json.load(sys.stdin)
         spec = JobSpec(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
-        print(submit_evaluation(options.run, spec, options.step).id)
+        print(submit_evaluation(options.run, spec.command[0], spec.environment, options.step).id)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return UserError.exit_status

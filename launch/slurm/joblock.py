@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -23,17 +23,21 @@ SILENT_S = 300.0
 """A heartbeat older than this is a dead job's, where Slurm does not say."""
 HOLDING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 """States of a job that may have processes."""
+CHAIN_S = 180.0
+"""How long a job waits for one of its own chain that is about to end: links start as soon as the last one is ending."""
+LOOK_S = 3.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The job that has a stage. at: its last heartbeat, in seconds since 1970."""
+    """The job that has a stage. at: its last heartbeat, in seconds since 1970; chain: its submission."""
 
     job: str
     restart: int
     host: str
     pid: int
     at: float
+    chain: str = ""
 
     def is_same(self, other: Holder | None) -> bool:
         """Whether both are one process."""
@@ -48,19 +52,30 @@ class JobLock:
     """
 
     def __init__(self, run_folder: Path, stage: str, job: str, restart: int,
-                 state_of: Callable[[str], str | None]) -> None:
+                 state_of: Callable[[str], str | None], chain: str = "") -> None:
         self.path, self.stage, self.state_of = run_folder / "launch" / f"{stage}.lock", stage, state_of
-        self.own = Holder(job, restart, platform.node(), os.getpid(), time.time())
+        self.own = Holder(job, restart, platform.node(), os.getpid(), time.time(), chain)
         self._beat = 0.0
 
-    def acquire(self) -> None:
-        """Take the lock; UserError while another job has it."""
-        with self._guarded():
-            held = self.holder()
-            if held is not None and held.job != self.own.job and (why := self._is_alive(held)):
+    def acquire(self, say: Callable[[str], None] = lambda text: None, ends: Callable[[], bool] = lambda: False) -> None:
+        """Take the lock; UserError while another job has it. One of the same chain that is ending is waited for, unless
+        `ends`."""
+        until, told = time.monotonic() + CHAIN_S, False
+        while True:
+            with self._guarded():
+                held = self.holder()
+                state = self.state_of(held.job) if held is not None and held.job != self.own.job else ""
+                why = self._is_alive(held, state) if held is not None else ""
+                if held is None or not why:
+                    return self._write()
+            ending = held.chain == self.own.chain != "" and state != "RUNNING"
+            if not ending or time.monotonic() > until or ends():
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {self.path.parent.parent} "
                                 f"({why}), so this one does nothing. Wait for it, or `scancel {held.job}`.")
-            self._write()
+            if not told:
+                say(f"waits for the end of this chain's job {held.job} ({why})")
+            told = True
+            time.sleep(LOOK_S)
 
     def beat(self, *, at_once: bool = False) -> bool:
         """Say now and then that this job lives; False once another start has taken the stage over."""
@@ -89,14 +104,15 @@ class JobLock:
         except (OSError, ValueError, TypeError):
             return None
 
-    def _is_alive(self, held: Holder) -> str:
-        state, silent = self.state_of(held.job), time.time() - held.at
+    @staticmethod
+    def _is_alive(held: Holder, state: str | None) -> str:
+        silent = time.time() - held.at
         if state is None:
             return f"Slurm does not answer; last heard of {silent:.0f} s ago" if silent < SILENT_S else ""
         return f"Slurm says {state}" if state in HOLDING else ""
 
     def _write(self) -> None:
-        write_json(self.path, asdict(Holder(self.own.job, self.own.restart, self.own.host, self.own.pid, time.time())))
+        write_json(self.path, asdict(replace(self.own, at=time.time())))
         self._beat = time.monotonic()
 
     @contextmanager

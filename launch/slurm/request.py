@@ -13,11 +13,11 @@ from launch.checks import cluster_problems, configuration_problems, refuse_unsou
 from launch.describe import by_hand, print_plan
 from launch.forecast import disk
 from launch.plan import Job, Options, plan
-from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chain
+from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chains
 from launch.slurm.nodes import excluded
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.snapshot import planned_snapshot, take_snapshot
-from launch.slurm.submission import LOGS, Submission, frozen_config, scripts, submit
+from launch.slurm.submission import LOGS, Submission, evaluation_name, frozen_config, scripts, submit, submit_evaluation
 from pipeline.config.loading import cluster_profile, config_hash
 from pipeline.errors import UserError
 from pipeline.run import Run
@@ -50,17 +50,20 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     submission = Submission(config, request.chain, request.code, tuple(bad))
     if dry_run:
         return _show(submission, jobs)
-    if not any(job.to_run for job in jobs):
+    owed, environment = _owed(run, jobs), {**config.launch.environment, "PYTHONPATH": request.code}
+    if not any(job.to_run for job in jobs) and not owed:
         print("nothing to submit: all asked stages are done")
         return 0
     refuse_wrong_packages()
-    _refuse_queued(run)
+    _refuse_queued(run, jobs)
     take_snapshot(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     chain = Chain(id=request.chain, submitted=now(), command=tuple(sys.argv), git=git_state(),
                   config=request.config_path, config_sha256=config_hash(config), code=request.code,
                   cluster=cluster_profile(given.config_path, given.overrides))
-    return _tell(run, submit(submission, jobs, chain))
+    submitted = submit(submission, jobs, chain)
+    submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
+    return _tell(run, submitted, request.force)
 
 
 def _new_id() -> str:
@@ -68,22 +71,37 @@ def _new_id() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _refuse_queued(run: Run) -> None:
+def _owed(run: Run, jobs: list[Job]) -> list[int]:
+    """Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that."""
+    every = run.config.launch.evaluate.every_checkpoints
+    if not every or any(job.stage == "train" and job.to_run for job in jobs) or "train" not in {
+            job.stage for job in jobs} or run.manifest("train") is None:
+        return []
+    from launch.slurm.evaluations import owed
+
+    steps = owed(run.folder, every * run.config.train.checkpoint.every_steps, run.config.train.steps)
+    names = {step: evaluation_name(run.config.name, step) for step in steps}
+    queued = {job.name for job in Scheduler().named(names.values()) or ()} if names else set()
+    return [step for step in steps if names[step] not in queued]
+
+
+def _refuse_queued(run: Run, jobs: list[Job]) -> None:
     """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
     training."""
-    chain = read_chain(run.folder)
-    if chain is None:
-        return
-    found = Scheduler().jobs([job.id for job in chain.jobs])
-    if found is None:
+    known, scheduler = [job for chain in read_chains(run.folder) for job in chain.jobs], Scheduler()
+    found, named = scheduler.jobs([job.id for job in known]), scheduler.named({job.name for job in jobs})
+    if found is None or named is None:
         print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
         return
-    queued = [job for job in chain.jobs if found[job.id].queued]
+    queued = [job for job in known if found[job.id].queued]
     if queued:
         names = ", ".join(f"{job.id} ({job.name})" for job in queued)
         raise UserError(f"Jobs of {run.folder} are in the queue already: {names}. Watch them with `python "
                         f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
                         f"{run.folder}`, or use name=<another> for a run of its own.")
+    if named:
+        print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
+              f"training waits for its namesake, whose ever it is")
 
 
 def _show(submission: Submission, jobs: list[Job]) -> int:
@@ -94,11 +112,13 @@ def _show(submission: Submission, jobs: list[Job]) -> int:
     return 0
 
 
-def _tell(run: Run, submitted: list[ChainJob]) -> int:
+def _tell(run: Run, submitted: list[ChainJob], forced: bool) -> int:
+    without = " without --force" if forced else ""
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
         kind = "" if entry.kind == "job" else f" ({entry.kind})"
         print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
     print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
-          f"`python launch/status.py --run {run.folder} --watch` shows it; the same command submits what is left")
+          f"`python launch/status.py --run {run.folder} --watch` shows it; the same command{without} submits what is "
+          f"left")
     return 0

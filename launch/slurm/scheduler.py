@@ -155,6 +155,19 @@ class Scheduler:
         """Change a job, as `scontrol update` does; None, or why that failed."""
         return self._tell("scontrol", "update", f"JobId={id}", f"{key}={value}")
 
+    def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
+        """Do not start a waiting job on `nodes`, besides those that it leaves out already; None, or why that failed."""
+        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
+        if answer.status != 0:
+            return answer.reason
+        before = _word(_fields(answer.out).get("ExcNodeList", ""))
+        return self.update(id, "ExcNodeList", ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())})))
+
+    def seconds_left(self, id: str) -> float:
+        """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer."""
+        answer = self._ask("squeue", "--noheader", "--jobs", id, "--format", "%L")
+        return seconds(answer.out) if answer.status == 0 and ":" in answer.out else float("inf")
+
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
         answer = self._ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")

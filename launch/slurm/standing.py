@@ -112,9 +112,9 @@ def judge(files: RunFiles, jobs: Jobs, now: float) -> Standing:
 
 
 def go_on(files: RunFiles) -> str:
-    """The command that continues the run."""
+    """The command that continues the run: that of the submission, which must not force again what it has forced."""
     if files.chain and files.chain.command:
-        return shlex.join(["python", *files.chain.command])
+        return shlex.join(["python", *(word for word in files.chain.command if word != "--force")])
     return f"python launch/submit.py --stage all --config {shlex.quote(str(files.folder / 'config.yaml'))}"
 
 

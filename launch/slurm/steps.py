@@ -65,11 +65,13 @@ class StepEnd:
 
     status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr.
     given_up: srun had started no task for so long that it was ended.
+    abandoned: srun itself did not end and was killed: Slurm may still run its tasks.
     """
 
     status: int
     said: str = ""
     given_up: bool = False
+    abandoned: bool = False
 
     @property
     def first(self) -> TaskEnd | None:
@@ -106,6 +108,8 @@ class StepEnd:
             return f"lost {', '.join(self.lost)}"
         if self.given_up:
             return f"srun started no task in {MAKE_S:.0f} s"
+        if self.abandoned:
+            return f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
         if found := _VANISHED.search(self.said):  # the others' complaints came first
             return f"Slurm lost the tasks of the step's node number {found['index']}, from 0 (slurmstepd died)"
         if self.first:
@@ -118,11 +122,11 @@ class StepEnd:
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
     """srun's command line for one task per rank; each rank's output in a file of its own in `folder`.
 
-    `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
+    `--export=ALL`: a site or a user may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE. `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     """
     place = str(folder).replace("%", "%%")
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
-            f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}",
+            f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--unbuffered",
             f"--output={place}/rank%t.out", f"--error={place}/rank%t.err",
             sys.executable, "-m", "launch.slurm.rank", *(["--stage", stage] if stage else []), "--", *command]
@@ -135,7 +139,7 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
     with open(log, "wb") as stderr, open(log, errors="replace") as reader:
         process = _start(command, environment, stdout=None, stderr=stderr)
         said, status, broken = _Lines(say), None, 0.0
-        began, made, given_up = time.monotonic(), False, False
+        began, made, given_up, abandoned = time.monotonic(), False, False, False
         while status is None:
             status = process.poll()
             said.take(reader.read())
@@ -144,11 +148,11 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
             if status is None and (not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S)):
                 # srun answers SIGTERM by killing its tasks at once.
-                status = _end(process)
+                status, abandoned = _end(process)
             if status is None:
                 time.sleep(POLL_S)
         said.take(reader.read())
-    return StepEnd(status if status >= 0 else 128 - status, said.text, given_up)
+    return StepEnd(status if status >= 0 else 128 - status, said.text, given_up, abandoned)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
@@ -162,7 +166,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Pa
                 told = True
                 process.terminate()
             if not each():
-                status = _end(process)
+                status, _ = _end(process)  # its processes are on this node, and have ended
                 break
             time.sleep(POLL_S)
     return StepEnd(status if status >= 0 else 128 - status)
@@ -203,10 +207,11 @@ def _prepare(parent: int) -> None:
     end_with_parent(signal.SIGKILL, parent)
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def _end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """End a process; its status, and whether it had to be killed with what is below it."""
     process.terminate()
     try:
-        return process.wait(KILL_S)
+        return process.wait(KILL_S), False
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        return process.wait()
+        return process.wait(), True

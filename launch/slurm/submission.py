@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,20 +82,33 @@ def submit(submission: Submission, jobs: list[Job], before: Chain) -> list[Chain
         if not job.to_run:
             continue
         try:
-            entry = _submit(submission, job, ids)
-        except UserError as error:
+            with _uninterrupted():  # a job that Slurm has is one that the chain knows
+                entry = _submit(submission, job, ids)
+                add_job(submission.run, submission.chain, entry)
+        except (UserError, OSError, KeyboardInterrupt) as error:
             queued = " ".join(entry.id for entry in submitted)
-            raise UserError(f"{error} " + (
+            why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
+            raise UserError(f"{why} " + (
                 f"The jobs before it are queued; `python launch/submit.py --cancel {submission.run}` removes them "
                 f"({queued})." if queued else "Nothing is queued.")) from None
         ids[job.key] = entry.id
         submitted.append(entry)
-        add_job(submission.run, entry)
     return submitted
 
 
-def submit_evaluation(run: Path, spec: JobSpec, step: int) -> ChainJob:
-    """Submit the job that converts and evaluates the checkpoint after `step`, beside training: called by a train job.
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until this is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def submit_evaluation(run: Path, python: str, environment: dict[str, str], step: int) -> ChainJob:
+    """Submit the job that converts and evaluates the checkpoint after `step`: called by a train job, beside training,
+    or by a submission for what is still owed.
 
     Raises:
         UserError: Slurm did not take it.
@@ -102,16 +118,15 @@ def submit_evaluation(run: Path, spec: JobSpec, step: int) -> ChainJob:
     config = load_config(chain.config, check=False)
     asked = asked_of(config.launch, "evaluate")
     tasks = asked.gpus_per_node or config.launch.processes or 1
-    python = spec.command[0]
     name = evaluation_name(config.name, step)
     job = Job(key=name, name=name, stage="evaluate", state=None, forced=True,  # type: ignore[arg-type]
               command=(python, "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step)), arguments=(),
-              environment=spec.environment, processes=tasks, cpus_per_task=tasks * asked.cpus,
+              environment=environment, processes=tasks, cpus_per_task=tasks * asked.cpus,
               gpus_per_node=asked.gpus_per_node, asked=asked)
     # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
     entry = _submit(Submission(config, chain.id, chain.code), job, {}, kind="evaluation",
                     of=evaluation_folder(run.absolute(), step))
-    add_job(run, entry)
+    add_job(run, chain.id, entry)
     return entry
 
 
@@ -136,9 +151,19 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
         written = ticket.paths.submitted_pickle
         prefix = f"{ticket.job_id}_"
         for element in job.elements:
-            os.link(written, written.with_name(written.name.replace(prefix, f"{prefix}{element}_", 1)))
+            _copy(written, written.with_name(written.name.replace(prefix, f"{prefix}{element}_", 1)))
     return ChainJob(job.name, job.stage, kind or job.kind, ticket.job_id, job.elements or None,
                     tuple(ids[need] for need in job.dependencies), _log(submission, job, ticket.job_id), str(spec))
+
+
+def _copy(written: Path, target: Path) -> None:
+    """A file under another name, there as a whole: a job may be waiting for it."""
+    try:
+        os.link(written, target)
+    except OSError:  # no hard links on this file system
+        temporary = target.with_name(f"{target.name}.tmp")
+        shutil.copyfile(written, temporary)
+        temporary.rename(target)
 
 
 def _spec_path(submission: Submission, job: Job) -> Path:

@@ -97,6 +97,8 @@ class TrainResources(GpuResources):
 class EvaluateResources(GpuResources):
     """What the jobs of evaluate ask of Slurm."""
 
+    nodes: int = Field(1, gt=0)
+    """Nodes; every rank holds the whole model and does its share of the text and tasks."""
     every_checkpoints: int | None = Field(None, gt=0)
     """Convert and evaluate every so many checkpoints (of `train.checkpoint.every_steps`) beside training, in jobs of
     their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
@@ -127,7 +129,7 @@ class LaunchConfig(Section):
     """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
     what is saved of a run holds its settings in place of its name."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node. evaluate takes one such node."""
+    """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
     partition: str | None = None
     """Slurm partition; null: the site's default."""
     account: str | None = None

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm.jobspec import JobSpec
-from pipeline.files import read_lines
-from pipeline.state import ATTEMPTS, StageState, read_state
+from pipeline.state import StageState, read_attempts, read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,7 +200,7 @@ class Job:
         return process.returncode, out
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_lines(self.run / ATTEMPTS) if event["event"] == kind]
+        return [event for event in read_attempts(self.run) if event["event"] == kind]
 
     def ends(self) -> list[tuple[str, str]]:
         return [(event["status"], event["next"]) for event in self.events("ended")]

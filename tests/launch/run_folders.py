@@ -72,8 +72,8 @@ class HandMade:
         write_json(self.folder / stage / "units" / "parts" / f"{phase}.{index}-of-{of}.json", {})
 
     def attempt(self, event: str, stage: str, job: str, *, seconds: float = 600, start: int = 0, **more: Any) -> None:
-        """A line of launch/attempts.jsonl."""
-        append_line(self.folder / "launch" / "attempts.jsonl", {
+        """A line of launch/attempts/."""
+        append_line(self.folder / "launch" / "attempts" / f"{job}.jsonl", {
             "event": event, "at": ago(seconds), "stage": stage, "job": job, "restart": 0, "start": start,
             "chain": "c1", **more})
 

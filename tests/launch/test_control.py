@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.chain import add_job
+from launch.slurm.chain import ChainJob, add_job, read_chain
 from launch.slurm.control import cancel, logs, stop
 from pipeline.errors import UserError
 from pipeline.stages import REPOSITORY
@@ -39,9 +39,16 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return slurm
 
 
+def _add(run: HandMade, job: ChainJob) -> None:
+    """A job that a train job submitted."""
+    chain = read_chain(run.folder)
+    assert chain is not None
+    add_job(run.folder, chain.id, job)
+
+
 def test_cancel_begins_at_the_end_of_the_chain(run: HandMade, slurm: FakeSlurm,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    add_job(run.folder, run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
+    _add(run, run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
     slurm.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"), ("17", "PENDING"),
                 ("12", "COMPLETED"), ("30", "RUNNING"))
     assert cancel(run.folder, slurm.scheduler()) == 0
@@ -57,7 +64,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run: HandMad
     def submit_one() -> None:
         while not slurm.calls("scancel"):
             time.sleep(0.02)
-        add_job(run.folder, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
+        _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
 
     slurm.do("scancel", "sleep 1")  # training is still ending
     thread = threading.Thread(target=submit_one)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from launch.slurm import evaluations
-from launch.slurm.chain import ChainJob, add_job
+from launch.slurm.chain import ChainJob, add_job, read_chain
 from launch.slurm.evaluations import Evaluations, clear, evaluate, owed, prepare
 from launch.slurm.scheduler import COLUMNS
 from launch.slurm.submission import evaluation_name
@@ -78,7 +78,7 @@ def waiting(name: str) -> str:
 
 
 def tried(job: Job, step: int) -> None:
-    add_job(job.run, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
+    add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
 
 
 def test_what_is_submitted(job: Job) -> None:

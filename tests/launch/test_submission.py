@@ -16,7 +16,9 @@ import pytest
 
 from launch.slurm.chain import read_chain, read_chains
 from launch.slurm.jobspec import JobSpec
+from launch.slurm.progress import read_run
 from launch.slurm.scheduler import COLUMNS
+from launch.slurm.standing import go_on
 from launch.slurm.submission import _ranges
 from pipeline.stages import STAGES
 from tests.launch.fake_house import House
@@ -221,6 +223,36 @@ def test_a_run_is_queued_once(house: House, slurm: Path) -> None:
     assert [len(chain.jobs) for chain in read_chains(house.run)] == [7, 7]
 
 
+def test_what_is_to_go_on_is_not_forced_again(house: House, slurm: Path) -> None:
+    house.submit("--stage", "shard", "--cluster", "local")
+    result = house.submit("--stage", "all", "--force")
+    assert result.returncode == 0 and "the same command without --force submits what is left" in result.stdout
+    chain = read_chain(house.run)
+    assert "--force" in chain.command and "--force" not in go_on(read_run(house.run))
+    spec = JobSpec.load(Path(chain.jobs[0].spec))
+    assert spec.command[spec.command.index("--force-id") + 1] == chain.id and "--force" not in spec.command
+
+
+def test_jobs_of_earlier_submissions_count_too(house: House, slurm: Path) -> None:
+    assert house.submit("--stage", "all").returncode == 0
+    assert house.submit("--stage", "all", SILENT="1").returncode == 0
+    again = house.submit("--stage", "all", QUEUED=queue_line("104", "RUNNING"))
+    assert again.returncode == 2 and "in the queue already: 104" in again.stderr
+
+
+def test_a_file_system_without_locks_or_links(house: House, slurm: Path) -> None:
+    (house.root / "sitecustomize.py").write_text(
+        "import errno, fcntl, os\n"
+        "def none(*a, **k): raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "fcntl.flock = os.link = none\n")
+    result = house.submit("--stage", "all", "launch.encode.array=2", PYTHONPATH=str(house.root))
+    assert result.returncode == 0, result.stderr
+    assert len(read_chain(house.run).jobs) == 8
+    pickles = list((house.run / "logs/slurm").glob("104*_submitted.pkl"))
+    assert len(pickles) == 3 and len({path.read_bytes() for path in pickles}) == 1
+    assert all(path.stat().st_nlink == 1 for path in pickles), "there were no links"
+
+
 def test_a_refused_submission_says_what_is_queued(house: House, slurm: Path) -> None:
     result = house.submit("--stage", "all", REFUSED="103")
     assert result.returncode == 2
@@ -243,11 +275,25 @@ def test_all_that_the_site_forbids_is_told_at_once(house: House, slurm: Path) ->
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=3")
     assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
     for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
-                 "shard-parts has 4 elements; the site allows 3", "9 jobs would be queued; the site allows 4",
+                 "shard-parts has 4 elements; the site allows 3", "15 jobs would be queued; the site allows 4",
                  "a GPU here has 1e-06 GB", "your shell has no such variable", "HF_TOKEN, which looks like a secret",
                  "nothing would be left to train in"):
         assert part in result.stderr, part
     assert "hf_abc" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("override", [
+    "launch.setup=[export HF_TOKEN=abc]", "launch.setup=['export WANDB_API_KEY=\"x1\"']",
+    "launch.extra={export: MY_SECRET=1}", "launch.wrap=[apptainer, --env, OPENAI_KEY=abc]",
+    "launch.setup=[huggingface-cli login --token hf_abcdefghijklmnop]"])
+def test_secrets_in_commands_are_refused(house: House, slurm: Path, override: str) -> None:
+    result = house.submit("--stage", "all", override)
+    assert result.returncode == 2 and "holds what looks like a secret" in result.stderr and not list(slurm.iterdir())
+
+
+def test_commands_may_name_secrets_and_set_other_things(house: House, slurm: Path) -> None:
+    result = house.submit("--stage", "all", "launch.setup=['export HF_TOKEN=$(cat ~/.token)', export NCCL_DEBUG=INFO]")
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_disk_that_is_too_small_is_told_before(house: House, slurm: Path) -> None:

@@ -138,9 +138,13 @@ def test_refusals_start_nothing(house: House, arguments: list[str], said: list[s
 
 
 def test_no_configuration(house: House) -> None:
-    result = subprocess.run(house.command("--stage", "all"), env=house.environ(), capture_output=True, text=True,
-                            check=False)
-    assert result.returncode == 2 and "--config configs/demo.yaml" in result.stderr
+    arguments = house.command("--stage", "all", "--dry-run", "--cluster", "local")
+    result = subprocess.run(arguments, cwd=house.work, env=house.environ(), capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "No configuration is given" in result.stderr
+    (house.work / "configs").mkdir()
+    (house.work / "config.yaml").rename(house.work / "configs/demo.yaml")
+    result = subprocess.run(arguments, cwd=house.work, env=house.environ(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
 def test_explain_works_without_a_configuration(house: House) -> None:

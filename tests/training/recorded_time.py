@@ -24,7 +24,7 @@ class Recorded:
 
     def launcher(self, event: str, **details: Any) -> None:
         """A line of attempts.jsonl."""
-        self._write(ATTEMPTS, {"event": event, "stage": "train", "at": self._stamp(), **details})
+        self._write(ATTEMPTS / "1.jsonl", {"event": event, "stage": "train", "at": self._stamp(), **details})
 
     def event(self, event: str, **details: Any) -> None:
         """A line of events.jsonl."""
