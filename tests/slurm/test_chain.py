@@ -1,0 +1,256 @@
+"""The whole chain on four nodes, to the report: what a run on one box gives, from code that nobody can change any more.
+
+On a machine with Slurm both the real one and the fake one run it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.slurm.chain import Chain, read_chain, read_chains
+from launch.slurm.snapshot import PARTS
+from pipeline.files import read_json, sha256_file
+from pipeline.manifest import Manifest, read_manifest
+from pipeline.stages import STAGES
+from pipeline.state import read_attempts, read_state
+from pipeline.training.metrics import read_metrics
+from pipeline.training.owed import evaluation_record
+from tests.conftest import REPOSITORY, merged, run_stage, write_config
+from tests.slurm.clusters import Cluster
+from tests.slurm.conftest import kinds
+from tools.audit import audit
+
+LIMIT_S = 400.0
+TOKEN = "hf_nobody_may_write_this_down"
+OF_ONE_PROCESS = {"STATE.json", "manifest.json", "started.json", "train.log"}
+"""Files that tell when and where a stage was run, or of how fast."""
+SETTINGS: dict[str, Any] = {
+    "train": {"precision": "fp64"}, "launch": {"processes": 1, "evaluate": {"every_checkpoints": 1}}}
+BESIDE = [4, 8]
+"""Steps of the checkpoints before the last one."""
+
+
+@dataclass
+class Submitted:
+    """A run that was submitted to a cluster from a copy of the repository."""
+
+    cluster: Cluster
+    repository: Path
+    config: Path
+
+    @property
+    def run(self) -> Path:
+        return self.config.parent / "runs" / "mini"
+
+    @property
+    def chain(self) -> Chain:
+        chain = read_chain(self.run)
+        assert chain is not None
+        return chain
+
+    def manifest(self, stage: str) -> Manifest:
+        manifest = read_manifest(self.run / stage)
+        assert manifest is not None, self.story()
+        return manifest
+
+    def command(self, script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run one of the launcher's scripts as a user does."""
+        return self.cluster.run(sys.executable, self.repository / "launch" / script, *arguments, check=False,
+                                cwd=self.config.parent, variables={
+                                    "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **variables})
+
+    def submit(self, *overrides: str, **variables: str) -> str:
+        """Submit the whole chain; what was printed."""
+        answer = self.command("submit.py", "--config", self.config, "--stage", "all", "--nodes", "4", "--cluster",
+                              "lab", *overrides, **variables)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return answer.stdout
+
+    def wait(self) -> None:
+        """Wait until no job of the run is in the queue any more, evaluations included."""
+        wait_for(lambda: not self.queued(), self.story)
+
+    def queued(self) -> list[str]:
+        """Ids of this cluster's jobs in the queue."""
+        return self.cluster.run("squeue", "--noheader", "--format=%i").stdout.split()
+
+    def story(self) -> str:
+        """All that the jobs said, for a failed assertion."""
+        logs = sorted(self.run.glob("logs/**/*.log")) + sorted(self.run.glob("logs/*/latest/rank0.*"))
+        return "\n".join(f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
+
+
+def wait_for(condition: Callable[[], Any], story: Callable[[], str]) -> None:
+    """Wait until `condition()` holds; otherwise fail with the story."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain\n{story()}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The same run on one box with one process, undisturbed; its folder."""
+    config = write_config(tmp_path_factory.mktemp("local"), corpus, **SETTINGS)
+    for stage in STAGES:
+        run_stage(stage, config)
+    return config.parent / "runs" / "mini"
+
+
+@pytest.fixture(scope="module", params=kinds())
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Submitted]:
+    """The chain on a cluster, at its end. The copy that it was submitted from is broken from end to end meanwhile."""
+    cluster = request.getfixturevalue("real_cluster" if request.param == "slurm" else "fake_cluster")
+    folder = tmp_path_factory.mktemp(f"chain-{cluster.kind}")
+    repository = copy_of_the_repository(folder / "copy")
+    submitted = Submitted(cluster, repository, write_config(folder, corpus, **SETTINGS))
+    whole = shutil.copytree(repository, folder / "whole")
+    submitted.submit(HF_TOKEN=TOKEN)
+    for path in (repository / "launch/slurm/runner.py", *(repository / "pipeline").glob("*.py")):
+        path.write_text("raise SystemExit('this was edited after the submission')\n")
+    submitted.wait()
+    submitted.repository = whole
+    yield submitted
+    for job in submitted.queued():
+        cluster.run("scancel", job)
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """A copy without git, different from the original in a line."""
+    for part in PARTS:
+        if (REPOSITORY / part).is_dir():
+            shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (REPOSITORY / part).is_file():
+            shutil.copy(REPOSITORY / part, folder / part)
+    for name in STAGES:
+        with open(folder / "pipeline" / f"{name}.py", "a") as file:
+            file.write("# a line that only this copy has\n")
+    return folder
+
+
+def test_every_stage_is_done(done: Submitted) -> None:
+    for stage in STAGES:
+        assert done.manifest(stage).stage == stage
+        state = read_state(done.run / stage)
+        assert state is not None and state.status == "done", done.story()
+    assert (done.run / "report.html").is_file()
+
+
+def test_what_the_chain_is_made_of(done: Submitted) -> None:
+    jobs = [job for job in read_chains(done.run)[0].jobs if job.kind != "evaluation"]
+    assert [(job.stage, job.kind) for job in jobs] == [
+        ("shard", "array"), ("shard", "finalise"), ("tokenizer", "job"), ("encode", "array"), ("encode", "finalise"),
+        ("train", "job"), ("convert", "job"), ("evaluate", "job"), ("report", "job")]
+    assert [job.elements for job in jobs if job.kind == "array"] == [(0, 1, 2, 3)] * 2
+    assert [job.dependencies for job in jobs] == [(), *((job.id,) for job in jobs[:-1])]
+    ended = [(event["job"], event["status"]) for event in read_attempts(done.run) if event["event"] == "ended"]
+    names = {f"{job.id}_{element}" if job.elements else job.id for job in jobs for element in job.elements or (0,)}
+    assert sorted(ended) == sorted((name, "done") for name in names), "each job started once and did its work"
+    trained = next(event for event in read_attempts(done.run) if event["event"] == "job" and event["stage"] == "train")
+    assert len(set(trained["nodes"])) == 4
+    assert done.manifest("train").execution["world_size"] == 4
+
+
+def test_data_stages_give_the_same_bytes_as_on_one_box(done: Submitted, local: Path) -> None:
+    for stage in ("shard", "tokenizer", "encode"):
+        ours, theirs = (contents(folder / stage) for folder in (done.run, local))
+        assert ours == theirs and len(ours) >= 3
+        assert done.manifest(stage).outputs == read_manifest(local / stage).outputs
+
+
+def contents(stage: Path) -> dict[str, str]:
+    """Hashes of what a stage made, by path."""
+    return {str(path.relative_to(stage)): sha256_file(path) for path in sorted(stage.rglob("*"))
+            if path.is_file() and path.name not in OF_ONE_PROCESS and "units" not in path.relative_to(stage).parts}
+
+
+def test_training_has_the_losses_of_one_process(done: Submitted, local: Path) -> None:
+    ours, theirs = (read_metrics(folder / "train/metrics.jsonl") for folder in (done.run, local))
+    assert len(ours) == len(theirs) == 12
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one["step"], one["samples"]) == (other["step"], other["samples"])
+        assert abs(one["loss"] - other["loss"]) < 1e-12
+        assert abs(one["grad_norm"] - other["grad_norm"]) < 1e-12
+    assert not audit(done.run).faults
+
+
+def test_the_trained_model_evaluates_alike(done: Submitted, local: Path) -> None:
+    ours, theirs = (read_json(folder / "evaluate/results.json") for folder in (done.run, local))
+    assert ours["heldout"] == theirs["heldout"] and ours["heldout"]["overall"]["bits_per_byte"] > 0
+    assert ours["continuations"] == theirs["continuations"]
+
+
+def test_other_checkpoints_were_evaluated_in_jobs_of_their_own(done: Submitted) -> None:
+    jobs = [job for job in read_chains(done.run)[0].jobs if job.kind == "evaluation"]
+    assert sorted(int(job.name[-8:]) for job in jobs) == BESIDE
+    assert all(not job.dependencies for job in jobs)
+    found = {step: read_json(evaluation_record(done.run, step))["counts"] for step in BESIDE}
+    assert found[4]["bits_per_byte"] > found[8]["bits_per_byte"] > done.manifest("evaluate").counts["bits_per_byte"]
+
+
+def test_jobs_ran_the_code_of_the_submission(done: Submitted) -> None:
+    snapshot = Path(read_chains(done.run)[0].code)
+    assert snapshot.parent == done.run / "code"
+    for stage in STAGES:
+        hashes = done.manifest(stage).code
+        assert hashes[f"pipeline/{stage}.py"] != sha256_file(REPOSITORY / f"pipeline/{stage}.py")
+        assert {name: sha256_file(snapshot / name) for name in hashes} == hashes
+
+
+def test_no_file_holds_the_shells_secrets(done: Submitted) -> None:
+    holding = [path for path in done.run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert not holding
+
+
+def test_status_tells_that_all_is_done(done: Submitted) -> None:
+    answer = done.command("status.py", "--run", "runs/mini", COLUMNS="150")
+    rows = {line.split()[0]: line.split()[1] for line in answer.stdout.splitlines() if line.split()[:1]}
+    assert answer.returncode == 0 and {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
+    assert "12/12" in answer.stdout and "5." in answer.stdout
+    assert done.command("status.py", "--run", "runs/mini", "--watch", "0.2").returncode == 0
+
+
+def test_the_same_command_again_submits_only_what_is_not_done(done: Submitted) -> None:
+    before = len(read_chains(done.run))
+    assert "nothing to submit: all asked stages are done" in done.submit()
+    assert len(read_chains(done.run)) == before
+    shutil.rmtree(done.run / "report")
+    done.submit()
+    assert [job.stage for job in done.chain.jobs] == ["report"]
+    done.wait()
+    assert done.manifest("report").stage == "report"
+
+
+def test_evaluations_run_beside_training_and_never_hold_it_up(done: Submitted, corpus: Path, tmp_path: Path) -> None:
+    """They are submitted while training still runs, and it ends though none of them can start."""
+    cluster = done.cluster
+    barrier = cluster.submit(tmp_path, "true", "--hold")
+    config = write_config(tmp_path, corpus, reuse=str(done.run), **merged(SETTINGS, {"launch": {
+        "environment": {"DROVER_FAULTS": "slow:rank=0,step=9,seconds=25"}, "preflight": False,
+        "evaluate": {"extra": {"dependency": f"afterany:{barrier}"}}}}))
+    beside = Submitted(cluster, done.repository, config)
+    answer = beside.command("submit.py", "--config", beside.config, "--stage", "train", "--nodes", "2", "--cluster",
+                            "lab")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    train = beside.chain.jobs[0].id
+    cluster.wait(train, limit_s=LIMIT_S)
+    assert cluster.state(train) == "COMPLETED", beside.story()
+    said = Path(beside.chain.jobs[0].log).read_text()
+    jobs = {int(job.name[-8:]): job.id for job in beside.chain.jobs if job.kind == "evaluation"}
+    assert sorted(jobs) == BESIDE, beside.story()
+    for step, job in jobs.items():
+        assert said.index(f"the checkpoint of step {step} is evaluated by job {job}") < said.index("train is done")
+        assert cluster.state(job) == "PENDING Dependency" and not evaluation_record(beside.run, step).exists()
+    cluster.run("scancel", barrier)
+    beside.wait()
+    assert all(evaluation_record(beside.run, step).exists() for step in BESIDE), beside.story()
+
