@@ -1,100 +1,98 @@
-"""A minute's trial of every node before training: disk, memory, clock, GPUs, a product, the network.
+"""A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
 
-    srun ... python -m launch.slurm.rank -- python -m launch.slurm.preflight FOLDER
-
-One task per rank, as training will have them. Each writes `FOLDER/rank-<r>.json` as soon as it has looked at its own
-node, and again after each measurement with the others: who is missing, and where, is seen from what is there when the
-time is up. `judge` names the bad nodes.
-
-For tests, DROVER_PREFLIGHT_FAULT="n3:disk" makes a node fail: disk, shm, clock, gpu, slow, network (stays away from
-the others), silent (writes nothing).
+`launch.slurm.node_trial` is what each rank does; here the nodes are judged by what the ranks wrote, and when the time
+is up by what is there. Blamed is a node only for what sets it apart: what most nodes see in the shared run folder is
+the folder's fault, and of nodes that are silent or late less than half can be at fault.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.rank import visible_gpus
+from launch.slurm.node_trial import CLOCK, CLOCK_S, FOLDER, LIMIT_S, SPACE, Problem, Report
 from launch.slurm.steps import run_step, srun_command
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json
 
-LIMIT_S = 60.0
-"""For all of it; then the step is ended, and judged by what is there."""
-LEAST_DISK = 1 << 30
-LEAST_SHARED = 64 << 20
-"""Bytes free that a node needs in the run folder and in /dev/shm."""
-CLOCK_S = 5.0
-"""How far a node's clock may be from the others'."""
+EARLY_S = 15.0
+"""So long before the end most ranks must have reported, if one that has not is to be blamed."""
 FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
 """Less than this above the median is not slow, whatever the factor says: on a shared CPU a small time doubles for no
 reason."""
-MEASURED = {"product_s": "a matrix product", "reduce_s": "an all-reduce"}
-ROUNDS = 5
-
-
-@dataclass
-class Report:
-    """What a rank found.
-
-    problems: what is wrong with the node, in words. clock_at: its time, all ranks having met a moment before.
-    product_s, reduce_s: best of several. joined: whether it met the others. finished: nothing is left to do.
-    """
-
-    rank: int
-    node: str
-    problems: list[str] = field(default_factory=list)
-    device: str = "cpu"
-    joined: bool = False
-    clock_at: float | None = None
-    product_s: float | None = None
-    reduce_s: float | None = None
-    finished: bool = False
+MEASURED = {"product_s": "a matrix product", "pair_s": "an exchange with another node"}
+TOLD = {**MEASURED, "reduce_s": "an all-reduce"}
+"""What nodes are judged by, and what is told besides: in an all-reduce everyone takes as long as the slowest."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What preflight found: bad nodes with the reason, lines to say, and whether all nodes fail alike, so that it is
-    not the nodes."""
+    """What preflight found.
+
+    bad: nodes with the reason. told: lines to say. everywhere: it is not the nodes: no strikes, and no other nodes
+    would help; `reason` is the whole sentence then.
+    """
 
     bad: dict[str, str]
     told: list[str]
     everywhere: bool = False
+    reason: str = ""
+
+
+@dataclass
+class Judgement:
+    """bad: nodes to blame. shared: what ends the job although no node is to blame, as the nodes that saw it found it.
+    told: what else there is to say."""
+
+    bad: dict[str, Problem] = field(default_factory=dict)
+    shared: dict[str, Problem] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
 
 
 def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each: Callable[[], bool],
                   nodes: Sequence[str], limit_s: float = LIMIT_S) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
-    began, said = time.monotonic(), list[str]()
-    command = srun_command(spec, folder, [*spec.wrap, sys.executable, "-m", "launch.slurm.preflight", str(folder),
+    began, said, reporting = time.monotonic(), list[str](), _Majority(folder, spec.ranks)
+    command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.node_trial", str(folder),
                                           spec.run])
-    end = run_step(command, environment, folder, lambda: each() and time.monotonic() - began < limit_s, said.append)
+
+    def goes_on() -> bool:
+        reporting.look()
+        return each() and time.monotonic() - began < limit_s
+
+    end = run_step(command, environment, folder, goes_on, said.append)
     reports = read_reports(folder)
     seconds = time.monotonic() - began
     if not reports:  # nothing ran: the start of training will tell why
         return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
-    bad = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes))
-    everywhere = len({report.node for report in reports} - bad.keys()) == 0 and len(set(bad.values())) == 1 \
-        and len(bad) > 1
-    if bad:
-        return Found(bad, [f"{node} is bad: {reason}" for node, reason in sorted(bad.items())], everywhere)
+    found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), reporting.since_s)
+    return _told(found, reports, nodes, seconds, end.cause)
+
+
+def _told(found: Judgement, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> Found:
+    there = {*nodes, *(report.node for report in reports)}
+    if found.shared:
+        reason = (f"{next(iter(found.shared.values())).text} ({_counted(len(found.shared), len(there))}; the folder is "
+                  f"shared, so no node is to blame)")
+        return Found(_texts(found.shared), [*found.told, reason], True, reason)
+    if found.bad:
+        lines = [*found.told, *(f"{node} is bad: {problem.text}" for node, problem in sorted(found.bad.items()))]
+        if len(there) > 1 and found.bad.keys() == there and len({problem.kind for problem in found.bad.values()}) == 1:
+            reason = f"{next(iter(found.bad.values())).text} (on all {len(there)} nodes alike: it is not the nodes)"
+            return Found(_texts(found.bad), lines, True, reason)
+        return Found(_texts(found.bad), lines)
     if not all(report.finished for report in reports):
-        return Found({}, [f"not done after {seconds:.0f} s, and no node can be blamed; going on"])
-    count = len({report.node for report in reports})
-    times = [f"{what} {1000 * median(getattr(report, name) for report in reports):.1f} ms"
-             for name, what in MEASURED.items()]
-    return Found({}, [f"{count} node{'s' if count > 1 else ''} sound in {seconds:.0f} s ({', '.join(times)})"])
+        because = f" ({cause})" if cause else ""
+        return Found({}, [*found.told, f"not done after {seconds:.0f} s{because}, and no node can be blamed; going on"])
+    values = {what: [value for report in reports if (value := getattr(report, name)) is not None]
+              for name, what in TOLD.items()}
+    times = [f"{what} {1000 * median(found):.1f} ms" for what, found in values.items() if found]
+    return Found({}, [*found.told, f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s "
+                                   f"({', '.join(times)})"])
 
 
 def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
@@ -102,50 +100,109 @@ def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
     return [nodes[min(rank // spec.tasks_per_node, len(nodes) - 1)] for rank in range(spec.ranks)] if nodes else []
 
 
-def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[str] = ()) -> dict[str, str]:
-    """Bad nodes, each with the reason.
+def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[str] = (),
+          since_s: float = inf) -> Judgement:
+    """Which nodes are bad.
 
     Args:
         reports: of the ranks that wrote one.
-        nodes: of each rank, for those that wrote none.
+        factor: how much longer than the median is too slow.
+        nodes: the node of each rank, as far as it is known.
+        since_s: how long before the end most ranks had reported.
     """
-    bad: dict[str, str] = {}
-    for report in reports:
-        if report.problems:
-            bad.setdefault(report.node, report.problems[0])
-    for rank in sorted(set(range(ranks)) - {report.rank for report in reports}):
-        bad.setdefault(nodes[rank] if rank < len(nodes) else f"the node of rank {rank}", "it did not report")
-    sound = [report for report in reports if report.node not in bad]
-    joined = [report for report in sound if report.joined]
-    if 2 * len(joined) > len(sound):  # where most did not come, it is not the few
-        for report in sound:
-            if not report.joined:
-                bad.setdefault(report.node, "its ranks did not meet the others over the network")
-    _judge_clocks(joined, bad)
+    there, result = {*nodes, *(report.node for report in reports)}, Judgement()
+    _judge_problems(reports, len(there), result)
+    missing = sorted(set(range(ranks)) - {report.rank for report in reports})
+    silent = {nodes[rank]: Problem("silent", "it did not report") for rank in missing if rank < len(nodes)}
+    if missing and since_s < EARLY_S:
+        result.told.append(f"{len(missing)} of {ranks} ranks had not reported yet when the trial ended")
+    else:
+        _blame_few(silent, there, "did not report", result)
+    finished = [report for report in reports if report.finished]
+    if 2 * len(finished) > ranks:  # where most are not done it is not the few
+        _blame_few({report.node: Problem("network", "its ranks did not come to the end with the others")
+                    for report in reports if not report.finished}, there, "did not come to the end", result)
+    _judge_clocks(finished, there, result)
     for name, what in MEASURED.items():
-        _judge_times(joined, name, what, factor, bad)
-    return bad
+        if name == "product_s" or len(there) > 2:  # of two nodes nobody knows whose the link is
+            _judge_times([report for report in finished if report.node not in result.bad], name, what, factor, result)
+    return result
 
 
-def _judge_clocks(reports: Sequence[Report], bad: dict[str, str]) -> None:
+def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) -> None:
+    """What the nodes found of themselves; of the run folder's faults, those that are the folder's are set apart."""
+    seen: dict[str, dict[str, Problem]] = {}
+    for report in reports:
+        for problem in report.problems:
+            seen.setdefault(problem.kind, {}).setdefault(report.node, problem)
+    for kind, found in seen.items():
+        most = 2 * len(found) > count
+        if kind == SPACE or (kind == FOLDER and most):
+            result.shared = result.shared or found
+        elif kind == CLOCK and most:
+            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values())).text} "
+                               f"({_counted(len(found), count)})")
+        else:
+            for node, problem in found.items():
+                result.bad.setdefault(node, problem)
+
+
+def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement) -> None:
     times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     if len(times) < 2:
         return
     middle = median(times.values())
-    for node, at in times.items():
-        if abs(at - middle) > CLOCK_S:
-            bad.setdefault(node, f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}")
+    off = {node: Problem(CLOCK, f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}")
+           for node, at in times.items() if abs(at - middle) > CLOCK_S}
+    _blame_few(off, there, "differ in their clocks", result)
 
 
-def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, bad: dict[str, str]) -> None:
+def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, result: Judgement) -> None:
     times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
     if len(times) < 2:
         return
     middle, floor = median(value for _, value in times), min(FLOORS_S[report.device] for report in reports)
     for node, value in times:
         if value > factor * middle and value - middle > floor:
-            bad.setdefault(node, f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
-                                 f"{1000 * middle:.0f} ms")
+            result.bad.setdefault(node, Problem("slow", (
+                f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms")))
+
+
+def _blame_few(found: Mapping[str, Problem], there: set[str], what: str, result: Judgement) -> None:
+    """Blame these nodes if they are less than half; else say so."""
+    if 2 * len(found) < len(there):
+        for node, problem in found.items():
+            result.bad.setdefault(node, problem)
+    elif found:
+        result.told.append(f"{_counted(len(found), len(there))} {what}: too many to blame them")
+
+
+def _counted(some: int, count: int) -> str:
+    return f"{some} of {count} node{'s' if count > 1 else ''}"
+
+
+def _texts(problems: Mapping[str, Problem]) -> dict[str, str]:
+    return {node: problem.text for node, problem in problems.items()}
+
+
+class _Majority:
+    """Notes when most of the ranks have reported."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks, self._looked, self._at = folder, ranks, 0.0, inf
+
+    def look(self) -> None:
+        """Count the reports, not more often than once a second."""
+        now = time.monotonic()
+        if self._at == inf and now - self._looked >= 1:
+            self._looked = now
+            if 2 * sum(1 for _ in self._folder.glob("rank-*.json")) > self._ranks:
+                self._at = now
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since then; 0 if it has not been so yet."""
+        return max(0.0, time.monotonic() - self._at)
 
 
 def read_reports(folder: Path) -> list[Report]:
@@ -153,140 +210,8 @@ def read_reports(folder: Path) -> list[Report]:
     found = []
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            found.append(Report(**read_json(path)))
-        except (OSError, ValueError, TypeError):
+            record = read_json(path)
+            found.append(Report(**{**record, "problems": [Problem(*problem) for problem in record["problems"]]}))
+        except (OSError, ValueError, TypeError, KeyError):
             continue
     return found
-
-
-# ---- in each rank
-
-
-def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> list[str]:
-    """What is wrong here, in words."""
-    found, probe = [], run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
-    try:
-        written = os.urandom(4096)
-        probe.write_bytes(written)
-        if probe.read_bytes() != written:
-            found.append(f"a file in {run_folder} does not read back as it was written")
-        drift = time.time() - probe.stat().st_mtime
-        if abs(drift) > CLOCK_S:
-            found.append(f"its clock is {abs(drift):.0f} s {'ahead of' if drift > 0 else 'behind'} the file system's")
-        if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
-            found.append(f"only {free / 1e6:.0f} MB are free in {run_folder}")
-    except OSError as error:
-        found.append(f"it cannot write into {run_folder}: {error.strerror}")
-    finally:
-        probe.unlink(missing_ok=True)
-    try:
-        if (free := shutil.disk_usage(shared).free) < LEAST_SHARED:
-            found.append(f"only {free / 1e6:.0f} MB are free in {shared}")
-    except OSError:
-        found.append(f"{shared} is not there")
-    return found + (check_gpus(gpus) if gpus else [])
-
-
-def check_gpus(wanted: int) -> list[str]:
-    """What is wrong with the node's GPUs, as their driver sees it."""
-    if (seen := visible_gpus(os.environ)) < wanted:
-        return [f"{seen} GPUs instead of {wanted}"]
-    names = ("index", "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown",
-             "clocks_throttle_reasons.hw_thermal_slowdown")
-    found = []
-    rows = _smi("--query-gpu=" + ",".join(names))
-    if rows is None:
-        return ["nvidia-smi does not answer"]
-    for index, errors, slowdown, thermal in rows:
-        if errors.isdigit() and int(errors):
-            found.append(f"GPU {index} has {errors} uncorrected memory errors")
-        if "Active" in (slowdown, thermal):
-            found.append(f"GPU {index} is throttled by its hardware ({'heat' if thermal == 'Active' else 'power'})")
-    foreign = [pid for pid, *_ in _smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]
-    return found + ([f"other processes compute on its GPUs (process {', '.join(foreign[:3])})"] if foreign else [])
-
-
-def _smi(query: str) -> list[list[str]] | None:
-    try:
-        answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True,
-                                timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
-
-
-def _is_foreign(pid: str) -> bool:
-    """Whether a process is not of this job. One that is not to be seen from here is not judged."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID')}".encode() not in environment.split(b"\0")
-
-
-def try_node(folder: Path, run_folder: Path) -> None:
-    """This rank's part: look at the node, then measure with the others, writing down each finding at once."""
-    node, rank = os.environ.get("SLURMD_NODENAME") or platform.node(), int(os.environ["RANK"])
-    fault = _fault(node)
-    if fault == "silent":
-        return
-    report = Report(rank, node, check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0)))
-    if fault in ("disk", "shm", "gpu"):
-        report.problems.append(f"made to fail: {fault}")
-
-    def note(**found: Any) -> None:
-        for name, value in found.items():
-            setattr(report, name, value)
-        write_json(folder / f"rank-{rank}.json", asdict(report))
-
-    note()
-    if fault == "network":
-        time.sleep(LIMIT_S)
-    measure(note, fault)
-    note(finished=True)
-
-
-def measure(note: Callable[..., None], fault: str = "") -> None:
-    """A product alone, then all together: the clock, and an all-reduce with the backend that training will use."""
-    import torch
-    import torch.distributed as dist
-
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    size, dtype = (4096, torch.bfloat16) if gpu else (384, torch.float32)
-    matrix, total = torch.ones(size, size, device=device, dtype=dtype), torch.ones(1 << (24 if gpu else 18),
-                                                                                  device=device)
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=LIMIT_S),
-                            device_id=device if gpu else None)
-    dist.all_reduce(total)
-    note(joined=True, device=device.type, clock_at=time.time() + (60 if fault == "clock" else 0))
-
-    def best(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(ROUNDS):
-            dist.all_reduce(total[:1])  # so that all measure at the same time
-            began = time.perf_counter()
-            work()
-            if gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    product = best(lambda: torch.mm(matrix, matrix))
-    note(product_s=product + (1.0 if fault == "slow" else 0.0))
-    note(reduce_s=best(lambda: dist.all_reduce(total)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _fault(node: str) -> str:
-    faults = dict(entry.partition(":")[::2] for entry in os.environ.get("DROVER_PREFLIGHT_FAULT", "").split(","))
-    return faults.get(node, "")
-
-
-if __name__ == "__main__":
-    try_node(Path(sys.argv[1]), Path(sys.argv[2]))

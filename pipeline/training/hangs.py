@@ -3,6 +3,8 @@
     train/hangs/<job>.<restart>.<attempt>/rank<R>.json     where a rank's main thread was (`HungRank`)
                                          /rank<R>.stacks   all its threads
                                          /rank<R>.flight.* its last collectives, as torch's flight recorder has them
+
+Of the last two only the first `IN_FULL` ranks write any: thousands of ranks write into one folder at once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from pipeline.parallel.numbers import spelled
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""
 HANGS = "hangs"
+COMPLETE = "complete"
+"""In the folder of a start: all ranks have written."""
 PLACES = "places.json"
 """In the train folder: on which node each rank of the last start runs."""
+IN_FULL = 64
+"""So many ranks, the first ones, write more than their record."""
+FEW = 0.1
+"""The share of the ranks (but always one) that may be named for having left no record."""
 WAITING = ("torch/distributed/", "deepspeed/comm/", "pipeline/parallel/ranks.py")
 """Parts of files in whose functions a rank waits for others."""
 
@@ -73,6 +81,11 @@ def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
     write_json(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
 
 
+def count_records(folder: Path) -> int:
+    """How many ranks have written where they are."""
+    return sum(path.stem[4:].isdigit() for path in folder.glob("rank*.json"))
+
+
 def read_hang(folder: Path) -> list[HungRank]:
     """What the ranks of one start wrote, in their order; a torn file counts as none."""
     found = []
@@ -88,28 +101,37 @@ def read_hang(folder: Path) -> list[HungRank]:
 def judge_hang(folder: Path, ranks: int) -> Hang:
     """Who of `ranks` ranks kept the others waiting.
 
-    Late are ranks that wrote nothing, and those that are elsewhere than the largest group that stopped in one place
-    (of groups of equal size, one that waits for others counts as the larger; where that leaves two, it cannot be
-    told). Of the latter, ranks that wait for others themselves are not named if there are some that do not.
+    Late are those that are elsewhere than the largest group that stopped in one place (of groups of equal size, one
+    that waits for others counts as the larger; where that leaves two, it cannot be told), and ranks that wrote nothing
+    if they are few: many are rather ended before they could write than late. Ranks that wait for others themselves are
+    not named if there are late ones that do not, or ranks whose place is unknown.
     """
     records = read_hang(folder)
     nodes = {**_places(folder), **{record.rank: record.node for record in records}}
-    missing = [rank for rank in range(ranks) if rank not in {record.rank for record in records}]
+    missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if not records:
         return Hang((), "no rank left a record of where it was")
-    groups = _groups(records)
+    groups, named = _groups(records), missing if _are_few(missing, records, ranks) else []
     undecided = len({_weight(group) for group in groups[:2]}) < len(groups[:2])
     apart = [] if undecided else [record for group in groups[1:] for record in group]
     idle = [record.rank for record in apart if not record.waits]
-    late = sorted([*missing, *idle]) or sorted(record.rank for record in apart)
+    late = sorted([*named, *idle]) or ([] if missing else sorted(record.rank for record in apart))
     told = [_told(group, ranks, nodes) for group in groups]
-    if missing:
-        told.append(f"{_named(missing, nodes)} left no record: the process or its node does not run any more")
-    if undecided:
+    if named:
+        told.append(f"{_named(named, nodes)} left no record: the process or its node does not run any more")
+    elif missing:
+        told.append(f"{len(missing)} of {ranks} ranks left no record: where they were is not known")
+    if undecided or (missing and not late):
         told.append("who of them keeps the others waiting cannot be told")
     elif not late:
         told.append("no rank is behind the others; the network or a device may be at fault")
     return Hang(tuple((rank, nodes.get(rank)) for rank in late), "; ".join(told))
+
+
+def _are_few(missing: Sequence[int], records: Sequence[HungRank], ranks: int) -> bool:
+    """Whether ranks without a record may be what the others wait for."""
+    waiting = sum(record.waits for record in records)
+    return len(missing) <= max(1, FEW * ranks) and (len(missing) < waiting or 0 < waiting == len(records))
 
 
 def _groups(records: Sequence[HungRank]) -> list[list[HungRank]]:

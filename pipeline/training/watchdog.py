@@ -1,4 +1,7 @@
-"""Ends a rank that shows no sign of life for too long, and has it write down first where it was."""
+"""Ends a rank that shows no sign of life for too long, and has it write down first where it was.
+
+It ends once all ranks have written, or some time later: the first to end takes the others along.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,21 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.console import duration
-from pipeline.files import atomic_file, write_json
+from pipeline.files import write_note
 from pipeline.parallel.topology import node_name
-from pipeline.training.hangs import HUNG_STATUS, hang_folder
+from pipeline.training.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
 from pipeline.work import Work
 
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
 FIRST = 3
 """How much longer than that it may take until the first step of a start is done."""
-TOGETHER_S = 3.0
-"""Between writing and ending, so that the other ranks can write too before a launcher ends them."""
+TOGETHER_S = 30.0
+"""For the other ranks to write too, because a launcher ends them all once one has ended."""
+REST_S = 2.0
+"""After that, for what ranks write beside their records."""
+LISTING = 64
+"""Every so manyth rank looks whether all have written, and leaves `COMPLETE` in the folder if so."""
 WRITING_S = 20.0
 """Longest time for writing: the file system may be what hangs."""
 
@@ -38,10 +45,11 @@ class Watchdog:
     Args:
         folder: where to write (`hangs.hang_folder`).
         limit_s: seconds of silence; None: nothing is watched.
+        ranks: how many there are.
     """
 
-    def __init__(self, folder: Path, rank: int, limit_s: float | None) -> None:
-        self.folder, self.rank, self.step, self._limit_s = folder, rank, 0, limit_s
+    def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
+        self.folder, self.rank, self.step, self._limit_s, self._ranks = folder, rank, 0, limit_s, ranks
         self._steps: deque[float] = deque(maxlen=101)
         self._last, self._paused, self._over = 0.0, False, threading.Event()
 
@@ -49,7 +57,8 @@ class Watchdog:
     def of(cls, work: Work) -> Watchdog:
         """As configured, for this rank of the stage."""
         minutes, rank = work.config.train.guards.hang_minutes, int(os.environ.get("RANK", "0"))
-        return cls(hang_folder(work.folder), rank, None if minutes is None else 60 * minutes)
+        return cls(hang_folder(work.folder), rank, None if minutes is None else 60 * minutes,
+                   int(os.environ.get("WORLD_SIZE", "1")))
 
     def __enter__(self) -> Watchdog:
         if self.rank == 0:
@@ -94,25 +103,40 @@ class Watchdog:
                 self._end(silent)
 
     def _end(self, silent: float) -> None:
-        writing = threading.Thread(target=self._write, args=(silent,), daemon=True)
+        writing = threading.Thread(target=self._write_with_the_others, args=(silent,), daemon=True)
         writing.start()
-        time.sleep(TOGETHER_S)
-        writing.join(WRITING_S - TOGETHER_S)
+        writing.join(WRITING_S + TOGETHER_S + REST_S)
         os._exit(HUNG_STATUS)
+
+    def _write_with_the_others(self, silent: float) -> None:
+        try:
+            self._write(silent)
+        finally:
+            self._wait_for_the_others()
+
+    def _wait_for_the_others(self) -> None:
+        until, complete = time.monotonic() + TOGETHER_S, self.folder / COMPLETE
+        while time.monotonic() < until and not complete.is_file():
+            if self.rank % LISTING == 0 and count_records(self.folder) >= self._ranks:
+                complete.touch()
+            else:
+                time.sleep(1)
+        time.sleep(REST_S)
 
     def _write(self, silent: float) -> None:
         print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "
               f"step {self.step}. Where it was is in {self.folder}; it ends now (status {HUNG_STATUS}).",
               file=sys.stderr, flush=True)
         name = f"rank{self.rank}"
-        write_json(self.folder / f"{name}.json", {
+        write_note(self.folder / f"{name}.json", {
             "rank": self.rank, "node": node_name(), "step": self.step, "silent_s": round(silent, 3),
             "at": round(time.time(), 3), "stack": main_stack()})
+        if self.rank >= IN_FULL:
+            return
         with open(self.folder / f"{name}.stacks", "w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         for kind, content in flight_records().items():
-            with atomic_file(self.folder / f"{name}.flight.{kind}") as file:
-                file.write(content)
+            (self.folder / f"{name}.flight.{kind}").write_bytes(content)
 
 
 def main_stack() -> list[str]:

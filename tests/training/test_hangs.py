@@ -41,11 +41,19 @@ def write(folder, ranks):
     ([(5, REDUCE), (5, REDUCE), (5, GATHER), None], [3], "rank 2 (n1) waits in"),
     ([(5, REDUCE), (5, REDUCE), (5, GATHER)], [2], "rank 2 (n1) waits in"),
     ([None, None], [], "no rank left a record"),
+    # Who is ended before it could write is not late: many, or more than wait.
+    ([(5, REDUCE), None, None, None], [], "3 of 4 ranks left no record: where they were is not known"),
+    ([(5, REDUCE)] * 2 + [None] * 2, [], "cannot be told"),
+    ([(5, REDUCE)] * 18 + [None] * 2, [18, 19], "ranks 18-19 (n9) left no record"),
+    ([(5, REDUCE)] * 17 + [None] * 3, [], "3 of 20 ranks left no record"),
+    ([(5, REDUCE), None, *[(5, READ)] * 3], [], "1 of 5 ranks left no record"),
+    ([(5, REDUCE), (5, REDUCE), (5, READ), None, None], [2], "2 of 5 ranks left no record"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), None, None], [], "cannot be told"),
 ])
 def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("DROVER_ATTEMPT", "2")
-    write_places(tmp_path, ["n0", "n0", "n1", "n9"])
+    write_places(tmp_path, ["n0", "n0", "n1", *["n9"] * 17])
     folder = hang_folder(tmp_path)
     assert folder == tmp_path / "hangs/77.0.2"
     write(folder, ranks)
@@ -65,6 +73,41 @@ def test_a_torn_record_counts_as_none(tmp_path):
     write(tmp_path, [(3, REDUCE), (3, REDUCE)])
     (tmp_path / "rank1.json").write_text("{")
     assert [record.rank for record in read_hang(tmp_path)] == [0]
+
+
+def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch):
+    """Ranks whose watchdogs fire later are recorded too; beyond the first ones there is the record only."""
+    monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 60.0)
+    folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
+    early, late, far = (context.Process(target=hang, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
+    early.start()
+    until = time.monotonic() + 20
+    while not (folder / "rank0.json").is_file():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(3.5)
+    assert early.is_alive(), "as long as it is alone"
+    late.start()
+    far.start()
+    for process in (early, late, far):
+        process.join(20)
+        assert process.exitcode == HUNG_STATUS
+    assert [record.rank for record in read_hang(folder)] == [0, 1, 64] and (folder / "complete").is_file()
+    assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.[!j]*"))
+
+
+def test_ranks_wait_for_one_that_writes_nothing_but_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 3.0)
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "hangs" / "x", 0, 2))
+    process.start()
+    process.join(20)
+    assert process.exitcode == HUNG_STATUS and not (tmp_path / "hangs/x/complete").exists()
+
+
+def hang(folder, rank, ranks):
+    with Watchdog(folder, rank, 0.2, ranks) as watchdog:
+        watchdog.finished(7, 0.01)
+        time.sleep(60)
 
 
 def silent(folder):
