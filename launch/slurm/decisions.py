@@ -145,18 +145,17 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
     return "crashed" if down or killed else OUTSIDE, reason
 
 
-def after_unseen(attempts: Iterable[dict[str, Any]], stage: str, terms: Terms, reason: str, **of: str) -> Decision | None:
-    """What follows if starts whose end nobody saw bring nothing again and again; None: the stage is started again.
+def after_unseen(attempts: Sequence[dict[str, Any]], stage: str, chain: str, job: str | None, reason: str,
+                 terms: Terms) -> Decision | None:
+    """What follows where starts whose end nobody saw bring nothing again and again; None: the stage is started again.
 
-    attempts: with the last one's end. of: as of `fruitless`.
+    attempts: with the last one's end, which is `reason`. chain, job: as of `fruitless`.
     """
-    events = list(attempts)
-    count, outside = fruitless(events, stage, **of), fruitless(events, stage, **of, counted=(*FRUITLESS, OUTSIDE))
-    if count <= terms.max_restarts and outside <= MOST_OUTSIDE:
-        return None
-    limit = f"launch.max_restarts={terms.max_restarts}" if count > terms.max_restarts else f"{MOST_OUTSIDE} at most"
-    return Decision("stop", "crashed", f"given up after {max(count, 1) if count > terms.max_restarts else outside} "
-                    f"starts in a row without a new checkpoint ({limit}); the last one: {reason}", 1, final=True)
+    if (count := fruitless(attempts, stage, chain, job)) > terms.max_restarts:
+        return _given_up("crashed", count, f"launch.max_restarts={terms.max_restarts}", reason)
+    if (count := fruitless(attempts, stage, chain, job, (*FRUITLESS, OUTSIDE))) > max(MOST_OUTSIDE, terms.max_restarts):
+        return _given_up("crashed", count, f"at most {max(MOST_OUTSIDE, terms.max_restarts)}", reason)
+    return None
 
 
 def without_bad_nodes(named: str, left_out: bool, terms: Terms) -> Decision:
@@ -212,12 +211,16 @@ def _broken(outcome: Outcome, terms: Terms) -> Decision:
         f"ended with exit status {outcome.status} without a word" if outcome.status else
         "ended as if all were well, but is not done")
     if outcome.fruitless > terms.max_restarts:
-        times = f"{outcome.fruitless} starts in a row" if outcome.fruitless > 1 else "a start"
-        return Decision("stop", status, f"given up after {times} without a new checkpoint "
-                        f"(launch.max_restarts={terms.max_restarts}); the last one: {said}", 1, final=True)
+        return _given_up(status, outcome.fruitless, f"launch.max_restarts={terms.max_restarts}", said)
     if outcome.started and not outcome.abandoned:
         return Decision("restart", status, said)
     return _go_on(Decision("requeue", status, said), terms)
+
+
+def _given_up(status: str, count: int, limit: str, last: str) -> Decision:
+    times = f"{count} starts in a row" if count > 1 else "a start"
+    return Decision("stop", status, f"given up after {times} without a new checkpoint ({limit}); the last one: {last}",
+                    1, final=True)
 
 
 def _go_on(decision: Decision, terms: Terms) -> Decision:

@@ -67,7 +67,8 @@ class JobLock:
                 state = self.state_of(held.job) if held is not None and held.job != self.own.job else ""
                 why = self._is_alive(held, state) if held is not None else ""
                 if held is None or not why:
-                    return self._write()
+                    self._write()
+                    return
             ending = held.chain == self.own.chain != "" and state != "RUNNING"
             if not ending or time.monotonic() > until or ends():
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {self.path.parent.parent} "

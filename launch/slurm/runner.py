@@ -29,20 +29,23 @@ from launch.slurm.decisions import (
     Decision,
     Outcome,
     Terms,
+    after_unseen,
     decide,
     fruitless,
     taken_away,
     too_late,
+    unseen,
+    without_bad_nodes,
     without_requeue,
 )
 from launch.slurm.evaluations import Evaluations
 from launch.slurm.joblock import JobLock
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import STRIKES, add_strike, leave_out, lost
+from launch.slurm.nodes import STRIKES, add_strike, lost
 from launch.slurm.preflight import run_preflight
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.steps import StepEnd, last_lines, run_child, run_step, srun_command
-from launch.slurm.traces import hang_of, is_committed, last_word, newest_step
+from launch.slurm.steps import StepEnd, last_words, run_child, run_step, srun_command
+from launch.slurm.traces import hang_of, is_committed, last_word, newest_step, point_latest, was_killed
 from pipeline.errors import UserError
 from pipeline.manifest import read_manifest
 from pipeline.state import STOP, log_attempt, read_attempts, read_state, write_state
@@ -67,7 +70,8 @@ class Runner:
         self.run_folder = Path(spec.run)
         self.stopping = False
         self.start_number = allocation.next_start(read_attempts(self.run_folder), self.logs)
-        self.lock = JobLock(self.run_folder, spec.stage, allocation.job, allocation.restart, self._state_of)
+        self.lock = JobLock(self.run_folder, spec.stage, allocation.job, allocation.restart, self._state_of,
+                            spec.chain)
         self.locked = False
         self.last: tuple[Path, StepEnd] | None = None
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints and spec.stage == "train" else None
@@ -84,10 +88,10 @@ class Runner:
 
     def run(self) -> int:
         """Do the job; its exit status."""
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._note)
-        signal.signal(signal.SIGINT, self._note)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
         spec, here = self.spec, self.allocation
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
         which += f", part {here.index} of {spec.parts}" if here.index is not None else ""
@@ -96,10 +100,11 @@ class Runner:
         if (status := self._nothing_to_do()) is not None:
             return status
         if here.index is None:
-            self.lock.acquire()
+            self.lock.acquire(self.say, lambda: self.stopping)
             self.locked = True
         try:
-            self._account_for_the_last()
+            if (decision := self._account_for_the_last()) is not None:
+                return self._end(decision)
             self._log("job", nodes=list(here.nodes), host=platform.node())
             if (status := self._preflight()) is not None:
                 return status
@@ -134,21 +139,32 @@ class Runner:
         jobs = chain.jobs if chain is not None and chain.id == self.spec.chain else ()
         return {self.allocation.job, *(job.id for job in jobs if job.stage == self.spec.stage)}
 
-    def _account_for_the_last(self) -> None:
-        """A start of this job that nobody saw the end of: the job was taken from its nodes, or one of them died."""
-        last = self.allocation.unfinished(read_attempts(self.run_folder))
+    def _account_for_the_last(self) -> Decision | None:
+        """A start of this job that nobody saw the end of: the job was taken from its nodes, one of them died, or the
+        runner was killed. A decision if that goes on without bringing anything."""
+        spec, here = self.spec, self.allocation
+        last = here.unfinished(read_attempts(self.run_folder))
         if last is None:
-            return
+            return None
         down = lost(last["nodes"], self.scheduler)
         for node, how in down.items():
-            self._strike(node, f"went down ({how})")
-        state = last_word(self.spec, self.allocation, last["restart"], last["start"])
-        status = state.status if state and state.status in ("preempted", "done") else "crashed"
-        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}" if down else \
-            "the job was taken from its nodes (queued again from outside, preempted, or its runner was killed)"
+            self._strike(node, f"went down ({how})", last["restart"], last["start"])
+        state = last_word(spec, here, last["restart"], last["start"])
+        # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
+        committed = (state is not None or here.index is not None) and is_committed(spec, here)
+        status, reason = unseen(state, committed, down, was_killed(spec, here, last["restart"]))
         self.say(f"the start before this one ended without a word of its runner: {reason}")
-        log_attempt(self.run_folder, "ended", **{**self._names(last["start"]), "restart": last["restart"]},
-                    status=status, reason=reason, step=self._newest_step(), next="requeue")
+        end = {**self._names(last["start"]), "restart": last["restart"], "status": status, "reason": reason,
+               "step": self._newest_step()}
+        attempts = [*read_attempts(self.run_folder), {**end, "event": "ended"}]
+        decision = after_unseen(attempts, spec.stage, spec.chain, self._apart, reason, self.terms)
+        log_attempt(self.run_folder, "ended", **end, next=decision.action if decision else "requeue")
+        return decision
+
+    @property
+    def _apart(self) -> str | None:
+        """Whose starts are counted together: an array's element is on its own, links of a chain are not."""
+        return None if self.allocation.index is None else self.allocation.name
 
     def _preflight(self) -> int | None:
         """Try the nodes; the exit status if one of them is bad and this job cannot go on with it."""
@@ -166,23 +182,14 @@ class Runner:
         if not found.bad or self.stopping:
             return TERMINATED if self.stopping else None
         if found.everywhere:
-            reason = f"preflight: {next(iter(found.bad.values()))}, on every node"
+            reason = f"preflight: {found.reason or next(iter(found.bad.values()))}"
             decision = Decision("stop", "failed", reason, 1, final=True)
         else:
             worst = max([self._strike(node, f"failed preflight: {reason}") for node, reason in found.bad.items()])
             self._keep_off(list(found.bad))
             named = "; ".join(f"{node}: {reason}" for node, reason in found.bad.items())
-            decision = self._without_bad_nodes(worst, named)
+            decision = without_bad_nodes(named, worst >= STRIKES, self.terms)
         return self._end(decision)
-
-    def _without_bad_nodes(self, strikes: int, named: str) -> Decision:
-        reason = f"preflight found a bad node: {named}"
-        if self.terms.later_links:
-            return Decision("leave", "preempted", f"{reason}; the next job of the chain goes on without it")
-        if strikes >= STRIKES or not self.terms.requeue:
-            return Decision("stop", "failed", f"{reason}; submit the same command again: a node that failed twice "
-                            f"within a day is left out then", 1, final=True)
-        return Decision("requeue", "preempted", reason)
 
     # ---- starts
 
@@ -190,7 +197,8 @@ class Runner:
         while not self.stopping:
             outcome = self._start()
             decision = decide(outcome, self.terms)
-            if decision.action == "restart" and self.spec.ranks and self.allocation.seconds_left() < self._warning_s:
+            if decision.action == "restart" and self.spec.ranks and \
+                    self.scheduler.seconds_left(self.allocation.job) < self._warning_s:
                 decision = too_late(decision, self.terms)
             if self.locked and not self.lock.beat(at_once=True):
                 self.say(TAKEN_OVER)
@@ -216,7 +224,7 @@ class Runner:
         """Start the stage once and wait for its end."""
         folder = self.logs / self._start_name()
         folder.mkdir(parents=True, exist_ok=True)
-        self._point_latest(folder)
+        point_latest(folder)
         os.environ["DROVER_ATTEMPT"] = str(self.start_number)  # for `write_state`, and for the stage
         self._log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
             "from": self._newest_step()})
@@ -227,19 +235,20 @@ class Runner:
         else:
             end = self._step(folder, command)
         self.last = (folder, end)
-        return self._judge(end)
+        return self._judge(folder, end)
 
     def _step(self, folder: Path, command: list[str]) -> StepEnd:
         srun = srun_command(self.spec, folder, command, stage=self.spec.stage)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, self._environment(rendezvous=self.start_number), folder, self._tick, self.say)
-            if end.started or self.stopping or number == STEP_TRIES or not self.allocation.is_current(self.scheduler):
+            if end.started or end.abandoned or self.stopping or number == STEP_TRIES \
+                    or not self.allocation.is_current(self.scheduler):
                 break
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self._pause(STEP_PAUSE_S * number)
         return end
 
-    def _judge(self, end: StepEnd) -> Outcome:
+    def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         here, events = self.allocation, read_attempts(self.run_folder)
         for node in end.lost:
             self._strike(node, "went down")
@@ -247,8 +256,9 @@ class Runner:
         return Outcome(
             state=last_word(self.spec, here, here.restart, self.start_number),
             committed=is_committed(self.spec, here), status=end.status, refused=end.refused, hang=self._hang(),
-            cause=self._cause(end), lost=bool(end.lost), started=end.started, stopping=self.stopping,
-            again=self.start_number > 0, fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain))
+            cause=self._cause(folder, end), lost=bool(end.lost), started=end.started, abandoned=end.abandoned,
+            stopping=self.stopping, again=self.start_number > 0,
+            fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain, self._apart))
 
     def _hang(self) -> str:
         """What is known of a hang; the late nodes get a strike."""
@@ -261,9 +271,9 @@ class Runner:
             self._keep_off([node for node, count in counts.items() if count >= STRIKES])
         return hang.text
 
-    def _cause(self, end: StepEnd) -> str:
+    def _cause(self, folder: Path, end: StepEnd) -> str:
         """What Slurm says of the end, and the rank's own last line where it ended by itself."""
-        words = self._last_words(1) if end.exited else []
+        words = last_words(folder, end, 1) if end.exited else []
         return "; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)]))
 
     # ---- the end
@@ -291,21 +301,14 @@ class Runner:
 
     def _tell_last_words(self) -> None:
         """The end of the first failing rank's errors, so that the job's log tells the whole story."""
-        for line in self._last_words(25):
+        for line in last_words(*self.last, 25) if self.last else ():
             print(f"  {line}", flush=True)
-
-    def _last_words(self, count: int) -> list[str]:
-        if self.last is None:
-            return []
-        folder, end = self.last
-        rank = end.first.first_task if end.first else 0
-        return [f"rank {rank}: {line}" for line in last_lines(folder / f"rank{rank}.err", count)]
 
     # ---- all along
 
     def _tick(self) -> bool:
         """Called while something runs; False if it must end because the stage is another start's."""
-        if self.evaluations is not None:
+        if self.evaluations is not None and not self.stopping:
             self.evaluations.look()
         if self.locked and not self.lock.beat():
             self.say(f"{TAKEN_OVER}: ending what runs here")
@@ -328,11 +331,12 @@ class Runner:
                 **(self.allocation.rendezvous(self.spec, rendezvous, self.scheduler)
                    if rendezvous is not None else {})}
 
-    def _strike(self, node: str, reason: str) -> int:
-        """Record that a node failed; how often it did within a day."""
-        count = 1
+    def _strike(self, node: str, reason: str, restart: int | None = None, start: int | None = None) -> int:
+        """Record that a node failed a start (this one); how often it did within a day."""
+        here, count = self.allocation, 1
+        which = (here.restart, self.start_number) if restart is None else (restart, start)
         with suppress(OSError):
-            count = add_strike(self.run_folder, node, self._start_name(), reason)
+            count = add_strike(self.run_folder, node, ".".join(map(str, (here.name, *which))), reason)
         self.say(f"{node} {reason} (strike {count} within a day)")
         return count
 
@@ -342,7 +346,7 @@ class Runner:
         waiting = [job.id for job in chain.jobs if (job.stage, job.kind) == (self.spec.stage, "link")] \
             if nodes and chain and chain.id == self.spec.chain and self.terms.later_links else []
         for job in waiting[self.spec.link:]:
-            if problem := leave_out(job, nodes, self.scheduler):
+            if problem := self.scheduler.leave_out(job, nodes):
                 self.say(f"the waiting job {job} could not be told to leave out {', '.join(nodes)}: {problem}")
 
     def _state_of(self, job: str) -> str | None:
@@ -373,13 +377,6 @@ class Runner:
         spec = self.spec
         nodes = f"{spec.nodes} node{'s' if spec.nodes > 1 else ''}"
         return f"{spec.ranks} ranks on {nodes}" if spec.ranks else "one process"
-
-    def _point_latest(self, folder: Path) -> None:
-        temporary = folder.with_name(f"latest.{folder.name}.tmp")
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        temporary.symlink_to(folder.name)
-        temporary.replace(folder.with_name("latest"))
 
 
 def main(arguments: list[str]) -> int:

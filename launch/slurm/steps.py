@@ -122,7 +122,8 @@ class StepEnd:
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
     """srun's command line for one task per rank; each rank's output in a file of its own in `folder`.
 
-    `--export=ALL`: a site or a user may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE. `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
+    `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
+    `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
     place = str(folder).replace("%", "%%")
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
@@ -181,6 +182,12 @@ def last_lines(path: Path, count: int = 25, size: int = 20_000) -> list[str]:
     except OSError:
         return []
     return [line.rpartition("\r")[2] for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_words(folder: Path, end: StepEnd, count: int) -> list[str]:
+    """The last lines of the first failing rank's errors."""
+    rank = end.first.first_task if end.first else 0
+    return [f"rank {rank}: {line}" for line in last_lines(folder / f"rank{rank}.err", count)]
 
 
 class _Lines:

@@ -142,7 +142,7 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
 
     spec = _spec_path(submission, job)
     _spec(submission, job, of).save(spec)
-    executor = _executor(submission, job, ids)
+    executor = _executor(submission, job, ids, of)
     try:
         ticket = executor.submit(RunJob(str(spec), sys.executable))
     except (FailedJobError, FailedSubmissionError, OSError) as error:
@@ -188,7 +188,7 @@ def _log(submission: Submission, job: Job, job_id: str) -> str:
     return str(submission.run / LOGS / f"{name}.log")
 
 
-def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
+def _executor(submission: Submission, job: Job, ids: Mapping[str, str], of: Path | None = None) -> SlurmExecutor:
     """submitit's executor with everything that the job asks for."""
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -201,6 +201,7 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> Slurm
 
     executor = Executor(folder=submission.run / LOGS)
     asked, launch = job.asked, submission.config.launch
+    trace = f"{shlex.quote(str((of or submission.run) / 'launch'))}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
         "cpus_per_task": job.cpus_per_task, "time": asked.minutes, "partition": asked.partition,
@@ -213,7 +214,9 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> Slurm
                   f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}",
                   "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"],
         # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
-        "teardown": [f"code=$?; [ $code -ne {KILLED} ] || scontrol requeue $SLURM_JOB_ID; exit $code"]
+        # The file tells the next start, which counts such ends.
+        "teardown": [f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}; scontrol requeue $SLURM_JOB_ID; }}; "
+                     "exit $code"]
         if launch.requeue else None,
         "additional_parameters": _more(submission, job, ids),
     }

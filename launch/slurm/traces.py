@@ -18,6 +18,20 @@ def last_word(spec: JobSpec, here: Allocation, restart: int, start: int) -> Stag
     return state if state and (state.job, state.restart, state.attempt) == mine else None
 
 
+def was_killed(spec: JobSpec, here: Allocation, restart: int) -> bool:
+    """Whether the job's script found that the runner of that restart had been killed (exit status 137): it says so
+    before it queues the job again."""
+    return (Path(spec.run) / "launch" / f"killed.{here.job}.{restart}").exists()
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest`, beside the folder of a start's logs, lead there."""
+    temporary = folder.with_name(f"latest.{folder.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.replace(folder.with_name("latest"))
+
+
 def is_committed(spec: JobSpec, here: Allocation) -> bool:
     """Whether the manifest is there; for an element of an array, the record that its part is done."""
     if here.index is not None:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from launch.slurm.decisions import Decision, Outcome, Terms, decide, fruitless, too_late, without_requeue
+from launch.slurm.decisions import (
+    MOST_OUTSIDE,
+    Decision,
+    Outcome,
+    Terms,
+    after_unseen,
+    decide,
+    fruitless,
+    too_late,
+    unseen,
+    without_requeue,
+)
 from pipeline.state import StageState
 
 DONE, RUNNING, FAILED = StageState("done"), StageState("running"), StageState("failed", reason="bad data")
@@ -62,6 +73,12 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(RUNNING, status=143, fruitless=1), Terms(max_restarts=0), ("stop", "crashed", 1)),
     (Outcome(RUNNING, hang="rank 2 is late"), Terms(), ("restart", "hung", 0)),
     (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), Terms(later_links=True), ("stop", "hung", 1)),
+    # Slurm may still run the tasks: no second gang beside them
+    (Outcome(RUNNING, status=137, abandoned=True, fruitless=1), Terms(), ("requeue", "crashed", 0)),
+    (Outcome(RUNNING, status=137, abandoned=True, hang="rank 2 is late"), Terms(), ("requeue", "hung", 0)),
+    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
+    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False), ("stop", "crashed", 1)),
+    (Outcome(RUNNING, status=137, abandoned=True, fruitless=4), Terms(), ("stop", "crashed", 1)),
     # no step at all: the allocation is of no use
     (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
     (Outcome(None, status=1, started=False), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
@@ -76,10 +93,12 @@ def every() -> list[tuple[Outcome, Terms]]:
     """Every combination of what can be known."""
     flags: tuple[Any, ...] = (False, True)
     states: tuple[Any, ...] = STATES
-    return [(Outcome(state, committed, status, refused, hang, "lost n3", lost, started, stopping, again, count),
-             Terms(requeue, links, 3))
-            for state, committed, status, refused, hang, lost, started, stopping, again, count, requeue, links in
-            product(states, flags, (0, 143), flags, ("", "late"), flags, flags, flags, flags, (0, 4), flags, flags)]
+    steps: tuple[Any, ...] = ((True, False), (True, True), (False, False))
+    return [(Outcome(state, committed, status, refused, hang, "lost n3", lost, started, abandoned, stopping, again,
+                     count), Terms(requeue, links, 3))
+            for state, committed, status, refused, hang, lost, (started, abandoned), stopping, again, count, requeue,
+            links in product(states, flags, (0, 143), flags, ("", "late"), flags, steps, flags, flags, (0, 4), flags,
+                             flags)]
 
 
 def test_what_holds_for_every_combination() -> None:
@@ -95,7 +114,7 @@ def test_what_holds_for_every_combination() -> None:
         if decision.action == "leave":
             assert decision.status == "done" or terms.later_links, "exit status 0 lets the next stage start"
         if decision.action == "restart":
-            assert outcome.started and outcome.fruitless <= terms.max_restarts
+            assert outcome.started and not outcome.abandoned and outcome.fruitless <= terms.max_restarts
         if decision.action == "stop":
             assert decision.exit_status != 0
         if outcome.state == FAILED:
@@ -138,7 +157,46 @@ def attempts(*ends: tuple[str, int | None], begin: int | None = None, chain: str
     (attempts(("crashed", 10), ("crashed", 10), ("preempted", 10), ("crashed", 10)), 1),
     (attempts(("crashed", None), ("crashed", None), chain="before"), 0),
     (attempts(("crashed", 10), ("crashed", 5)), 1),
+    (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
+    (attempts(("crashed", None), ("requeued", 10)), 0),
 ])
 def test_fruitless_starts(log: list[dict[str, Any]], expected: int) -> None:
     assert fruitless(log, "train", "c") == expected
     assert fruitless(log, "encode", "c") == 0
+
+
+def test_elements_of_an_array_do_not_count_each_others_crashes() -> None:
+    log = [{**event, "job": f"20_{number % 4 // 2}"} for number, event in
+           enumerate(attempts(*[("crashed", None)] * 6)[1:])]
+    assert fruitless(log, "train", "c") == 6
+    assert fruitless(log, "train", "c", "20_0") == fruitless(log, "train", "c", "20_1") == 3
+
+
+@pytest.mark.parametrize(("state", "committed", "down", "killed", "expected"), [
+    (RUNNING, False, {"n3": "down*"}, False, ("crashed", "lost n3 (down*)")),
+    (RUNNING, False, {"n3": "down*"}, True, ("crashed", "lost n3 (down*)")),
+    (RUNNING, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
+    (None, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
+    (ASKED, False, {}, True, ("preempted", "its runner was killed (out of memory, perhaps)")),
+    (RUNNING, True, {}, True, ("done", "done")), (None, True, {}, True, ("done", "done"))])
+def test_ends_that_nobody_saw(state: StageState | None, committed: bool, down: dict[str, str], killed: bool,
+                              expected: tuple[str, str]) -> None:
+    assert unseen(state, committed, down, killed) == expected
+
+
+def test_an_end_from_outside_is_no_crash() -> None:
+    status, reason = unseen(RUNNING, False, {}, False)
+    assert status == "requeued" and "queued it again" in reason
+
+
+@pytest.mark.parametrize(("log", "stops"), [
+    (attempts(*[("crashed", None)] * 3), False), (attempts(*[("crashed", None)] * 4), True),
+    (attempts(*[("crashed", 10)] * 4, ("crashed", 20)), False),
+    (attempts(*[("requeued", None)] * 9), False), (attempts(*[("requeued", None)] * (MOST_OUTSIDE + 1)), True),
+    (attempts(*[("requeued", None)] * MOST_OUTSIDE, ("crashed", 10)), False),
+])
+def test_ends_that_nobody_saw_again_and_again(log: list[dict[str, Any]], stops: bool) -> None:
+    decision = after_unseen(log, "train", "c", None, "lost n3 (down*)", Terms())
+    assert (decision is not None) == stops
+    if decision is not None:
+        assert kind(decision) == ("stop", "crashed", 1) and decision.final and "lost n3" in decision.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.slurm.allocation import PORTS, Allocation, free_port
-from launch.slurm.nodes import NODES, add_strike, address, excluded, is_lost, leave_out, lost, strikes
+from launch.slurm.nodes import NODES, add_strike, address, excluded, is_lost, lost, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import append_line
 from tests.launch.fake_srun import Job, make_job
@@ -28,12 +29,19 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 def test_two_strikes_within_a_day(tmp_path: Path) -> None:
     for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
-        append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(), "job": "1",
-                                       "reason": "went down"})
+        append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(),
+                                       "job": f"1.0.{hours}", "reason": "went down"})
     append_line(tmp_path / NODES, {"node": "n4", "at": "yesterday"})
     assert strikes(tmp_path, NOW) == {"n1": 2, "n2": 1, "n3": 1}
     assert excluded(tmp_path, NOW) == ["n1"]
     assert excluded(tmp_path / "another run") == []
+
+
+def test_one_accident_is_one_strike(tmp_path: Path) -> None:
+    assert [add_strike(tmp_path, node, job, reason) for node, job, reason in (
+        ("n1", "1.0.0", "was late when training hung"), ("n1", "1.0.0", "went down"), ("n1", "1.1.0", "went down"),
+        ("n2", "1.0.0", "went down"))] == [1, 1, 2, 1]
+    assert excluded(tmp_path) == ["n1"]
 
 
 def test_a_strike_counts_at_once(tmp_path: Path) -> None:
@@ -43,22 +51,31 @@ def test_a_strike_counts_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("state", "gone"), [
     ("idle", False), ("mixed", False), ("allocated", False), ("completing", False), ("down", True), ("down*", True),
-    ("idle*", True), ("drained", True), ("draining", True), ("fail", True), ("not_responding", True)])
+    ("idle*", True), ("drained*", True), ("fail", True), ("failing", True), ("error", True), ("not_responding", True),
+    ("drained", False), ("draining", False), ("maint", False), ("maint*", False), ("reboot", False),
+    ("reboot*", False), ("powering_down", False), ("powered_down*", False)])
 def test_states_of_lost_nodes(state: str, gone: bool) -> None:
     assert is_lost(state) == gone
 
 
 def test_lost_nodes(job: Job) -> None:
     assert lost(["n1"], Scheduler()) == {}, "Slurm does not answer"
-    job.answer("sinfo", "n1|idle\nn2|drained\nn3|allocated*\n")
-    assert lost(["n1", "n2", "n3"], Scheduler()) == {"n2": "drained", "n3": "allocated*"}
+    job.answer("sinfo", "n1|idle\nn2|down\nn3|allocated*\nn4|drained\n")
+    assert lost(["n1", "n2", "n3", "n4"], Scheduler()) == {"n2": "down", "n3": "allocated*"}
 
 
 def test_a_waiting_job_leaves_out_more(job: Job) -> None:
-    assert leave_out("15", ["n3"], Scheduler()) is None
+    assert Scheduler().leave_out("15", ["n3"]) is None
     assert job.calls("scontrol")[-1] == "update JobId=15 ExcNodeList=n3,n9", "n9 was left out before"
     (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    assert leave_out("15", ["n3"], Scheduler()) is not None
+    assert Scheduler().leave_out("15", ["n3"]) is not None
+
+
+@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf)])
+def test_what_is_left_of_a_jobs_time(job: Job, said: str, left: float) -> None:
+    assert Scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
+    job.answer("squeue", f"{said}\n")
+    assert Scheduler().seconds_left("12") == left
 
 
 def test_addresses(job: Job) -> None:
@@ -89,6 +106,9 @@ def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
     assert here.next_start(attempts, tmp_path) == 2
     assert here.unfinished(attempts) == attempts[-1]
     assert here.unfinished([*attempts, {"event": "ended", "job": "12", "start": 1}]) is None
+    began = {"event": "job", "job": "12", "start": 2}
+    assert here.unfinished([*attempts, {"event": "ended", "job": "12", "start": 1}, began]) is began
+    assert here.unfinished([*attempts, began, {"event": "preflight", "job": "12", "start": 2}]) is None
     (tmp_path / "12.4").mkdir()
     (tmp_path / "latest").symlink_to("12.4")
     assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"

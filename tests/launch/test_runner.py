@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm import joblock, runner, steps
+from launch.slurm.allocation import Allocation
 from launch.slurm.joblock import SILENT_S, Holder, JobLock
-from launch.slurm.scheduler import COLUMNS
+from launch.slurm.nodes import add_strike
+from launch.slurm.runner import Runner
+from launch.slurm.scheduler import COLUMNS, Scheduler
+from launch.slurm.steps import StepEnd, run_step
+from pipeline.errors import UserError
 from pipeline.files import read_lines, write_json
+from pipeline.locks import lock
 from pipeline.manifest import Manifest
 from pipeline.state import log_attempt
 from tests.launch.fake_srun import Job, chain_of, make_job, wait_for
@@ -48,7 +56,7 @@ def test_a_stage_that_does_its_work(job: Job) -> None:
     assert not (job.run / "launch" / "train.lock").exists()
     line, = job.calls("srun")
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
-    assert "rank%t.err" in line and "-m launch.slurm.rank --stage train -- " in line
+    assert "--export=ALL" in line and "rank%t.err" in line and "-m launch.slurm.rank --stage train -- " in line
 
 
 def test_a_killed_rank_is_started_again_in_the_allocation(job: Job) -> None:
@@ -195,8 +203,152 @@ def test_the_start_that_nobody_saw_the_end_of(job: Job) -> None:
     assert (strike["node"], strike["reason"]) == ("n3", "went down (down*)")
 
 
-def hold(job: Job, other: str, age: float) -> None:
-    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age)))
+def unseen(job: Job, restart: int, name: str = "12", stage: str = "train") -> None:
+    """A start whose end its runner has not told."""
+    log_attempt(job.run, "attempt", stage=stage, job=name, restart=restart, start=restart, chain="c", ranks=2,
+                nodes=["n1", "n2"], **{"from": None})
+
+
+def crashed(job: Job, restart: int, name: str = "12", stage: str = "train") -> None:
+    """A start that crashed and brought nothing."""
+    unseen(job, restart, name, stage)
+    log_attempt(job.run, "ended", stage=stage, job=name, restart=restart, start=restart, chain="c", status="crashed",
+                reason="", step=None, next="requeue")
+
+
+@pytest.mark.parametrize("how", ["node", "runner"])
+def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(job: Job, how: str) -> None:
+    crashed(job, 0)
+    unseen(job, 1)
+    job.answer("sinfo", "n1|idle\nn2|down*\n" if how == "node" else "n1|idle\nn2|idle\n")
+    if how == "runner":
+        (job.run / "launch" / "killed.12.1").touch()  # by the job's script
+    status, log = job.plan("work", max_restarts=1).run_it(SLURM_RESTART_COUNT="2")
+    assert status == 1, log
+    assert len(job.events("attempt")) == 2 and job.ends()[-1] == ("crashed", "stop")
+    assert job.state().status == "failed" and "2 starts in a row without a new checkpoint" in job.state().reason
+    assert ("lost n2 (down*)" if how == "node" else "its runner was killed") in job.state().reason
+    status, log = job.run_it(SLURM_RESTART_COUNT="3")
+    assert status == 1 and "gave train up" in log and len(job.events("attempt")) == 2
+
+
+def test_requeues_from_outside_are_no_crashes(job: Job) -> None:
+    crashed(job, 0)
+    unseen(job, 1)
+    status, log = job.plan("?", "?", "work", max_restarts=1).run_it(SLURM_RESTART_COUNT="2")
+    assert status == 0, log
+    assert job.ends() == [("crashed", "requeue"), ("requeued", "requeue"), ("done", "leave")]
+
+
+def test_a_runner_that_was_killed_before_its_first_start(job: Job) -> None:
+    log_attempt(job.run, "job", stage="train", job="12", restart=0, start=0, chain="c", nodes=["n1", "n2"])
+    (job.run / "launch" / "killed.12.0").touch()
+    status, log = job.plan("work", max_restarts=0).run_it(SLURM_RESTART_COUNT="1")
+    assert status == 1 and job.ends() == [("crashed", "stop")] and not job.events("attempt"), log
+
+
+def test_crashes_of_another_element_are_not_this_ones(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, max_restarts=1)
+    array = {"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "23"}
+    for restart in range(3):
+        crashed(job, restart, "20_3", "shard")
+    status, log = job.plan("crash", "work").run_it(**array)
+    assert status == 0, log
+    unseen(job, 3, "20_3", "shard")
+    (job.run / "launch" / "killed.24.3").touch()
+    status, log = job.run_it(**{**array, "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "24", "SLURM_RESTART_COUNT": "4"})
+    assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
+
+
+def hold(job: Job, other: str, age: float, chain: str = "") -> None:
+    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age, chain)))
+
+
+def test_a_link_waits_for_the_end_of_the_one_before(job: Job) -> None:
+    hold(job, "11", 0, "c")
+    job.answer("squeue", queue_line("11", "COMPLETING"))
+    process = job.plan("work").start()
+    assert process.stdout is not None
+    assert any("waits for the end of this chain's job 11" in line for line in process.stdout)
+    job.answer("squeue", queue_line("11", "COMPLETED"))
+    assert process.wait(30) == 0 and job.ends() == [("done", "leave")]
+
+
+@pytest.mark.parametrize(("chain", "states"), [
+    ("c", ["RUNNING"]), ("before", ["COMPLETING"]), ("", ["COMPLETING"]), ("c", ["COMPLETING", "RUNNING"])])
+def test_who_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch, chain: str, states: list[str]) -> None:
+    monkeypatch.setattr(joblock, "LOOK_S", 0.01)
+    hold(job, "11", 0, chain)
+    answers = iter(states)
+    with pytest.raises(UserError, match="Slurm says " + states[-1]):
+        JobLock(job.run, "train", "12", 0, lambda job: next(answers), "c").acquire()
+    assert next(answers, None) is None
+
+
+def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DROVER_CHAIN", "c")
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
+    held = lock(tmp_path, "train")
+    assert held is not None
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    timer = threading.Timer(0.3, held.close)
+    timer.start()
+    second = lock(tmp_path, "train")
+    timer.join()
+    assert second is not None and "Slurm job 12, chain c, since" in (tmp_path / ".locks" / "train").read_text()
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    monkeypatch.setenv("DROVER_CHAIN", "d")
+    with pytest.raises(UserError, match=r"in use by .*chain c"):
+        lock(tmp_path, "train")
+    second.close()
+
+
+def inside(job: Job, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """The job's runner, in this process."""
+    for name, value in {**job.environ(), "DROVER_ATTEMPT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    return Runner(job.spec, Allocation("12", "12", 0, ("n1", "n2")), Scheduler())
+
+
+def test_a_step_that_does_not_end_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "KILL_S", 0.2)
+    stubborn = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); "
+                f"open({str(tmp_path / 'rank0.err')!r}, 'w'); time.sleep(60)"]
+    environment = {"PATH": "/usr/bin:/bin"}
+    end = run_step(stubborn, environment, tmp_path, lambda: not (tmp_path / "rank0.err").exists(), print)
+    assert end.abandoned and "may still run" in end.cause
+    end = run_step(["sleep", "60"], environment, tmp_path, lambda: False, print)
+    assert not end.abandoned and end.status == 128 + signal.SIGTERM
+
+
+def test_no_second_gang_beside_tasks_that_may_live(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = inside(job, monkeypatch)
+    ends = iter([StepEnd(137, abandoned=True)])
+    monkeypatch.setattr(runner, "run_step", lambda *_: next(ends))
+    assert there._starts() == 0 and job.calls("scontrol")[-1] == "requeue 12"
+    assert job.ends() == [("crashed", "requeue")]
+
+
+def test_nothing_is_evaluated_once_the_job_is_told_to_end(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Evaluations:
+        looks = 0
+
+        def look(self) -> None:
+            self.looks += 1
+
+    there = inside(job, monkeypatch)
+    there.evaluations = seen = Evaluations()  # type: ignore[assignment]
+    assert there._tick() and seen.looks == 1
+    there.stopping = True
+    assert there._tick() and seen.looks == 1
+
+
+def test_an_accident_that_two_notice_is_one_strike(job: Job) -> None:
+    unseen(job, 0)
+    add_strike(job.run, "n2", "12.0.0", "was late when training hung")
+    job.answer("sinfo", "n1|idle\nn2|down*\n")
+    status, log = job.plan("?", "work").run_it(SLURM_RESTART_COUNT="1")
+    assert status == 0 and "n2 went down (down*) (strike 1 within a day)" in log
 
 
 @pytest.mark.parametrize(("other", "state", "age", "refused"), [

@@ -299,8 +299,9 @@ def test_time_to_go_counts_what_lies_between_the_steps(run: HandMade) -> None:
 def test_nodes_and_stop_request(run: HandMade) -> None:
     training(run)
     from pipeline.state import now
-    for _ in range(2):
-        append_line(run.folder / "launch/nodes.jsonl", {"node": "n3", "at": now(), "job": "16.0", "reason": "was late"})
+    for number in range(2):
+        append_line(run.folder / "launch/nodes.jsonl", {
+            "node": "n3", "at": now(), "job": f"16.0.{number}", "reason": "was late"})
     write_text(run.folder / STOP, "maintenance\n")
     said = text(run, {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}, 1000)
     assert said.count("node n3") == 1 and "was late; it is left out of the next submission" in said
@@ -310,7 +311,7 @@ def test_nodes_and_stop_request(run: HandMade) -> None:
 @pytest.mark.parametrize("path, content", [
     ("config.yaml", "train: [half"), ("launch/chain.json", '{"id": "c1", "jo'), ("train/STATE.json", '{"status": "ru'),
     ("train/metrics.jsonl", '{"step": 320, "lo'), ("train/metrics.jsonl", ""), ("train/events.jsonl", "\x00\x00\n[]\n"),
-    ("train/manifest.json", '{"format": 99}'), ("launch/attempts.jsonl", "{\n[]\n"), ("launch/nodes.jsonl", "3\n"),
+    ("train/manifest.json", '{"format": 99}'), ("launch/attempts/16.jsonl", "{\n[]\n"), ("launch/nodes.jsonl", "3\n"),
     ("launch/stop", ""), (".locks/train", "process")])
 def test_half_written_files(run: HandMade, path: str, content: str) -> None:
     training(run)

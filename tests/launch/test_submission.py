@@ -71,7 +71,8 @@ export SUBMITIT_EXECUTOR=slurm
 
 
 # teardown
-code=$?; [ $code -ne 137 ] || scontrol requeue $SLURM_JOB_ID; exit $code
+code=$?; [ $code -ne 137 ] || {{ touch '{work}/runs/trial/launch'/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; \
+scontrol requeue $SLURM_JOB_ID; }}; exit $code
 """
 FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
               "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu", "launch.train.qos=high",
