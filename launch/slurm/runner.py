@@ -182,8 +182,7 @@ class Runner:
         if not found.bad or self.stopping:
             return TERMINATED if self.stopping else None
         if found.everywhere:
-            reason = f"preflight: {found.reason or next(iter(found.bad.values()))}"
-            decision = Decision("stop", "failed", reason, 1, final=True)
+            decision = Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         else:
             worst = max([self._strike(node, f"failed preflight: {reason}") for node, reason in found.bad.items()])
             self._keep_off(list(found.bad))

@@ -87,7 +87,8 @@ import os, sys
 from launch.slurm import joblock, runner
 from launch.slurm.preflight import Found
 if bad := dict(entry.split(":") for entry in os.environ.get("FAKE_BAD", "").split(",") if entry):
-    runner.run_preflight = lambda *_: Found(bad, [], everywhere=len(bad) == 2)
+    both = len(bad) == 2
+    runner.run_preflight = lambda *_: Found(bad, [], both, "no disk, on all nodes alike" if both else "")
 runner.PAUSE_S = runner.STEP_PAUSE_S = 0.2
 joblock.BEAT_S = {beat}
 sys.exit(runner.main(sys.argv[1:]))

@@ -247,8 +247,9 @@ def test_the_next_link_goes_on_without_the_bad_node(job: Job) -> None:
 
 def test_what_fails_on_every_node_is_not_the_nodes(job: Job) -> None:
     status, log = job.plan("work").run_it(FAKE_BAD="n1:no disk,n2:no disk")
-    assert status == 1 and "on every node" in log and not (job.run / "launch" / "nodes.jsonl").exists()
-    assert job.state().status == "failed"
+    assert status == 1 and "preflight: no disk, on all nodes alike" in log
+    assert not (job.run / "launch" / "nodes.jsonl").exists()
+    assert job.state().status == "failed" and "on all nodes alike" in job.state().reason
 
 
 def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path: Path) -> None:
