@@ -94,3 +94,13 @@ def fresh(tmp_path: Path, encoded: Path) -> Path:
     path = tmp_path / "mini.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A config file over one small text file, in a folder of its own."""
+    (tmp_path / "corpus.txt").write_text("some text\n")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({
+        "name": "a", "runs_dir": str(tmp_path / "runs"), "launch": {"processes": 1},
+        "shard": {"sources": [{"kind": "files", "name": "t", "paths": [str(tmp_path / "corpus.txt")]}]}}))
+    return tmp_path

@@ -12,59 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 import pipeline.work
 from pipeline.config.loading import load_config
-from pipeline.entry import stage_main
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record, write_text
 from pipeline.locks import lock
 from pipeline.manifest import read_manifest
 from pipeline.run import Run
-from pipeline.state import read_state, write_state
 from pipeline.work import Unit, git_state, set_aside
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never, state
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def place(tmp_path):
-    """A config file over one small text file, in a folder of its own."""
-    (tmp_path / "corpus.txt").write_text("some text\n")
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({
-        "name": "a", "runs_dir": str(tmp_path / "runs"), "launch": {"processes": 1},
-        "shard": {"sources": [{"kind": "files", "name": "t", "paths": [str(tmp_path / "corpus.txt")]}]}}))
-    return tmp_path
-
-
-def copy_corpus(work):
-    """A stand-in for the shard stage: one output made of the input file."""
-    path = work.folder / "text.txt"
-    write_text(path, Path(work.run.files("shard")[0]["path"]).read_text().upper())
-    work.commit([output_record(work.folder, path, docs=1)], {"docs": 1})
-
-
-def count_bytes(work):
-    """A stand-in for the tokenizer stage: reads the stage before it."""
-    folder, manifest = work.input("shard")
-    text = (folder / manifest.outputs[0]["path"]).read_text()
-    write_text(work.folder / "size.txt", str(len(text)))
-    work.commit([output_record(work.folder, work.folder / "size.txt")], {"vocab_size": len(text)})
-
-
-def count_bytes_again(work):
-    """A stand-in for the encode stage: needs both stages before it."""
-    work.input("tokenizer")
-    count_bytes(work)
-
-
-def never(work):
-    raise AssertionError("this stage should not have run")
-
-
-def call(place, stage, body, *arguments):
-    return stage_main(stage, body, ["--config", str(place / "c.yaml"), *arguments])
 
 
 def test_a_finished_stage_is_up_to_date(place, capsys):
@@ -318,108 +277,6 @@ def test_other_errors_keep_their_traceback(place):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         call(place, "shard", broken)
-
-
-def state(place, stage="shard"):
-    found = read_state(place / "runs/a" / stage)
-    return found and (found.status, found.step)
-
-
-def test_the_state_says_how_a_stage_ended(place, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    seen = []
-
-    def look(work):
-        seen.append(state(place))
-        copy_corpus(work)
-    assert call(place, "shard", look) == 0 and seen == [("running", None)] and state(place) == ("done", None)
-    assert read_state(place / "runs/a/shard").job == "77"
-    assert "STATE.json" not in [record["path"] for record in read_manifest(place / "runs/a/shard").outputs]
-
-    def refuse(work):
-        raise UserError("the corpus is in Latin-1")
-    assert call(place, "tokenizer", refuse) == 2
-    assert state(place, "tokenizer") == ("failed", None)
-    assert read_state(place / "runs/a/tokenizer").reason == "the corpus is in Latin-1"
-    assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
-
-
-def test_the_state_of_a_stage_that_ends_otherwise(place):
-    def full(work):
-        raise OSError(28, "No space left on device", str(work.folder / "x"))
-
-    def broken(work):
-        raise ZeroDivisionError
-
-    def interrupted(work):
-        raise KeyboardInterrupt
-
-    def stopped(work):
-        write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
-    assert call(place, "shard", full) == 2 and state(place) == ("failed", None)
-    assert "is full" in read_state(place / "runs/a/shard").reason
-    with pytest.raises(ZeroDivisionError):
-        call(place, "shard", broken)
-    assert state(place) == ("running", None)  # whoever finds this knows that it crashed
-    assert call(place, "shard", interrupted) == 130 and state(place) == ("preempted", None)
-    assert call(place, "shard", stopped) == 130 and state(place) == ("preempted", 4)
-
-
-def test_the_state_of_a_finished_stage_is_made_right(place):
-    call(place, "shard", copy_corpus)
-    path = place / "runs/a/shard/STATE.json"
-    path.unlink()
-    assert call(place, "shard", never) == 0 and state(place) == ("done", None)
-    write_state(path.parent, "running")  # killed between the manifest and this
-    assert call(place, "shard", never) == 0 and state(place) == ("done", None)
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 2 and state(place) == ("failed", None)
-    assert call(place, "shard", never, "shard.heldout_share=0.5", "--accept-drift") == 0
-    assert state(place) == ("done", None)
-    path.write_text("{")  # torn
-    held = lock(place / "runs/a", "shard")
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and path.read_text() == "{"  # others have it
-    held.close()
-    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and state(place) == ("done", None)
-
-
-def test_who_is_refused_a_stage_in_use_leaves_its_state_alone(place):
-    call(place, "shard", lambda work: None)
-    held = lock(place / "runs/a", "shard")
-    assert call(place, "shard", never) == 2 and state(place) == ("running", None)
-    held.close()
-
-
-def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
-    assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
-    monkeypatch.setenv("DROVER_CHAIN", "c1")
-    assert call(place, "tokenizer", never) == 2 and state(place, "tokenizer") == ("failed", None)
-    assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
-    call(place, "shard", copy_corpus)
-    assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
-
-
-def test_what_refused_training_left_is_not_kept_for_its_sake(place):
-    folder = place / "runs/a/train"
-    write_state(folder, "failed", reason="no tokens")
-    assert set_aside(folder, keep=True) is None and not folder.exists()
-
-
-def test_force_id_forces_once(place):
-    made = []
-
-    def body(work):
-        made.append(work.name)
-        copy_corpus(work)
-    for identifier, times in [("one", 1), ("one", 1), ("two", 2), ("two", 2), ("one", 3)]:
-        assert call(place, "shard", body, "--force-id", identifier) == 0 and len(made) == times
-    assert call(place, "shard", lambda work: made.append("begun"), "--force-id", "three") == 130
-    write_text(place / "runs/a/shard/half.txt", "half")
-    assert call(place, "shard", lambda work: made.append("begun")) == 130  # without the ID it is not forgotten
-    assert call(place, "shard", body, "--force-id", "three") == 0
-    assert (place / "runs/a/shard/half.txt").exists()
-    (place / "runs/a/shard/started.json").write_text("{")
-    assert call(place, "shard", body, "--force-id", "three") == 0
-    assert not (place / "runs/a/shard/half.txt").exists() and state(place) == ("done", None)
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):

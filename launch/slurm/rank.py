@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.processes import end_with_parent
@@ -33,14 +33,12 @@ class RunJob:
 
     spec: str
     python: str
-    environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self) -> None:
         """Become the runner; does not return."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execvpe(self.python, [self.python, "-m", "launch.slurm.runner", self.spec],
-                   {**os.environ, **self.environment})
+        os.execvp(self.python, [self.python, "-m", "launch.slurm.runner", self.spec])
 
 
 def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_house import House, build_house
+from tests.launch.fake_job import Job, make_job
 
 
 @pytest.fixture
@@ -36,3 +37,11 @@ def ready(house: House, data_stages: Path) -> House:
     """A house in which only train and what follows is to do."""
     shutil.copytree(data_stages, house.run)
     return house
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A train job of two ranks; whatever it leaves running is killed at the end."""
+    job = make_job(tmp_path)
+    yield job
+    job.kill_all()

@@ -17,7 +17,7 @@ from launch.slurm.control import cancel, logs, stop
 from pipeline.errors import UserError
 from pipeline.stages import REPOSITORY
 from pipeline.state import STOP
-from tests.launch.fake_slurm import NO_CONTROLLER, NO_JOB, FakeSlurm
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_JOB, FakeSlurm
 from tests.launch.run_folders import HandMade
 
 GO_ON = "to go on: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"

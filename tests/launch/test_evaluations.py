@@ -25,7 +25,7 @@ from pipeline.manifest import Manifest, read_manifest
 from pipeline.run import Run
 from pipeline.training.owed import evaluation_folder
 from tests.conftest import run_stage
-from tests.launch.fake_srun import Job, chain_of, make_job, wait_for
+from tests.launch.fake_job import Job, chain_of, make_job, wait_for
 
 
 def checkpoint(run: Path, step: int, complete: bool = True) -> None:

@@ -13,7 +13,7 @@ from launch.slurm.allocation import PORTS, Allocation, free_port
 from launch.slurm.nodes import NODES, add_strike, address, excluded, is_lost, lost, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import append_line
-from tests.launch.fake_srun import Job, make_job
+from tests.launch.fake_job import Job, make_job
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 

@@ -15,7 +15,7 @@ from launch.slurm import node_trial, preflight
 from launch.slurm.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
 from launch.slurm.nodes import excluded
 from launch.slurm.preflight import Found, judge, read_reports, run_preflight
-from tests.launch.fake_srun import Job, chain_of, make_job
+from tests.launch.fake_job import Job, chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
 SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)

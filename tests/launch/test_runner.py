@@ -6,35 +6,23 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.slurm import joblock, runner, steps
+from launch.slurm import runner, steps
 from launch.slurm.allocation import Allocation
-from launch.slurm.joblock import SILENT_S, Holder, JobLock
+from launch.slurm.joblock import JobLock
 from launch.slurm.nodes import add_strike
 from launch.slurm.runner import Runner
 from launch.slurm.scheduler import COLUMNS, Scheduler
 from launch.slurm.steps import StepEnd, run_step
-from pipeline.errors import UserError
-from pipeline.files import read_lines, write_json
-from pipeline.locks import lock
+from pipeline.files import read_lines
 from pipeline.manifest import Manifest
 from pipeline.state import log_attempt
-from tests.launch.fake_srun import Job, chain_of, make_job, wait_for
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    """A train job of two ranks; whatever it leaves running is killed at the end."""
-    job = make_job(tmp_path)
-    yield job
-    job.kill_all()
+from tests.launch.fake_job import Job, chain_of, make_job, wait_for
 
 
 def queue_line(job: str, state: str) -> str:
@@ -260,49 +248,6 @@ def test_crashes_of_another_element_are_not_this_ones(tmp_path: Path) -> None:
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
 
 
-def hold(job: Job, other: str, age: float, chain: str = "") -> None:
-    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age, chain)))
-
-
-def test_a_link_waits_for_the_end_of_the_one_before(job: Job) -> None:
-    hold(job, "11", 0, "c")
-    job.answer("squeue", queue_line("11", "COMPLETING"))
-    process = job.plan("work").start()
-    assert process.stdout is not None
-    assert any("waits for the end of this chain's job 11" in line for line in process.stdout)
-    job.answer("squeue", queue_line("11", "COMPLETED"))
-    assert process.wait(30) == 0 and job.ends() == [("done", "leave")]
-
-
-@pytest.mark.parametrize(("chain", "states"), [
-    ("c", ["RUNNING"]), ("before", ["COMPLETING"]), ("", ["COMPLETING"]), ("c", ["COMPLETING", "RUNNING"])])
-def test_who_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch, chain: str, states: list[str]) -> None:
-    monkeypatch.setattr(joblock, "LOOK_S", 0.01)
-    hold(job, "11", 0, chain)
-    answers = iter(states)
-    with pytest.raises(UserError, match="Slurm says " + states[-1]):
-        JobLock(job.run, "train", "12", 0, lambda job: next(answers), "c").acquire()
-    assert next(answers, None) is None
-
-
-def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DROVER_CHAIN", "c")
-    monkeypatch.setenv("SLURM_JOB_ID", "11")
-    held = lock(tmp_path, "train")
-    assert held is not None
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    timer = threading.Timer(0.3, held.close)
-    timer.start()
-    second = lock(tmp_path, "train")
-    timer.join()
-    assert second is not None and "Slurm job 12, chain c, since" in (tmp_path / ".locks" / "train").read_text()
-    monkeypatch.setenv("SLURM_JOB_ID", "13")
-    monkeypatch.setenv("DROVER_CHAIN", "d")
-    with pytest.raises(UserError, match=r"in use by .*chain c"):
-        lock(tmp_path, "train")
-    second.close()
-
-
 def inside(job: Job, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """The job's runner, in this process."""
     for name, value in {**job.environ(), "DROVER_ATTEMPT": "0"}.items():
@@ -349,20 +294,6 @@ def test_an_accident_that_two_notice_is_one_strike(job: Job) -> None:
     job.answer("sinfo", "n1|idle\nn2|down*\n")
     status, log = job.plan("?", "work").run_it(SLURM_RESTART_COUNT="1")
     assert status == 0 and "n2 went down (down*) (strike 1 within a day)" in log
-
-
-@pytest.mark.parametrize(("other", "state", "age", "refused"), [
-    ("11", "RUNNING", 0, True), ("11", "COMPLETING", 9999, True), ("11", "COMPLETED", 0, False),
-    ("11", "PENDING", 0, False), ("11", None, 10, True), ("11", None, SILENT_S + 60, False),
-    ("12", "RUNNING", 0, False)])
-def test_two_jobs_of_one_stage(job: Job, other: str, state: str | None, age: float, refused: bool) -> None:
-    hold(job, other, age)
-    if state is not None:
-        job.answer("squeue", queue_line(other, state))
-    status, log = job.plan("work").run_it()
-    assert (status, bool(job.events("attempt"))) == ((1, False) if refused else (0, True)), log
-    assert ("The job 11 on n7 works on train" in log) == refused
-    assert (job.run / "launch" / "train.lock").exists() == refused, "another job's lock is left alone"
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job: Job) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
-from tests.launch.fake_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm
 
 SHOWN = """\
 JobId=1 ArrayJobId=1 ArrayTaskId=3 ArrayTaskThrottle=2 JobName=demo-shard UserId=root(0) GroupId=root(0) MCS_label=N/A \

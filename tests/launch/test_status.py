@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.files import append_line, write_json, write_text
 from pipeline.stages import REPOSITORY
 from pipeline.state import STOP
-from tests.launch.fake_slurm import NO_JOB, FakeSlurm
+from tests.launch.recorded_slurm import NO_JOB, FakeSlurm
 from tests.launch.run_folders import NOW, SETTINGS, HandMade, ago
 
 DEPENDENTS = {id: JobInfo(id, "PENDING", "Dependency") for id in ("17", "18", "19")}

@@ -1,0 +1,43 @@
+"""Tiny stages for tests of the stage contract, so that the contract itself is tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.entry import stage_main
+from pipeline.files import output_record, write_text
+from pipeline.state import read_state
+
+
+def copy_corpus(work):
+    """A stand-in for the shard stage: one output made of the input file."""
+    path = work.folder / "text.txt"
+    write_text(path, Path(work.run.files("shard")[0]["path"]).read_text().upper())
+    work.commit([output_record(work.folder, path, docs=1)], {"docs": 1})
+
+
+def count_bytes(work):
+    """A stand-in for the tokenizer stage: reads the stage before it."""
+    folder, manifest = work.input("shard")
+    text = (folder / manifest.outputs[0]["path"]).read_text()
+    write_text(work.folder / "size.txt", str(len(text)))
+    work.commit([output_record(work.folder, work.folder / "size.txt")], {"vocab_size": len(text)})
+
+
+def count_bytes_again(work):
+    """A stand-in for the encode stage: needs both stages before it."""
+    work.input("tokenizer")
+    count_bytes(work)
+
+
+def never(work):
+    raise AssertionError("this stage should not have run")
+
+
+def call(place, stage, body, *arguments):
+    return stage_main(stage, body, ["--config", str(place / "c.yaml"), *arguments])
+
+
+def state(place, stage="shard"):
+    found = read_state(place / "runs/a" / stage)
+    return found and (found.status, found.step)
