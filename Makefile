@@ -1,9 +1,9 @@
-# make setup | demo | test | lint | matrix.  PYTHON chooses the interpreter (3.11 or newer).
+# make setup | demo | test | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test lint matrix clean
+.PHONY: setup demo test soak lint matrix clean
 
 setup: .venv/installed
 
@@ -18,14 +18,19 @@ setup: .venv/installed
 demo: setup
 	$(PY) launch/submit.py --stage all --config configs/demo.yaml --cluster local $(ARGS)
 
+# Five workers also on two cores: the three that test a cluster mostly wait for it.
 test: setup
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder --durations 20 $(ARGS)
+
+# What takes long: many kills, other seeds.
+soak: setup
+	$(PY) -m pytest -m soak --numprocesses 5 --dist loadscope --no-loadscope-reorder --durations 20 $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# Every engine and layout against one process; writes docs/matrix.md.
+# Every engine and layout against one process, and all options crossed (minutes); writes docs/matrix.md.
 matrix: setup
 	$(PY) -m tests.parallel.matrix
 

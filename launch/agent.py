@@ -54,7 +54,7 @@ def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     time.sleep(GRACE_S)
-    os._exit(1)  # the workers notice (pipeline.orphans) and end
+    os._exit(1)  # the workers notice (pipeline.contract.orphans) and end
 
 
 if __name__ == "__main__":

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
+from launch.credentials import credential_problems
 from launch.forecast import Disk, readable, state_bytes_per_rank
 from launch.plan import Job, Options
-from pipeline.config.checks import problems, rank_problems
+from launch.slurm.submit.options import option_problems
+from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
+from pipeline.config.outside import absent_attention
+from pipeline.config.places import blocked, unwritable
+from pipeline.config.shipped import FILTERS
 from pipeline.config.tree import Config
+from pipeline.contract.run import Run, State
+from pipeline.contract.stages import STAGES, before
 from pipeline.errors import UserError, listed
-from pipeline.run import Run, State
-from pipeline.stages import STAGES, before
-
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|API_?KEY|PRIVATE", re.IGNORECASE)
-_ASSIGNED = re.compile(r"\b(\w+)=[\"']?[^\s\"'$]")
-_KNOWN = re.compile(r"\b(?:hf_|sk-|ghp_|glpat-)[A-Za-z0-9_-]{12,}")
+from pipeline.training.sinks.base import unusable
 
 
-def configuration_problems(config: Config, jobs: list[Job], path: str) -> None:
-    """Refuse what cannot work, all at once: the configuration itself, and its fit to the planned ranks."""
+def refuse_unusable_places(config: Config, path: str) -> None:
+    """Refuse a run folder that there cannot be, and addresses in place of paths, before anything is looked for there;
+    what else is wrong with the configuration is said with it."""
+    obstacle = blocked(config.folder)
+    if obstacle is not None or any(place_problems(config)):
+        _refuse(([] if obstacle is None else [obstacle]) + problems(config), path)
+
+
+def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True) -> None:
+    """Refuse what cannot work, all at once: the configuration itself, and its fit to the planned ranks.
+
+    here: the jobs will find the file systems of this machine.
+    """
     found = problems(config)
+    if here and any(job.to_run for job in jobs) and (obstacle := unwritable(config.folder)) is not None:
+        found.append(obstacle)
+    found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
+              f"register." for name in config.stages if name not in STAGES]
+    if any(job.stage == "shard" and job.to_run for job in jobs):
+        found += FILTERS.problems(config.shard.filters)
     for job in jobs:
         if job.key == "train" and job.to_run:
-            found += rank_problems(config, job.ranks)
+            found += [*rank_problems(config, job.ranks), *unusable(config.train.log_to), *absent_attention(config)]
             if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
                 found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
                              "it, or take parallel.engine=fsdp2.")
     if found:
-        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-        raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")
+        _refuse(found, path)
+
+
+def _refuse(found: list[str], path: str) -> NoReturn:
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
@@ -50,20 +73,30 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
                         f"{'it' if len(absent) == 1 else 'them'} too (--stage {','.join(wanted)}, or --stage all), "
                         f"or take finished stages from another run with reuse=<folder>.")
     _refuse_absent_files(run.config, jobs)
+    if run.config.train.init_from is not None and "train" in running:
+        _refuse_other_weights(run, run.config.train.init_from)
     for job in jobs:
         refuse_stale(run, job, options)
     for stage in before(asked):
-        if stage not in asked and (changed := run.changed_settings(stage)):
+        if stage not in asked and (changed := run.changed(stage)):
             refusal, wanted = run.refusal(stage, State("stale", changed)), [stage, *asked]
             raise UserError(f"{refusal}\n{stage} was not asked for, but what was asked for is made of it: name it as "
                             f"well (--stage {','.join(name for name in STAGES if name in wanted)}).")
+
+
+def say_absent(run: Run, jobs: list[Job]) -> None:
+    """Say, once, which files that stages were made of are not there any more: that is not refused."""
+    asked = list(dict.fromkeys(job.stage for job in jobs))
+    for text in run.absences([stage for stage in STAGES if stage in asked or stage in before(asked)]):
+        print(f"note      {text}", flush=True)
 
 
 def refuse_stale(run: Run, job: Job, options: Options) -> None:
     """Refuse a stage that was made of something else, unless the request says what to do about it."""
     if job.forced or job.state.kind != "stale":
         return
-    mixed = job.state.begun_only and job.stage != "train"  # two settings must not meet in one stage's outputs
+    # Two settings must not meet in one stage's outputs.
+    mixed = job.state.begun_only and not STAGES[job.stage].checkpoints
     if options.accept_drift and not run.is_reused(job.stage) and not mixed:
         return
     refusal = run.refusal(job.stage, job.state)
@@ -84,12 +117,8 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
     launch, site = config.launch, config.launch.limits
     found = [f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
              for name in launch.secrets if not environment.get(name)]
-    found += [f"launch.environment holds {name}, which looks like a secret: it would be written to files. Put its name "
-              f"into launch.secrets and its value into your shell." for name in launch.environment
-              if _SECRET.search(name)]
-    found += [f"launch.{name} holds what looks like a secret: it would be written to files. Put the name of the "
-              f"variable into launch.secrets and its value into your shell." for name in ("setup", "wrap", "extra")
-              if _holds_secret(str(getattr(launch, name)))]
+    found += credential_problems(config, environment)
+    found += option_problems(launch)
     longest = None if site.time is None else minutes(site.time)
     for job in (job for job in jobs if job.to_run):
         if site.nodes is not None and job.nodes > site.nodes:
@@ -121,9 +150,10 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
         raise UserError(f"This cannot be submitted:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
-def _holds_secret(text: str) -> bool:
-    """Whether a command gives a value to a variable with the name of a secret, or has a token in its known form."""
-    return bool(_KNOWN.search(text)) or any(_SECRET.search(name) for name in _ASSIGNED.findall(text))
+def refuse_secrets(config: Config, environment: Mapping[str, str]) -> None:
+    """Refuse settings that look like secrets: the configuration is written into the run folder."""
+    if found := credential_problems(config, environment):
+        raise UserError(f"The configuration holds secrets:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
 def refuse_wrong_packages() -> None:
@@ -165,6 +195,14 @@ def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
             found.append(f"{stage}: {error}")
     if found:
         raise UserError(f"What the stages read is not there:\n{listed(found)}" if len(found) > 1 else found[0])
+
+
+def _refuse_other_weights(run: Run, path: str) -> None:
+    """Weights to start from that are of another shape are found before the job waits in a queue."""
+    from pipeline.training.initial_weights import refuse_other_shape  # imports torch
+    model, made = run.config.model, run.manifest("tokenizer")
+    size = model.vocab_size or (made.counts["vocab_size"] if made is not None else None)
+    refuse_other_shape(Path(path), model.model_copy(update={"vocab_size": size}))
 
 
 def _absent(run: Run, running: list[str], asked: list[str]) -> list[str]:

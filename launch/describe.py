@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 
+from launch.estimate import Estimate
 from launch.forecast import Disk, parameters, readable, state_bytes_per_rank
 from launch.plan import Job, Options
+from pipeline.config.batch import BatchPlan
+from pipeline.config.checks import rank_problems
 from pipeline.config.tree import Config
 from pipeline.console import duration
-from pipeline.run import Run
+from pipeline.contract.run import Run
 
 WIDTH = 140
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -17,7 +20,7 @@ SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "ti
 
 
 def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, where: str,
-               disk: Disk | None = None) -> None:
+               disk: Disk | None = None, estimate: Estimate | None = None) -> None:
     """Print the run folder, a row per job, and what follows from the settings of train."""
     from rich.console import Console
     from rich.table import Table
@@ -42,6 +45,8 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     if disk is not None and disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
+    if estimate is not None:
+        print(f"time      {estimate}")
     print(flush=True)
 
 
@@ -79,18 +84,16 @@ def slurm_row(job: Job) -> tuple[str, ...]:
 def training_facts(config: Config, job: Job) -> list[str]:
     """What the settings of train amount to: tokens, sequences, accumulation, parameters, memory, disk."""
     train, model, ranks = config.train, config.model, job.ranks
-    sequences = train.batch_tokens // train.sequence_length
-    lines = [f"batch     {train.batch_tokens:,} tokens a step = {sequences} sequences of {train.sequence_length}"]
-    if sequences % (train.micro_batch * ranks) == 0:
-        lines[0] += (f" = {_count(ranks, 'rank')} x micro batch {train.micro_batch} x "
-                     f"{sequences // (train.micro_batch * ranks)} accumulated")
+    # What is done is shown too, and need not fit the ranks that there are now.
+    fits = not rank_problems(config, ranks)
+    lines = [f"batch     {BatchPlan.of(train, config.parallel, ranks)}"] if fits else []
     lines.append(f"length    {train.steps:,} steps = {train.steps * train.batch_tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
     count = parameters(config)
     if count is None:
         return [*lines, f"model     {shape}; parameters are known once the tokenizer is"]
     lines.append(f"model     {count:,} parameters: {shape}")
-    if state := state_bytes_per_rank(config, ranks):
+    if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
 

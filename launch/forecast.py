@@ -11,14 +11,14 @@ from pathlib import Path
 
 from launch.plan import Job
 from pipeline.config.checks import vocabulary_size
+from pipeline.config.optimizers import optimizer_kind
 from pipeline.config.tree import Config
+from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
-from pipeline.stages import STAGES
 
-CHECKPOINT_BYTES = 12
-"""Of a parameter in a checkpoint: its fp32 value and AdamW's two moments."""
-STATE_BYTES = 16
-"""Of a parameter in training under FSDP2: the same, and its fp32 gradient."""
+WEIGHT_BYTES = 4
+"""Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
+keeps comes on top."""
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENS_PER_BYTE = 0.3
 """Of text, at most, for a trained vocabulary: what token shards take is this times the bytes of a token."""
@@ -41,6 +41,16 @@ def parameters(config: Config) -> int | None:
     return config.model.model_copy(update={"vocab_size": vocabulary}).parameter_count
 
 
+def optimizer_bytes(config: Config) -> float | None:
+    """Bytes of the optimizer's state over all parameters, or None as long as the vocabulary is not known."""
+    count, vocabulary = parameters(config), config.model.vocab_size or vocabulary_size(config)
+    if count is None or vocabulary is None:
+        return None
+    shape = config.model.model_copy(update={"vocab_size": vocabulary})
+    matrices = shape.matmul_parameter_count - vocabulary * shape.dim  # those of the blocks
+    return optimizer_kind(config.train.optimizer).state_bytes(matrices, count - matrices)
+
+
 def kept_checkpoints(config: Config) -> int:
     """The most checkpoints that there are at one time; a new one is whole before an old one goes."""
     train, evaluated = config.train, config.launch.evaluate.every_checkpoints
@@ -54,13 +64,14 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
     running = {job.stage for job in jobs if job.to_run}
     parts: dict[str, int] = {}
     if "shard" in running:
-        parts["text shards and their staging"] = 2 * _corpus_bytes(config)
+        parts["text shards and their staging"] = 2 * corpus_bytes(config)
     if "encode" in running:
         bytes_per_token = 4 if (vocabulary_size(config) or 0) > 65536 or config.encode.dtype == "uint32" else 2
-        parts["token shards"] = int(_corpus_bytes(config) * TOKENS_PER_BYTE * bytes_per_token)
-    count = parameters(config)
-    if count is not None and "train" in running:
-        parts[f"up to {kept_checkpoints(config)} checkpoints"] = count * CHECKPOINT_BYTES * kept_checkpoints(config)
+        parts["token shards"] = int(corpus_bytes(config) * TOKENS_PER_BYTE * bytes_per_token)
+    count, states = parameters(config), optimizer_bytes(config)
+    if count is not None and states is not None and "train" in running:
+        parts[f"up to {kept_checkpoints(config)} checkpoints"] = kept_checkpoints(config) * math.ceil(
+            count * WEIGHT_BYTES + states)
     if count is not None and "convert" in running:
         parts["the export"] = count * EXPORT_BYTES[config.convert.dtype]
     there = sum(_size(config.folder / stage) for stage in running)
@@ -68,17 +79,17 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
-    """Bytes of weights, gradients and moments that each rank holds at least, activations not counted.
+    """Bytes of weights, gradients and the optimizer's state that each rank holds at least, activations not counted.
 
-    FSDP2 holds all four in fp32, split over dp_shard x tp ranks. Under ZeRO the fp32 master and moments are split over
-    all ranks (on the GPU unless offloaded), gradients from stage 2 on, weights from stage 3 on; those are in bf16.
+    FSDP2 holds all in fp32, split over dp_shard x tp ranks. Under ZeRO the fp32 master and state are split over all
+    ranks (on the GPU unless offloaded), gradients from stage 2 on, weights from stage 3 on; those are in bf16.
     """
-    count, parallel = parameters(config), config.parallel
-    if count is None:
+    count, states, parallel = parameters(config), optimizer_bytes(config), config.parallel
+    if count is None or states is None:
         return None
     if parallel.engine == "fsdp2":
-        return math.ceil(STATE_BYTES * count / (ranks // parallel.dp_replicate))
-    master = 0 if parallel.offload != "none" else 12 * count / ranks
+        return math.ceil((2 * WEIGHT_BYTES * count + states) / (ranks // parallel.dp_replicate))
+    master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
     return math.ceil(master + gradients + weights)
@@ -93,7 +104,7 @@ def readable(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _corpus_bytes(config: Config) -> int:
+def corpus_bytes(config: Config) -> int:
     """Bytes of the input files; of Hub data sets nothing is known before they are read."""
     try:
         return sum(_size(path) for _, path in STAGES["shard"].input_files(config))

@@ -17,9 +17,9 @@ from launch.child import Child, Interruptions
 from launch.plan import Job, Machine, Options
 from pipeline.config.tree import Config
 from pipeline.console import duration
-from pipeline.entry import INTERRUPTED
-from pipeline.run import Run
-from pipeline.stages import REPOSITORY
+from pipeline.contract.entry import INTERRUPTED
+from pipeline.contract.run import Run
+from pipeline.contract.stages import REPOSITORY
 
 SHUTDOWN_S = 600
 """How long ranks may take to save a checkpoint and end (torch's own default is 30 s)."""
@@ -81,7 +81,7 @@ def _run_job(config: Config, job: Job, options: Options, interruptions: Interrup
 
 
 def _start(job: Job, log: Path) -> Child:
-    environment = {**job.environment, **os.environ, **_python_environment()}
+    environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
     if not job.ranks:
         # SIGTERM, not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is. What such a
         # stage has finished is on disk, and nothing else counts.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
 from launch.resources import Asked, asked_of
+from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
-from pipeline.run import Run, State, done_parts
-from pipeline.stages import REPOSITORY, STAGES, before
+from pipeline.contract.run import Run, State, done_parts
+from pipeline.contract.stages import REPOSITORY, STAGES, before
 
-WORKER_STAGES = ("shard", "tokenizer", "encode")
-"""Stages that spread their units over worker processes; the others without ranks are one process."""
 MOST_PARTS = 64
 """Parts of a stage that are planned where nothing is said; more are a matter of the site."""
 Kind = Literal["job", "array", "finalise", "link"]
@@ -95,9 +95,9 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
     """The jobs for `stages`, in their order. Reads the run folder, starts and writes nothing."""
     states = {stage: run.state(stage) for stage in stages}
     for stage in stages:
-        stale = [name for name in before([stage]) if name in states and states[name].kind == "stale"]
-        if states[stage].kind == "done" and stale:  # done, but of something that is not to be trusted
-            states[stage] = State("waiting", reasons=[f"for {', '.join(stale)}"])
+        changed = [name for name in before([stage]) if name in states and states[name].kind in ("stale", "partial")]
+        if states[stage].kind == "done" and changed:  # done, but of something that is not to be trusted, or renewed
+            states[stage] = State("waiting", reasons=[f"for {', '.join(changed)}"])
     running = [stage for stage in stages if options.force or states[stage].kind != "done"]
     for stage in stages:
         if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):
@@ -135,7 +135,7 @@ def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
 
 
 def _parts(config: Config, stage: str) -> int:
-    asked = getattr(config.launch, stage).array
+    asked = getattr(config.launch.of(stage), "array", None)
     return int(asked or min(config.launch.train.nodes, MOST_PARTS))
 
 
@@ -150,14 +150,14 @@ def _job(config: Config, stage: str, state: State, running: list[str], options: 
                  *(("--accept-drift",) if options.accept_drift else ()), *options.overrides)
     nodes, tasks, threads, gpus = 1, 1, asked.cpus, 0
     environment = {**launch.environment} if options.cluster == "slurm" else {}
-    environment["PYTHONPATH"] = options.code
+    environment["PYTHONPATH"] = os.pathsep.join([options.code, *plugin_folders()])
     if spec.ranks and options.cluster == "local":
         tasks = local_ranks(config, options.machine)
         threads = max(1, options.machine.cores // tasks)
     elif spec.ranks:
-        nodes, gpus = getattr(launch, stage).nodes, asked.gpus_per_node
+        nodes, gpus = getattr(launch.of(stage), "nodes", 1), asked.gpus_per_node
         tasks = gpus or launch.processes or 1
-    elif stage in WORKER_STAGES:
+    elif spec.workers:
         threads = max(threads, launch.processes or 0)
     if spec.ranks:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -167,7 +167,7 @@ def _job(config: Config, stage: str, state: State, running: list[str], options: 
     return Job(
         key=stage, name=f"{config.name}-{stage}", stage=stage, state=state, forced=options.force,
         command=(options.python, *agent, "-m", spec.module, *arguments), arguments=arguments, environment=environment,
-        ranks=nodes * tasks if spec.ranks else 0, processes=workers if stage in WORKER_STAGES else 1,
+        ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1,
         nodes=nodes, tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus, asked=asked,
         dependencies=_dependencies(stage, running))
 

@@ -20,13 +20,13 @@ class Asked:
     cpus: int = 1
     gpus_per_node: int = 0
     minutes: int = 0
-    extra: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str | int | bool] = field(default_factory=dict)
     at_once: int | None = None
 
 
 def asked_of(launch: LaunchConfig, stage: str) -> Asked:
     """The resources of one stage."""
-    own = getattr(launch, stage)
+    own = launch.of(stage)
     wish = {name: getattr(launch, name) if getattr(own, name) is None else getattr(own, name)
             for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "cpus", "time")}
     wanted = getattr(own, "gpus_per_node", None)

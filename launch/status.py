@@ -18,9 +18,10 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-from launch.slurm.progress import read_run
+from launch.run_status.run_files import read_run
+from launch.run_status.run_status import RunStatus, judge, targets_of, wanted_ids
+from launch.run_status.stage_status import BAD, LIVE, Row
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.standing import BAD, LIVE, Row, Standing, judge, targets_of, wanted_ids
 from pipeline.console import duration
 from pipeline.errors import UserError
 
@@ -87,13 +88,13 @@ def find_run(text: str, runs_dir: str = "runs") -> Path:
     """The folder of a run, from its path or its name; UserError if there is none."""
     for folder in (Path(text), Path(runs_dir) / text):
         if _is_run(folder):
-            return folder
+            return folder if folder.name else folder.resolve()  # `.`: the run has its folder's name
     known = [folder.name for folder in _runs(Path(runs_dir))]
     raise UserError(f"There is no run {text}. " + (f"The runs in {runs_dir} are: {', '.join(known)}." if known else
                                                    f"There are no runs in {runs_dir} either."))
 
 
-def look(folder: Path, scheduler: Scheduler) -> Standing:
+def look(folder: Path, scheduler: Scheduler) -> RunStatus:
     """How the run stands now."""
     jobs = scheduler.jobs(wanted_ids(read_run(folder)))
     # Read again: a job that ended since would have left the queue, and its last word would not have been seen.
@@ -127,7 +128,7 @@ def width() -> int:
     return WIDTH
 
 
-def show(standing: Standing, columns: int, *, colour: bool = False) -> list[str]:
+def show(standing: RunStatus, columns: int, *, colour: bool = False) -> list[str]:
     """The run as lines: a table of the stages, what of it has no room there, and what needs attention."""
     chain = standing.files.chain
     title = f"run       {standing.files.folder}"
@@ -165,7 +166,7 @@ def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
     return [*lines, "Slurm does not answer: the states are what the files say"] if jobs is None else lines
 
 
-def _summary(standing: Standing) -> dict[str, str]:
+def _summary(standing: RunStatus) -> dict[str, str]:
     targets, done = targets_of(standing.files), [row.stage for row in standing.rows if row.state in ("done", "reused")]
     row = standing.current
     cells = _cells(row)

@@ -12,13 +12,15 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import os
 import shutil
 from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from launch.plan import Job
+    from launch.estimate import Estimate
+    from launch.plan import Job, Machine
     from pipeline.config.tree import Config
 
 EXAMPLES = """\
@@ -27,7 +29,7 @@ examples:
   python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
   python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
   python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
-  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
+  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml train.micro_batch=4 --dry-run
   python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
   python launch/submit.py --explain train.lr
   python launch/submit.py --stop runs/demo
@@ -104,7 +106,7 @@ def _main(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, _overrides(options), check=False)
     if options.why is not None:
-        return _why(config, options.why)
+        return _why(config, options.why, options.config)
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     return _launch(config, options)
@@ -121,13 +123,20 @@ def _usual_config() -> str:
 
 def _launch(config: Config, options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
-    from launch.checks import configuration_problems, refuse_unsound
+    from launch.checks import (
+        configuration_problems,
+        refuse_secrets,
+        refuse_unsound,
+        refuse_unusable_places,
+        say_absent,
+    )
     from launch.describe import print_plan
     from launch.forecast import disk
     from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
-    from pipeline.run import Run
-    from pipeline.stages import parse_stages
+    from pipeline.config.places import make_folder
+    from pipeline.contract.run import Run
+    from pipeline.contract.stages import parse_stages
 
     stages = parse_stages(options.stage)
     cluster, where = _cluster(options)
@@ -137,18 +146,32 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     request = Options(cluster="slurm" if cluster == "slurm" else "local", force=options.force,
                       accept_drift=options.accept_drift, config_path=options.config,
                       overrides=tuple(_overrides(options)), machine=machine)
+    refuse_unusable_places(config, options.config)
     run = Run(config)
     if cluster == "slurm":
-        from launch.slurm.request import run_on_slurm
+        from launch.slurm.submit.request import run_on_slurm
         return run_on_slurm(run, stages, request, where, dry_run=options.dry_run)
     jobs = plan(config, run, stages, request)
     configuration_problems(config, jobs, options.config)
-    print_plan(config, run, jobs, request, where, disk(config, jobs))
+    print_plan(config, run, jobs, request, where, disk(config, jobs), _estimate(config, jobs, machine))
+    refuse_secrets(config, os.environ)
     refuse_unsound(run, jobs, request, showing=options.dry_run)
+    say_absent(run, jobs)
     if options.dry_run:
         return _show_local(jobs)
+    if any(job.to_run for job in jobs):
+        make_folder(run.folder)
     _clear_stop(config)
     return run_jobs(config, jobs, request)
+
+
+def _estimate(config: Config, jobs: list[Job], machine: Machine) -> Estimate | None:
+    """How long it will take, where this box's cores train; of GPUs the launcher knows too little."""
+    from launch.estimate import estimate, matrix_rate
+
+    if machine.gpus or not any(job.stage == "train" and job.to_run for job in jobs):
+        return None
+    return estimate(config, jobs, matrix_rate(machine.cores))
 
 
 def _show_local(jobs: list[Job]) -> int:
@@ -164,7 +187,7 @@ def _show_local(jobs: list[Job]) -> int:
 
 def _clear_stop(config: Config) -> None:
     """A request to stop was meant for what ran then."""
-    from pipeline.state import STOP
+    from pipeline.contract.state import STOP
 
     (config.folder / STOP).unlink(missing_ok=True)
 
@@ -228,10 +251,12 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _why(config: Config, stage: str) -> int:
-    from pipeline.run import Run
-    from pipeline.stages import parse_stages
+def _why(config: Config, stage: str, path: str) -> int:
+    from launch.checks import refuse_unusable_places
+    from pipeline.contract.run import Run
+    from pipeline.contract.stages import parse_stages
 
+    refuse_unusable_places(config, path)
     for name in parse_stages(stage):
         print(Run(config).why(name))
     return 0

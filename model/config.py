@@ -1,4 +1,4 @@
-"""The network's shape: `ModelConfig`, what can be computed from it, and the published Llamas as `PRESETS`.
+"""The network's shape: `ModelConfig`, and what can be computed from it.
 
 Pure arithmetic on Python numbers: planners and config loaders import this without torch.
 """
@@ -117,7 +117,19 @@ class ModelConfig(BaseModel):
                 f"ffn_dim ({self.ffn_dim}) and ffn_dim_multiplier ({self.ffn_dim_multiplier}) "
                 "both decide the feed-forward width: set one of them."
             )
-        return found + (self.rope_scaling.problems() if self.rope_scaling else [])
+        return found + self._scaling_problems()
+
+    def _scaling_problems(self) -> list[str]:
+        if self.rope_scaling is None:
+            return []
+        found, original = self.rope_scaling.problems(), self.rope_scaling.original_context_length
+        if original >= self.context_length:
+            found.append(
+                f"rope_scaling.original_context_length ({original}) must be below context_length "
+                f"({self.context_length}), which it is to extend (transformers warns of such a model): raise "
+                "context_length, or leave rope_scaling out to train from zero."
+            )
+        return found
 
     @property
     def head_dim(self) -> int:
@@ -178,60 +190,3 @@ class ModelConfig(BaseModel):
         if self.vocab_size is None:
             raise ValueError("vocab_size is None: take it from the tokenizer before counting or building.")
         return self.vocab_size
-
-
-def _llama2(
-    dim: int, layers: int, heads: int, kv_heads: int, multiplier: float | None, multiple: int
-) -> ModelConfig:
-    return ModelConfig(
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_dim_multiplier=multiplier,
-        multiple_of=multiple,
-        vocab_size=32000,
-        context_length=4096,
-        rope_theta=10000.0,
-    )
-
-
-def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int) -> ModelConfig:
-    return ModelConfig(
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        ffn_dim_multiplier=multiplier,
-        multiple_of=multiple,
-        vocab_size=128256,
-        context_length=8192,
-    )
-
-
-def _extended(base: ModelConfig, factor: float, tied: bool) -> ModelConfig:
-    changes = {"context_length": 131072, "rope_scaling": RopeScaling(factor=factor), "tied_embeddings": tied}
-    return base.model_copy(update=changes)
-
-
-# Values of Meta's params.json files, except two that circulate wrongly: Llama 2 7B and 13B have no grouped
-# queries, and the 3.2 models stretch by 32 (llama-models issues 166 and 241), not by the hard-coded 8.
-_8B = _llama3(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
-_70B = _llama3(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
-_405B = _llama3(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
-_1B = _llama3(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
-_3B = _llama3(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
-
-PRESETS: dict[str, ModelConfig] = {
-    "llama2_7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, multiplier=None, multiple=256),
-    "llama2_13b": _llama2(dim=5120, layers=40, heads=40, kv_heads=40, multiplier=None, multiple=256),
-    "llama2_70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, multiplier=1.3, multiple=4096),
-    "llama3_8b": _8B,
-    "llama3_70b": _70B,
-    "llama3.1_8b": _extended(_8B, factor=8.0, tied=False),
-    "llama3.1_70b": _extended(_70B, factor=8.0, tied=False),
-    "llama3.1_405b": _extended(_405B, factor=8.0, tied=False),
-    "llama3.2_1b": _extended(_1B, factor=32.0, tied=True),
-    "llama3.2_3b": _extended(_3B, factor=32.0, tied=True),
-    "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
-}

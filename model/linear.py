@@ -1,12 +1,6 @@
-"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs twice as fast as torch's own.
+"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`model.kernels`) by oneDNN, up
+to twice as fast as torch's own."""
 
-torch multiplies float32 matrices on CPUs by MKL, which on AMD's processors does not use AVX-512: 212 GFLOP/s against
-471 by oneDNN on two cores of an AMD EPYC (Zen 5). torch has oneDNN built in but asks it for other dtypes only, so it
-is asked here, through the operator that torch's compiler uses. The arithmetic stays float32; sums are in another
-order, as between any two libraries. Intel's processors keep MKL: there it was not measured.
-"""
-
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
-def _onednn_is_faster() -> bool:
-    processor = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkl.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and processor.exists()
-        and "AuthenticAMD" in processor.read_text()
-    )
-
-
-ONEDNN_IS_FASTER = _onednn_is_faster()
-"""Whether this is such a processor, and torch such a build. Known at import, once: a compiler can rely on it."""
+from model.kernels import by_onednn, onednn_product
 
 
 class Linear(nn.Linear):
@@ -38,7 +19,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""
-        if prefers_onednn(x, self.weight):
+        # Asked in this order: one token at a time, the questions of `_plain` take longer than small products.
+        if not torch.compiler.is_compiling() and by_onednn().with_weight and _plain(x, self.weight):
             out: Tensor = _Linear.apply(x, self.weight)
             return out
         return F.linear(x, self.weight)
@@ -47,23 +29,36 @@ class Linear(nn.Linear):
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T for x (..., inputs) and weight (outputs, inputs), where autograd does not look.
 
-    It does for the gradients too: that of x is product(gradient, weight.T), that of weight product(gradient.T, x.T).
+    It does for the gradient of x too, which is product(gradient, weight.T).
     """
-    if prefers_onednn(x, weight):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return out
+    if _plain(x, weight) and by_onednn().with_weight:
+        return onednn_product(x, weight)
     return x @ weight.T
 
 
-def prefers_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether both are plain float32 matrices on a CPU where oneDNN is the faster library.
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """gradient.T @ x for gradient (rows, outputs) and x (rows, inputs), where autograd does not look."""
+    if _plain(gradient, x) and by_onednn().of_weight:
+        return onednn_product(gradient.T, x.T)
+    return gradient.T @ x
+
+
+def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
+    """total += gradient.T @ x. The total may be float32 for bfloat16, which would lose later addends."""
+    if gradient.dtype == total.dtype and not (_plain(gradient, x) and by_onednn().of_weight):
+        total.addmm_(gradient.T, x)  # without a temporary of the total's size
+    else:
+        total += weight_gradient(gradient, x)
+
+
+def _plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether both are plain float32 matrices on a CPU, of which oneDNN can make a product.
 
     Never under torch.compile, which has its own use for the operator and fails on ours, nor for tensors that are
     spread over ranks (DTensor): they know torch's usual operators only.
     """
     return (
-        ONEDNN_IS_FASTER
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and x.is_cpu
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0
@@ -84,7 +79,5 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = gradient.contiguous()  # of a sum it is one number, expanded: oneDNN wants real rows
         x_gradient = product(gradient, weight.T) if ctx.needs_input_grad[0] else None
-        weight_gradient = None
-        if ctx.needs_input_grad[1]:
-            weight_gradient = product(gradient.flatten(0, -2).T, x.flatten(0, -2).T)
-        return x_gradient, weight_gradient
+        w_gradient = weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return x_gradient, w_gradient

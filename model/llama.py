@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attention, KeyValueCache, attention_mask
+from model.attention.backend import Backend, Documents
+from model.attention.layout import PLAIN, Layout
+from model.attention.module import Attention, Cache
 from model.config import ModelConfig
 from model.linear import Linear
 from model.loss import Losses
-from model.rope import RotaryTable, Rotation
+from model.rope import RotaryTable
 
 
 class FeedForward(nn.Module):
@@ -43,11 +45,9 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation, mask: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; the other arguments go to `Attention`."""
-        h: Tensor = x + self.attention(self.attention_norm(x), rotation, mask, cache)
+        h: Tensor = x + self.attention(self.attention_norm(x), layout, cache)
         h = h + self.feed_forward(self.ffn_norm(h))
         return h
 
@@ -57,7 +57,13 @@ class Llama(nn.Module):
 
     A new model holds no meaningful weights: call `initialise`, or load a state dict. Building it under
     `torch.device("meta")` costs nothing. Raises ValueError with everything that is wrong with the config.
+
+    Attributes:
+        backend: computes attention inside documents: the dense mask, which runs everywhere, unless somebody puts what
+            `model.attention.choosing.choose` found in its place.
     """
+
+    backend: Backend = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         problems = config.problems()
@@ -82,16 +88,22 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         *,
         documents: Tensor | None = None,
+        document_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[Cache] | None = None,
+        mask: Tensor | None = None,
+        last_only: bool = False,
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
         """Logits, or with labels the loss, which comes without ever holding all logits.
 
         tokens: (batch, length) int64. labels: the same shape, the token to predict at each place, -100 for
-        none. documents: (batch, length) ints; tokens see only earlier tokens with the same number. positions:
-        (batch, length) int64 for the rotary embedding, 0, 1, 2 ... by default. caches: one per layer,
-        extended in place; tokens then continue what they hold.
+        none. documents: (batch, length) ints; neighbours with the same number are a document, whose tokens see
+        its earlier ones only. document_lengths: in tokens, row after row; without them a GPU is waited for where
+        the backend wants them. positions: (batch, length) int64 for the rotary embedding, 0, 1, 2 ... by default.
+        caches: one per layer, extended in place; tokens then continue what they hold. mask: (batch or 1, 1, length,
+        keys), added to the scores of attention in the place of the causal one, for caches whose rows are not equally
+        long. last_only: without labels, the logits of each row's last token alone, (batch, 1, vocabulary).
 
         Returns logits (batch, length, vocabulary) without labels. With labels, in nats: the sum over all
         targets as a scalar ("sum"; the caller divides by its global number of targets), or each one (batch,
@@ -101,15 +113,24 @@ class Llama(nn.Module):
         """
         start = caches[0].length if caches else 0
         self._check_arguments(tokens, labels, documents, caches, start)
+        if labels is not None and last_only:
+            raise ValueError("labels and last_only exclude each other: a loss is of all tokens.")
+        if mask is not None and caches is None:
+            raise ValueError("A mask is for caches: without them, documents say which tokens see which.")
         h = self.tok_embeddings(tokens)  # (batch, length, dim)
         wide = torch.promote_types(h.dtype, torch.float32)
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
         rotation = self.rotary_table.at(positions, wide)
-        mask = attention_mask(tokens.shape[1], start, documents, tokens.device, h.dtype)
+        if mask is not None:
+            layout = Layout(rotation, prepared=mask)
+        elif documents is None:
+            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype)
+        else:
+            layout = Layout.of(rotation, self.backend, Documents(documents, document_lengths), h.dtype)
         for index, layer in enumerate(self.layers):
-            h = layer(h, rotation, mask, caches[index] if caches else None)
-        h = self.norm(h)
+            h = layer(h, layout, caches[index] if caches else None)
+        h = self.norm(h[:, -1:] if last_only else h)
         if labels is None:
             logits: Tensor = self.output(h).to(wide)
             return logits
@@ -122,7 +143,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         labels: Tensor | None,
         documents: Tensor | None,
-        caches: Sequence[KeyValueCache] | None,
+        caches: Sequence[Cache] | None,
         start: int,
     ) -> None:
         end = start + tokens.shape[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.linear import prefers_onednn, product
+from model.linear import add_weight_gradient, product
 
 IGNORED = -100
 """Label of a position that has no target."""
@@ -25,10 +25,10 @@ CHUNK_TOKENS_ACCELERATOR = 2048
 Llama 3's vocabulary one chunk is 1 GiB in float32."""
 
 
-class Vocabulary:
+class VocabularyPartition:
     """The part of the vocabulary whose rows of the output matrix are at hand: here, all of it.
 
-    Tensor parallelism gives each rank a slice; `pipeline.parallel.tensor` derives the class for it.
+    Tensor parallelism gives each rank a slice; `pipeline.parallel.tensor_parallel` derives the class for it.
     """
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,18 +49,23 @@ class Losses:
     """What a decoder's last hidden states lose against labels, through its output matrix.
 
     The decoder calls these two and knows no more; tensor parallelism puts another object in its place.
+
+    Attributes:
+        z_loss: see `cross_entropy_sum`; of `total` only, as `each` is for measuring.
     """
+
+    z_loss: float = 0.0
 
     def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`cross_entropy_sum` for hidden (batch, length, dim) and labels (batch, length)."""
-        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten())
+        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), z_loss=self.z_loss)
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`token_losses` for the same shapes: (batch, length)."""
         return token_losses(hidden.flatten(0, 1), weight, labels.flatten()).view(labels.shape)
 
 
-WHOLE = Vocabulary()
+WHOLE = VocabularyPartition()
 
 
 def cross_entropy_sum(
@@ -68,9 +73,13 @@ def cross_entropy_sum(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    vocabulary: Vocabulary = WHOLE,
+    vocabulary: VocabularyPartition = WHOLE,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Sum over the rows of -log softmax(hidden @ weight.T)[label], in nats; rows labelled -100 count nothing.
+
+    z_loss: this times the square of each row's log-sum-exp is added (PaLM, Chowdhery et al. 2022, section 5), which
+    keeps logits from drifting.
 
     hidden: (rows, dim); weight: (vocabulary, dim); labels: (rows,) int64. Logits are computed in the weight's
     dtype, the rest in float32 (float64 stays float64). Returns a scalar in float32 or float64. Differentiable
@@ -80,7 +89,8 @@ def cross_entropy_sum(
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
     # Inside a Function gradients always look disabled, and needs_input_grad ignores no_grad: ask out here.
     chunk = _chunk(hidden, chunk_tokens)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss,
+                                             torch.is_grad_enabled())
     return loss
 
 
@@ -90,7 +100,7 @@ def token_losses(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int | None = None,
-    vocabulary: Vocabulary = WHOLE,
+    vocabulary: VocabularyPartition = WHOLE,
 ) -> Tensor:
     """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 where the label is -100."""
     chunk = _chunk(hidden, chunk_tokens)
@@ -113,8 +123,11 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _chunk_losses(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Losses (rows,), 0 where ignored, and the factors (rows, 1) that make probabilities of what is left in logits.
+def _chunk_losses(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyPartition, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Losses (rows,), 0 where ignored, and the factors (rows, 1) that make of what is left in logits probabilities, or
+    with a z-loss those times 1 + 2 z_loss log-sum-exp: the gradient of both terms, but for the label's own.
 
     Overwrites the logits, the largest thing here, by exponentials that cannot overflow: the gradient takes them up,
     and no exponential is computed twice.
@@ -124,23 +137,18 @@ def _chunk_losses(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tup
     largest = logits.amax(dim=-1, keepdim=True)
     exponentials = logits.sub_(largest).exp_()
     normaliser = vocabulary.normaliser(largest + exponentials.sum(dim=-1, keepdim=True).log_())
-    losses = (normaliser - target).squeeze(-1).masked_fill(labels == IGNORED, 0.0)
-    return losses, (largest - normaliser).exp_()
+    losses, factors = normaliser - target, (largest - normaliser).exp_()
+    if z_loss:
+        losses += z_loss * normaliser.square()
+        factors *= 1 + 2 * z_loss * normaliser
+    return losses.squeeze(-1).masked_fill(labels == IGNORED, 0.0), factors
 
 
-def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: VocabularyPartition) -> Tensor:
     """softmax(logits) - onehot(label), 0 in ignored rows; overwrites what `_chunk_losses` left in the logits."""
     gradient = exponentials.mul_(factors.masked_fill((labels == IGNORED).unsqueeze(-1), 0.0))
     columns, here = vocabulary.columns(labels)
     return gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right. The total is float32 even for bfloat16, which would lose later chunks."""
-    if left.dtype == total.dtype and not prefers_onednn(left, right):
-        total.addmm_(left, right)  # without a temporary of the total's size
-    else:
-        total += product(left, right.T)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -151,7 +159,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         chunk_tokens: int,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyPartition,
+        z_loss: float,
         gradients: bool,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -163,7 +172,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = _logits(hidden[rows], weight)
-            losses, factors = _chunk_losses(logits, labels[rows], vocabulary)
+            losses, factors = _chunk_losses(logits, labels[rows], vocabulary, z_loss)
             loss += losses.sum()
             if hidden_gradient is None and weight_gradient is None:
                 continue
@@ -171,7 +180,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[rows] = product(gradient, weight.T)
             if weight_gradient is not None:
-                _add_product(weight_gradient, gradient.T, hidden[rows].to(weight.dtype))
+                add_weight_gradient(weight_gradient, gradient, hidden[rows].to(weight.dtype))
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         return loss
@@ -180,10 +189,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, loss_gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient * loss_gradient
         if weight_gradient is not None:
             weight_gradient = (weight_gradient * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from types import TracebackType
 
 
@@ -20,7 +22,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
 
 
-class Progress:
+class ProgressBar:
     """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, stage: str, label: str, total: int, unit: str, plain_every_s: float = 10.0) -> None:
@@ -30,7 +32,7 @@ class Progress:
         self.done, self.first = 0, 0
         self.start = self.shown = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -59,3 +61,12 @@ class Progress:
             print(f"\r\x1b[K{self.stage:<9} {text}", end="", flush=True)
         else:
             say(self.stage, text)
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """Ascending numbers, of ranks say, in short: 0-2, 5."""
+    found = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        found.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(found)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.data import EncodeConfig
-from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.contract.entry import stage_main
+from pipeline.contract.stage_work import Unit, Work
+from pipeline.data.text_shards import read_shard, refuse_changed_shard, shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from pipeline.entry import stage_main
 from pipeline.errors import UserError, listed
-from pipeline.files import output_record, sha256_file
-from pipeline.vocabulary.base import Vocabulary, reads_back
-from pipeline.vocabulary.kinds import load_vocabulary, place, placed, token_dtype, vocabulary_record
-from pipeline.work import Unit, Work
+from pipeline.files import output_record
+from pipeline.tokenization.base import Tokenizer, reads_back
+from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
 
 PROVED_TEXTS = 16
 """Documents per shard whose tokens are decoded again and compared with the text: the first, the last, some between."""
@@ -32,6 +32,7 @@ def encode(work: Work) -> None:
     """The stage: one unit per text shard, then the counts of both sides compared."""
     shards, manifest = work.input("shard")
     tokenizer, _ = work.input("tokenizer")
+    work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     records = [record for split in ("train", "heldout") for record in shard_records(manifest, split)]
@@ -63,27 +64,27 @@ def encode_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Unit of work: encode one text shard, read the result back, prove it."""
     source, path = payload["record"], folder / f"{_name(payload['record'])}.arrow"
     shards = placed(folder, payload["shards"])
-    _refuse_changed(shards / source["path"], source)
-    vocabulary = _vocabulary(placed(folder, payload["tokenizer"]), payload["sha256"])
+    refuse_changed_shard(shards, source)
+    tokenizer = _tokenizer(placed(folder, payload["tokenizer"]), payload["sha256"])
     tokens, text_bytes, keys, texts = [], [], [], {}
     proved = set(np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist())
     for number, document in enumerate(read_shard(shards, source)):
-        ids = [vocabulary.bos_id, *vocabulary.encode(document.text), vocabulary.eos_id]
+        ids = [tokenizer.bos_id, *tokenizer.encode(document.text), tokenizer.eos_id]
         tokens.append(np.array(ids, dtype=payload["dtype"]))
         text_bytes.append(len(document.text.encode()))
         keys.append(document.key)
         if number in proved:
             texts[number] = document.text
     content = write_shard(path, tokens, text_bytes, keys, dtype=payload["dtype"], metadata={
-        "tokenizer_sha256": vocabulary.sha256, "vocab_size": str(vocabulary.size), "bos_id": str(vocabulary.bos_id),
-        "eos_id": str(vocabulary.eos_id)})
+        "tokenizer_sha256": tokenizer.sha256, "vocab_size": str(tokenizer.size), "bos_id": str(tokenizer.bos_id),
+        "eos_id": str(tokenizer.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
                            input=source["path"], input_sha256=source["sha256"])
-    prove(path, record, source, vocabulary, texts)
+    prove(path, record, source, tokenizer, texts)
     return {"outputs": [record]}
 
 
-def prove(path: Path, record: dict[str, Any], source: dict[str, Any], vocabulary: Vocabulary,
+def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer,
           texts: dict[int, str]) -> None:
     """Read a written shard as training will, and as Arrow does; UserError if it is not what was meant.
 
@@ -100,17 +101,17 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], vocabulary
                         f"{source['docs']} of {source['text_bytes']}")
     if not np.array_equal(batch.column("tokens").values.to_numpy(), tokens):
         problems.append("Arrow reads other tokens than are at the recorded place in the file")
-    if len(tokens) and tokens.max() >= vocabulary.size:
-        problems.append(f"the id {tokens.max()} is outside the vocabulary of {vocabulary.size}")
-    if not ((tokens[starts] == vocabulary.bos_id).all() and (tokens[ends] == vocabulary.eos_id).all()):
+    if len(tokens) and tokens.max() >= tokenizer.size:
+        problems.append(f"the id {tokens.max()} is outside the vocabulary of {tokenizer.size}")
+    if not ((tokens[starts] == tokenizer.bos_id).all() and (tokens[ends] == tokenizer.eos_id).all()):
         problems.append("a document does not begin with BOS or does not end with EOS")
-    edges = int(np.isin(tokens, [vocabulary.bos_id, vocabulary.eos_id]).sum())
+    edges = int(np.isin(tokens, [tokenizer.bos_id, tokenizer.eos_id]).sum())
     if edges != 2 * shard.documents:
         problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some stand inside of documents")
     problems += [] if problems else [
         f"document {number} ({shard.document_key(number)}) does not decode to its text"
         for number, text in texts.items()
-        if not reads_back(text, vocabulary.decode(shard.document_tokens(number)[1:-1].tolist()))]
+        if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1].tolist()))]
     if problems:
         raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
                         f"{listed(problems)}\nIf it happens again, please report it; a failing disk or memory is the "
@@ -143,17 +144,11 @@ def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _vocabulary(folder: Path, sha256: str) -> Vocabulary:
-    vocabulary = load_vocabulary(folder)
-    if vocabulary.sha256 != sha256:
+def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.sha256 != sha256:
         raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
-    return vocabulary
-
-
-def _refuse_changed(path: Path, record: dict[str, Any]) -> None:
-    if path.is_file() and sha256_file(path) != record["sha256"]:  # a missing one is told of by its reader
-        raise UserError(f"{path} is not the shard that the stage shard committed (its hash differs). "
-                        f"Delete it and run --stage shard: it makes only what is missing.")
+    return tokenizer
 
 
 def _name(record: dict[str, Any]) -> str:

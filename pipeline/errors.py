@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -14,6 +16,25 @@ class UserError(Exception):
     """
 
     exit_status = 2
+
+
+def raised_at(error: BaseException) -> str:
+    """Where an error was raised, as `file.py:20`; empty if that is not known. For errors of code from outside, which
+    are told without their traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+class AbsentInputError(UserError):
+    """Inputs that the configuration names are not there.
+
+    found: the (name, path) pairs of those that are. sources: what the others belong to: the part of their names before
+    the first `/`.
+    """
+
+    def __init__(self, text: str, found: list[tuple[str, Path]], sources: set[str]) -> None:
+        super().__init__(text)
+        self.found, self.sources = found, sources
 
 
 def is_full_disk(error: BaseException) -> bool:

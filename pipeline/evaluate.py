@@ -7,70 +7,98 @@ rank holds the whole model and takes its share of the work; rank 0 writes.
 from __future__ import annotations
 
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.entry import end_process, stage_main
-from pipeline.errors import UserError
-from pipeline.files import output_record, write_json, write_text
-from pipeline.work import Work
+from pipeline.contract.entry import end_process, stage_main
+from pipeline.contract.stage_work import Work
+from pipeline.errors import UserError, listed
+from pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
+from pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
     from model.llama import Llama
+    from pipeline.contract.input_check import Expected
+    from pipeline.evaluation.kept import Kept
     from pipeline.parallel.ranks import Ranks
-    from pipeline.vocabulary.base import Vocabulary
+    from pipeline.tokenization.base import Tokenizer
 
 
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json and results.md."""
-    from pipeline.evaluation.tasks import go_offline
     go_offline()  # before anything imports the libraries that look for it
+    from pipeline.evaluation.kept import Kept
     from pipeline.parallel.ranks import start_ranks, stop_ranks
-    from pipeline.parallel.topology import Topology
+    from pipeline.training.rank_agreement import RankAgreement
 
     ranks = start_ranks()
     try:
-        Topology.gather(ranks, work)  # refuses ranks that do not run the same thing
-        model, vocabulary = _load(work, ranks)
-        clock = _Clock(work, ranks)
-        heldout = clock.time("held-out text", measure_heldout, work, ranks, model)
-        tasks = clock.time("tasks", measure_tasks, work, ranks, model, vocabulary) if work.config.evaluate.tasks else {}
-        texts = clock.time("continuations", continue_prompts, work, ranks, model, vocabulary)
+        RankAgreement.gather(ranks, work)  # refuses ranks that do not run the same thing
+        inputs = work.check(_read_here(work, ranks))
+        model, tokenizer = _load(work, ranks)
+        kept = Kept(work, ranks)
+        heldout = kept.get(
+            "held-out text", {**kept.inputs("shard", "encode", "convert"),
+                              **kept.settings("heldout_tokens", "sequence_length", "dtype", "baseline_mb")},
+            lambda: measure_heldout(work, ranks, model))
+        texts = kept.get(
+            "continuations", {**kept.inputs("tokenizer", "convert"),
+                              **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
+            lambda: continue_prompts(work, ranks, model, tokenizer))
+        tasks = measure_tasks(work, ranks, kept, model, tokenizer)
+        if work.config.evaluate.contamination:
+            look_for_items(work, ranks, kept, tasks)
+        inputs.wait()
+        if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
+            kept.forget()
+            raise UserError(problems[0])
         if ranks.leads:
-            _write(work, ranks, model, {"heldout": heldout, "tasks": tasks, "continuations": texts}, clock.seconds)
+            _write(work, ranks, model, {"heldout": heldout, "tasks": tasks, "continuations": texts}, kept.seconds)
         ranks.barrier()  # the others end when the stage is committed
     finally:
         stop_ranks()
 
 
-def _load(work: Work, ranks: Ranks) -> tuple[Llama, Vocabulary]:
-    """The exported model on this rank's device, in evaluation mode, and its vocabulary."""
+def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
+    """This rank's share of the files to be hashed: every file once, whoever reads it.
+
+    Of the training text only beginnings are read, and each document there is compared with its own hash.
+    """
+    files = [*work.committed("convert", "tokenizer"), *work.outside(), *work.committed(
+        "shard", "encode", chosen=lambda record: record.get("split") == "heldout")]
+    return files[ranks.rank::ranks.world]
+
+
+def _load(work: Work, ranks: Ranks) -> tuple[Llama, Tokenizer]:
+    """The exported model on this rank's device, in evaluation mode, and its tokenizer."""
     import torch
 
-    from model.llama import Llama
-    from pipeline.formats.huggingface import read_folder
-    from pipeline.vocabulary.kinds import load_vocabulary
+    from model.attention.backend import Where
+    from model.attention.choosing import choose
+    from pipeline.formats.weights import HuggingFaceWeights, load_model
+    from pipeline.tokenization.kinds import load_tokenizer
 
     folder = work.input("convert")[0] / "hf"
     try:
-        config, weights = read_folder(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"The exported model in {folder} cannot be read: {error}. Run the stage convert again with "
-                        f"--force.") from error
-    with torch.device("meta"):
-        model = Llama(config)
-    model.load_state_dict(weights, assign=True)
-    model = model.to(ranks.device, getattr(torch, work.config.evaluate.dtype)).eval().requires_grad_(False)
-    vocabulary = load_vocabulary(work.input("tokenizer")[0])
+        with HuggingFaceWeights(folder) as weights:
+            model = load_model(weights, ranks.device, getattr(torch, work.config.evaluate.dtype))
+    except UserError as error:
+        raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
+    config = model.config
+    attention = choose("auto", Where(ranks.device, model.norm.weight.dtype, compiled=False, head_dim=config.head_dim))
+    model.backend = attention.backend
+    if ranks.leads and attention.fallback:
+        work.say(attention.fallback)
+    tokenizer = load_tokenizer(work.input("tokenizer")[0])
     assert config.vocab_size is not None
-    if config.vocab_size < vocabulary.used:
+    if config.vocab_size < tokenizer.used:
         raise UserError(f"The model in {folder} knows {config.vocab_size} ids, but the vocabulary has "
-                        f"{vocabulary.used}. They are not of the same run: run convert again with --force.")
-    return model, vocabulary
+                        f"{tokenizer.used}. They are not of the same run: run convert again with --force.")
+    return model, tokenizer
 
 
 def measure_heldout(work: Work, ranks: Ranks, model: Llama) -> dict[str, Any]:
@@ -110,17 +138,55 @@ def window_length(work: Work, model: Llama) -> int:
     return work.config.evaluate.sequence_length or model.config.context_length
 
 
-def measure_tasks(work: Work, ranks: Ranks, model: Llama, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Results of the lm-evaluation-harness tasks that are configured."""
+def measure_tasks(work: Work, ranks: Ranks, kept: Kept, model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Results of the lm-evaluation-harness tasks that are configured, each kept as soon as it is there.
+
+    Raises:
+        UserError: tasks failed, each named with its reason; after all the others were measured.
+    """
+    tasks = chosen_tasks(work.config)
+    if not tasks:
+        return {}
     from pipeline.evaluation.harness import HarnessModel
-    from pipeline.evaluation.tasks import chosen_tasks, folders, run_tasks
+    from pipeline.evaluation.running import TaskRunner
 
-    harness = HarnessModel(model, vocabulary, batch=work.config.evaluate.batch, rank=ranks.rank, world=ranks.world,
+    settings, results, failed = work.config.evaluate, {}, []
+    harness = HarnessModel(model, tokenizer, batch=settings.batch, rank=ranks.rank, world=ranks.world,
                            length=window_length(work, model))
-    return run_tasks(harness, chosen_tasks(work.config), folders(work.config), work.config.evaluate.task_limit)
+    log = work.folder / "lm_eval.log"
+    decide = {**kept.inputs("tokenizer", "convert"),
+              **kept.settings("sequence_length", "dtype", "task_limit", "bootstrap_iters")}
+    with TaskRunner(harness, folders(work.config), settings.task_limit, settings.bootstrap_iters,
+                    log if ranks.leads else None) as runner:
+        for task in tasks:
+            files = {name: digest for name, digest in work.fingerprint["files"].items()
+                     if name.startswith(f"{task.name}/")}
+            try:
+                results[task.name] = kept.get(f"task {task.name}", {**decide, "files": files},
+                                              partial(runner.measure, task))
+            except UserError as error:
+                failed.append(str(error))
+    if failed:
+        raise UserError(f"{listed(failed)}\nWhat else was measured is kept ({', '.join(kept.seconds)}). Mend the task, "
+                        f"or leave it out of evaluate.tasks, and run the stage again; {log} has the whole story.")
+    return results
 
 
-def continue_prompts(work: Work, ranks: Ranks, model: Llama, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) -> None:
+    """Put `contamination`, the scores of clean and dirty items, into each task's results."""
+    from pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
+
+    texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
+    shares = kept.get("contamination", {**kept.inputs("shard"), "texts": sha256_json(texts)},
+                      lambda: shares_in_training_text(texts, *work.input("shard"), ranks))
+    start = 0
+    for task in tasks.values():
+        end = start + len(task["per_item"]["texts"])
+        task["contamination"] = clean_and_dirty(task["per_item"], shares[start:end])
+        start = end
+
+
+def continue_prompts(work: Work, ranks: Ranks, model: Llama, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What the model writes after each prompt; the prompts are shared out over the ranks."""
     from model.generate import generate
 
@@ -128,14 +194,14 @@ def continue_prompts(work: Work, ranks: Ranks, model: Llama, vocabulary: Vocabul
     written: dict[int, dict[str, Any]] = {}
     for number in range(ranks.rank, len(settings.prompts), ranks.world):
         prompt = settings.prompts[number]
-        ids = [vocabulary.bos_id, *vocabulary.encode(prompt)]
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
         room = min(settings.prompt_tokens, context - len(ids))
         if room < 1:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
                             f"context of {context}. Shorten it.")
         new, = generate(model, [ids], room, temperature=settings.temperature, top_p=settings.top_p,
-                        seed=settings.seed + number, stop_ids={vocabulary.eos_id})
-        written[number] = {"prompt": prompt, "text": vocabulary.decode(new), "tokens": len(new),
+                        seed=settings.seed + number, stop_ids={tokenizer.eos_id})
+        written[number] = {"prompt": prompt, "text": tokenizer.decode(new), "tokens": len(new),
                            "ended": len(new) < room}
     return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]
 
@@ -153,22 +219,6 @@ def _write(work: Work, ranks: Ranks, model: Llama, found: dict[str, Any], second
     work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "heldout_tokens": total["targets"],
                           "heldout_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
                           "device": str(ranks.device.type), "device_name": ranks.device_name, "seconds": seconds})
-
-
-class _Clock:
-    """How long each part took; told, and kept for the manifest, never in the results."""
-
-    def __init__(self, work: Work, ranks: Ranks) -> None:
-        self.work, self.ranks = work, ranks
-        self.seconds: dict[str, float] = {}
-
-    def time(self, name: str, function: Any, *arguments: Any) -> Any:
-        began = time.monotonic()
-        result = function(*arguments)
-        self.seconds[name] = round(time.monotonic() - began, 3)
-        if self.ranks.leads:
-            self.work.say(f"{name}: {self.seconds[name]:.1f} s")
-        return result
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_file(path: Path, mode: str = "wb", errors: str | None = None) -> Iterator[IO[Any]]:
     """Open a temporary file beside `path`; on success fsync it and rename it to `path`.
 
     The temporary name carries host and process id, so neither an orphan of a killed run nor another node that shares
@@ -23,7 +24,7 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -32,6 +33,12 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content, atomically."""
+    with open(source, "rb") as reading, atomic_file(target) as writing:
+        shutil.copyfileobj(reading, writing)
 
 
 def sync(path: Path) -> None:
@@ -45,7 +52,8 @@ def sync(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    with atomic_file(path, "w") as file:
+    # A lone surrogate, which stands for a byte of a file's name that is not UTF-8, becomes \udce9: JSON's own escape.
+    with atomic_file(path, "w", "backslashreplace") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
         file.write("\n")
 
@@ -115,7 +123,7 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
@@ -128,8 +136,11 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
 
 
 def remove_temporary(folder: Path) -> int:
-    """Delete what killed writers left behind (`*.tmp`) under `folder`; returns how many files went."""
-    leftovers = [path for path in folder.rglob("*.tmp") if path.is_file()] if folder.is_dir() else []
+    """Delete what killed writers left behind (files and folders `*.tmp`) under `folder`; returns how many went."""
+    leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
     for path in leftovers:
-        path.unlink(missing_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # an orphan may still write into it; then the next start clears it
+        else:
+            path.unlink(missing_ok=True)
     return len(leftovers)

@@ -8,9 +8,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.entry import stage_main
+from pipeline.contract.entry import stage_main
+from pipeline.contract.stage_work import Work
 from pipeline.files import output_record, write_text
-from pipeline.work import Work
 
 
 def report(work: Work) -> None:

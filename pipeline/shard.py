@@ -1,9 +1,10 @@
 """Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
 
-Documents are read in units of input files into `staging/`; one pass over their digests then decides which are kept,
-in which split and shard; shards are written, each as a unit. Documents keep the order of sources, file names and
-records, so the bytes depend on the input alone, not on the number of processes or on interruptions. What is held out
-is decided after the reading, by the digests or by the sizes of all documents (`shard.heldout_rule`).
+Documents are read in units of input files, through the filters, into `staging/`; one pass over their digests then
+decides which are kept, in which split and shard; shards are written, each as a unit. Documents keep the order of
+sources, file names and records, so the bytes depend on the input alone, not on the number of processes or on
+interruptions. What is held out is decided after the reading, by the digests or by the sizes of all documents
+(`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is trained on.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ import shutil
 from itertools import islice
 from typing import Any
 
+from pipeline.config.kinds import outside_sources
+from pipeline.config.shipped import FILTERS
+from pipeline.contract.entry import stage_main
+from pipeline.contract.parts import PARTS, UNITS
+from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
+from pipeline.data.filters.chain import few_reasons, no_counts, total
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.staging import (
     CUT,
+    DROPPED,
     HAS_NUL,
     HAS_U2581,
     SPLITS,
@@ -34,11 +42,8 @@ from pipeline.data.staging import (
     stage_unit,
     write_unit,
 )
-from pipeline.entry import stage_main
 from pipeline.errors import UserError, listed
-from pipeline.files import atomic_file, output_record
-from pipeline.parts import PARTS, UNITS
-from pipeline.work import Unit, Work
+from pipeline.files import atomic_file, output_record, sha256_file
 
 REJECTED = "rejected.jsonl"
 
@@ -50,7 +55,15 @@ def shard(work: Work) -> None:
     files = input_files(work.config)
     _warn_of_unpinned(work)
 
-    units = [Unit(name, {"name": name, **payload}) for name, payload in reading_units(config, files)]
+    hashes = {record["path"]: record["sha256"] for record in work.run.files(work.name)}
+    filters = _filters(work)
+    units = [Unit(name, {"name": name, **payload, **filters, "sha256": [
+        hashes[str(Path(path).absolute())] for _, path in payload["files"]]}) for name, payload in
+        reading_units(config, files)]
+    if work.part is None:  # of a data set its own library knows which files it reads
+        whole = {source.name for source in config.sources if source.kind == "hf"}
+        work.check([file for file, (name, _) in zip(work.outside(), files, strict=True)
+                    if name.partition("/")[0] in whole])
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -60,7 +73,7 @@ def shard(work: Work) -> None:
     if config.heldout_rule == "tail":
         corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
         names, staged = [*names, CUT], [*staged, parts]
-    counts = _count(corpus, read, source_of_unit, sources)
+    counts = _count(corpus, read, source_of_unit, sources, config.filters)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
     payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
@@ -69,6 +82,7 @@ def shard(work: Work) -> None:
     _reconcile(counts, outputs)
     _tell(work, counts, outputs)
 
+    outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
     _clear(folder, {record["path"] for record in outputs})
@@ -82,29 +96,43 @@ def _warn_of_unpinned(work: Work) -> None:
                      f"that would not be noticed here")
 
 
-def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str]) -> dict[str, Any]:
+def _filters(work: Work) -> dict[str, Any]:
+    """What a unit's payload says of filters; nothing where there are none. Refuses those that cannot be had."""
+    config = work.config.shard
+    FILTERS.made(config.filters)
+    code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
+    for module, (path, digest) in code.items():
+        work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")
+    items = [item.model_dump(mode="json") for item in config.filters]
+    # With their code, so that units of an attempt that broke off are not mixed with those of other code.
+    return {"filters": items, "keep_dropped": config.keep_dropped,
+            "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
+
+
+def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str],
+           filters: list[Any]) -> dict[str, Any]:
     """What became of every document, for each source and in all."""
     of_source: dict[str, dict[str, Any]] = {}
     for number, source in enumerate(sources):
         records = [record for record, owner in zip(read, source_of_unit, strict=True) if owner == number]
         kept = {split: corpus.index[corpus.kept(split, number)] for split in SPLITS}
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
+        passed = few_reasons(total([no_counts(filters), *(record.get("filters", {}) for record in records)]))
         of_source[source] = {
-            "documents_in": sum(record["documents"] for record in records) + empty + rejected,
+            # An unfinished stage may have records of a version that had no filters and did not count what it read.
+            "documents_in": sum(record["read"] if "read" in record else record["documents"] + record["empty"]
+                                + record["rejected"] for record in records),
             "cut_in_two": int((corpus.unit[corpus.source == number] == len(read)).sum()) // 2,
             **{split: len(rows) for split, rows in kept.items()},
-            "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty},
+            "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty,
+                        **{name: own["documents"] for name, own in passed.items()}},
+            **({"filters": passed} if filters else {}),
             "rejected": rejected,
             "text_bytes": {split: int(rows["text_bytes"].sum()) for split, rows in kept.items()},
             "documents_with_nul": sum(int((rows["flags"] & HAS_NUL > 0).sum()) for rows in kept.values()),
             "documents_with_u2581": sum(int((rows["flags"] & HAS_U2581 > 0).sum()) for rows in kept.values()),
         }
-    return {**_total(list(of_source.values())), "sources": of_source}
-
-
-def _total(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: _total([part[name] for part in parts]) if isinstance(value, dict)
-            else sum(part[name] for part in parts) for name, value in parts[0].items()}
+    return {**total(of_source.values()), "sources": of_source}
 
 
 def _gather_rejections(folder: Path, units: list[str]) -> None:
@@ -121,8 +149,8 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         if own["train"] + own["heldout"] == 0:
             problems.append(f"source {source} yields no documents: {own['documents_in']} read, of which "
                             f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
-                            f"{own['rejected']} unreadable{_first(work.folder, source)}. Correct the source, or leave "
-                            f"it out.")
+                            f"{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. Correct the "
+                            f"source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
     limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
     advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
               f"same command then goes on")
@@ -147,6 +175,12 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                         f"one text file.")
     if problems:
         raise UserError(listed(problems) if len(problems) == 1 else f"the corpus cannot be used:\n{listed(problems)}")
+
+
+def _by_filters(own: dict[str, Any]) -> str:
+    dropped = [f"{name} {passed['documents']:,}" for name, passed in own.get("filters", {}).items()
+               if passed["documents"]]
+    return f", dropped by filters: {', '.join(dropped)}" if dropped else ""
 
 
 def _first(folder: Path, source: str | None = None) -> str:
@@ -178,16 +212,21 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")
+    for name, own in counts.get("filters", {}).items():
+        reasons = "; ".join(f"{documents:,} {reason}" for reason, documents in own["reasons"].items())
+        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped"
+                 f"{f' ({reasons})' if reasons else ''}, {own['changed']:,} changed")
+    told = ", ".join(f"{documents:,} {reason}" for reason, documents in dropped.items())
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
-             f"held out + {sum(dropped.values()):,} dropped ({dropped['duplicate']:,} duplicate, "
-             f"{dropped['empty']:,} empty) + {counts['rejected']:,} rejected; "
+             f"held out + {sum(dropped.values()):,} dropped ({told}) + {counts['rejected']:,} rejected; "
              f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
 
 
 def _clear(folder: Path, outputs: set[str]) -> None:
     """Remove what is no output, before the commit, so that no kill leaves a finished stage with twice its size."""
-    for path in [path for split in SPLITS for path in (folder / split).glob("*.tar")]:
+    for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
+                 *(folder / DROPPED).glob("*.jsonl")]:
         if path.relative_to(folder).as_posix() not in outputs:
             path.unlink()  # an interrupted run saw another state of a Hub dataset
     shutil.rmtree(folder / PARTS, ignore_errors=True)  # first: they must not speak of units that are gone

@@ -14,29 +14,37 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.entry import end_process, stage_main
-from pipeline.work import Work
+from pipeline.contract.entry import end_process, stage_main
+from pipeline.contract.preparation import is_leader
+from pipeline.contract.stage_work import Work
 
 
 def train(work: Work) -> None:
     """Train to the configured number of steps and commit, or save and leave when asked to stop."""
     from pipeline.training.session import Session
+    from pipeline.training.sinks.base import refuse_unusable
     from pipeline.training.watchdog import Watchdog
 
+    if is_leader():  # it alone has sinks
+        refuse_unusable(work.config.train.log_to)
     with Watchdog.of(work) as watchdog, Session(work, watchdog) as session:
         for step in session.steps():
             batch = session.loader.next()
             agreed = session.agree(batch)
-            result = session.engine.step(batch.split(session.micro_batch), session.accumulation, agreed.targets,
-                                         session.lr(step), session.limits(step))
+            limits = session.before_update(step)
+            result = session.engine.step(batch.split(session.batch.micro_batch), session.batch.accumulation,
+                                         agreed.targets, session.lr(step), limits)
             verdict = session.judge(step, result)
             if verdict.outcome == "rollback":
                 session.roll_back(verdict)
                 continue
             session.advance(step, result, verdict, agreed.targets)
-            if session.due(step, work.config.train.checkpoint.every_steps) or agreed.save or agreed.stop:
+            if session.checkpoint_is_due(step, agreed):
                 session.save()
-            session.look()
+            heldout = session.monitor.validate(step)
+            session.monitor.log(session.progress, heldout)
+            session.monitor.draw_samples(step)
+            session.end_step()
             if agreed.stop and session.unfinished:
                 return session.leave(agreed.stop)
         session.finish()

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.waiting import HANG_S
+from tests.warm import WarmProcess, WarmServer
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="no C++ compiler, with which torch.compile makes code for CPUs: apt-get install g++")
+"""For tests that compile."""
+
+LONG = ("tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools", "tests/launch", "tests/parallel",
+        "tests/test_shakespeare.py", "tests/stages")
+"""What takes longest. It is begun first, so that at the end no worker is alone with something long."""
 
 MINI = {
     "name": "mini",
@@ -54,14 +72,80 @@ def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> 
     return [*start, "-m", f"pipeline.{stage}", "--config", str(config), *overrides]
 
 
-def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0,
-              **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run one stage to its end and check its exit status; variables: more of its environment."""
-    result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
-                            capture_output=True, env={**environment(), **variables}, timeout=300, check=False)
+def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limits: dict[int, int] | None = None,
+                limited: Sequence[int] | None = None, **variables: str) -> WarmProcess:
+    """Start one stage, by a fork of a process that has imported what it needs (tests/warm.py).
+
+    limits: resource limits, of the ranks `limited` only if that is given; variables: more of its environment.
+    """
+    return warm_server().start([f"pipeline.{stage}", "--config", str(config), *overrides],
+                               {**environment(), **variables}, ranks=ranks, limits=limits, limited=limited)
+
+
+def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, cold: bool = False,
+              limits: dict[int, int] | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run one stage to its end and check its exit status.
+
+    cold: in interpreters of its own, several ranks under torch's elastic agent. Stages without torch always are: they
+    start quickly, and a hash seed of each one's own shows what depends on it.
+    """
+    if cold or stage not in ("train", "convert"):
+        def limit() -> None:
+            for number, most in (limits or {}).items():
+                resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
+        result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
+                                capture_output=True, env={**environment(), **variables}, timeout=HANG_S, check=False,
+                                preexec_fn=limit)
+    else:
+        process = start_stage(stage, config, *overrides, ranks=ranks, limits=limits, **variables)
+        said, complaint = process.communicate(HANG_S)
+        result = subprocess.CompletedProcess(process.args, process.wait(), said, complaint)
     failed = result.returncode != 0
     assert failed == (expect != 0) and (ranks > 1 or result.returncode == expect), result.stdout + result.stderr
     return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How xdist deals out the tests."""
+    from tests.scheduling import ByWhatIsShared
+    return ByWhatIsShared(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under xdist, the long first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((place for place, start in enumerate(LONG) if item.nodeid.startswith(start)),
+                                         len(LONG)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was left out, and what was taken in its place: once for each thing that is missing here."""
+    from tests.slurm.conftest import kinds
+
+    reasons = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ")
+                      for report in terminalreporter.stats.get("skipped", []))
+    told = [f"{count} test{'s' * (count > 1)} left out: {reason}" for reason, count in sorted(reasons.items())]
+    if "slurm" not in kinds():
+        told.append("The cluster's tests ran on fake programs: Slurm is not installed, or DROVER_FAKE_SLURM is set. "
+                    "`python -m tools.slurm_lab install` installs it, as root.")
+    if terminalreporter.config.option.markexpr == "not soak":
+        told.append("Soaks, which repeat at length what a test here shows once: `make soak` runs them.")
+    if told:
+        terminalreporter.section("left out")
+        for line in told:
+            terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish() -> None:
+    if warm_server.cache_info().currsize:
+        warm_server().close()
+
+
+@cache
+def warm_server() -> WarmServer:
+    """This session's server of warm processes, started when the first is asked for."""
+    return WarmServer(environment())
 
 
 @pytest.fixture(scope="session")
@@ -88,8 +172,12 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path, encoded: Path) -> Path:
-    """Config of a new run that reuses the encoded one: training can start at once."""
+    """Config of a new run that reuses the encoded one: training can start at once.
+
+    One process accumulates over two micro-batches, two ranks have one each.
+    """
     config = yaml.safe_load(encoded.read_text())
+    config["train"]["micro_batch"] = 8
     config.update(runs_dir=str(tmp_path / "runs"), reuse=str(encoded.parent / "runs/mini"))
     path = tmp_path / "mini.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.entry import stage_main
+from pipeline.contract.entry import stage_main
+from pipeline.contract.state import read_state
 from pipeline.files import output_record, write_text
-from pipeline.state import read_state
 
 
 def copy_corpus(work):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.loading import load_config
+from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.manifest import read_manifest
-from pipeline.training.metrics import read_metrics
+from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, run_stage
 
 CONFIG = REPOSITORY / "configs/shakespeare_char.yaml"

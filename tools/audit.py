@@ -19,28 +19,35 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.loading import load_config
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import run_in
+from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from pipeline.data.order import SampleOrder
 from pipeline.errors import UserError
 from pipeline.files import read_lines
-from pipeline.manifest import read_manifest
-from pipeline.run import Run
-from pipeline.training.checkpoint import read_marker
-from pipeline.training.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
-from pipeline.training.session import open_training_data
-from pipeline.work import Work
+from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
+from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
+from pipeline.training.determinism import was_deterministic
+from pipeline.training.training_data import open_training_data
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
-another order, and in bf16 a few such steps drift apart. On equal ranks the losses must be equal to the last bit."""
+another order, and in bf16 a few such steps drift apart. On equal ranks the losses must be equal to the last bit, if the
+device is deterministic."""
+NOT_DETERMINISTIC = 1e-2
+"""The same on a device that gives other bits at every start (GPUs, unless train.deterministic is true): there a step
+drifts with every step that was repeated before it."""
 PLACES = ("ranks", "parallel", "device", "micro_batch", "compile", "torch")
 """What a start or resume event tells of where the steps after it were computed."""
 
 
 @dataclass
 class Audit:
-    """What was found. `faults` are sentences; empty means proven."""
+    """What was found. `faults` are sentences; empty means proven.
+
+    largest: relative difference between the losses of a step that was done twice; tolerance: what is allowed, and why.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -48,6 +55,9 @@ class Audit:
     abandoned: int = 0
     restarts: int = 0
     checkpoints: int = 0
+    largest: float = 0.0
+    tolerance: float = 0.0
+    why: str = ""
     left_out: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -57,11 +67,14 @@ class Audit:
         head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
                 f"done again, {undone}{self.checkpoints} checkpoints")
         left_out = [f"left out on purpose: {entry}" for entry in self.left_out]
+        repeats = [f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
+                   f"({self.tolerance:.0e} is allowed)"] if self.repeated and self.why else []
         if self.faults:
-            return [head, *left_out, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
+            return [head, *left_out, *repeats, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
         every = "every other sample" if left_out else "every sample"
-        return [head, *left_out, f"proven: {every} was used exactly once, in order, and repeated steps gave the same "
-                                 f"loss"]
+        within = f", within {self.tolerance:.0e}" if self.largest else ""
+        return [head, *left_out, *repeats, f"proven: {every} was used exactly once, in order, and repeated steps gave "
+                                           f"the same loss{within}"]
 
 
 class Rules:
@@ -89,10 +102,10 @@ def audit(folder: Path) -> Audit:
     if not lines:
         raise UserError(f"{folder / 'train/metrics.jsonl'} holds no step; there is nothing to audit.")
     starts = [event for event in read_lines(folder / "train/events.jsonl") if event["event"] in ("start", "resume")]
-    places = {str([event.get(key) for key in PLACES]) for event in starts}
-    found, order = Audit(restarts=len(starts) - 1), _order(folder)
+    tolerance, why = _tolerance(starts)
+    found, order = Audit(restarts=len(starts) - 1, tolerance=tolerance, why=why), _order(folder)
     rules = Rules(read_rollbacks(folder / "train"), order.plan_sha256)
-    final = _repeats(lines, rules, found, ROUNDING if len(places) > 1 else 0.0)
+    final = _repeats(lines, rules, found)
     _coverage(final, found)
     _left_out(final, rules, found)
     _checkpoints(folder, final, rules, found)
@@ -100,12 +113,24 @@ def audit(folder: Path) -> Audit:
     return found
 
 
-def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit, tolerance: float) -> dict[int, dict[str, Any]]:
+def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
+    """The relative difference that is allowed between losses of a repeated step, and why; 0 is equal to the last bit.
+
+    starts: the start and resume events. An attempt says whether it was deterministic on its device; older ones only say
+    which device that was.
+    """
+    if loose := sorted({str(event.get("device")) for event in starts if not was_deterministic(event)}):
+        return NOT_DETERMINISTIC, (f"not deterministic on this device ({', '.join(loose)}; train.deterministic=true "
+                                   f"makes it so)")
+    if len({str([event.get(key) for key in PLACES]) for event in starts}) > 1:
+        return ROUNDING, "computed on other ranks, or otherwise, than before"
+    return 0.0, ""
+
+
+def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit) -> dict[int, dict[str, Any]]:
     """The line that counts of each step; a step done again after a kill must have been the same step.
 
     After a rollback, steps up to the samples left out are the same again, and those from there on see others.
-
-    tolerance: relative difference of a repeated step's losses that is allowed.
     """
     final: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -117,20 +142,25 @@ def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit, tolerance:
             found.abandoned += 1
         elif earlier is not None:
             found.repeated += 1
-            _same(earlier, line, found, tolerance)
+            _same(earlier, line, found)
         final[line["step"]] = line
     undone = [step for step, line in final.items() if rules.is_abandoned(line)]  # and not done again so far
     found.abandoned += len(undone)
     return {step: line for step, line in final.items() if step not in undone}
 
 
-def _same(earlier: dict[str, Any], line: dict[str, Any], found: Audit, tolerance: float) -> None:
+def _same(earlier: dict[str, Any], line: dict[str, Any], found: Audit) -> None:
     for key in ("samples", "left_out", "skipped"):
         if earlier.get(key) != line.get(key):
             found.faults.append(f"step {line['step']} was done twice with different {key}: {earlier.get(key)} "
                                 f"and {line.get(key)}")
     before, now = float(earlier["loss"]), float(line["loss"])
-    if before != now and not abs(before - now) <= tolerance * abs(now) and not (math.isnan(before) and math.isnan(now)):
+    if before == now or (math.isnan(before) and math.isnan(now)):
+        return
+    difference = abs(before - now) / abs(now) if now else math.inf
+    if math.isfinite(difference):
+        found.largest = max(found.largest, difference)
+    if not difference <= found.tolerance:
         found.faults.append(f"step {line['step']} was done twice with different loss: {earlier['loss']} and "
                             f"{line['loss']}")
 
@@ -178,7 +208,7 @@ def _left_out(final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> N
 
 def _checkpoints(folder: Path, final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> None:
     skipped = sorted(step for step, line in final.items() if "skipped" in line)
-    for path in sorted((folder / "train/checkpoints").glob("step-????????")):
+    for path in named_after_steps(folder / "train" / CHECKPOINTS):
         progress = read_marker(path)["progress"]
         found.checkpoints += 1
         line = final.get(progress["step"])
@@ -200,8 +230,7 @@ def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) 
 
 
 def _order(folder: Path) -> SampleOrder:
-    config = load_config(folder / "config.yaml", [f"runs_dir={folder.parent}", f"name={folder.name}"])
-    run = Run(config)
+    run = run_in(folder)
     return open_training_data(Work(run, "train", run.fingerprint("train"))).order
 
 

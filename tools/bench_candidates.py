@@ -19,15 +19,17 @@ import numpy as np
 import torch
 
 from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.contract.entry import end_process
 from pipeline.data.loader import Batch, Prefetcher, pack
-from pipeline.entry import end_process
 from pipeline.parallel.grid import Grid
+from pipeline.parallel.initial_values import drawn
 from pipeline.parallel.ranks import start_ranks
-from pipeline.training.engines import build_engine
-from pipeline.training.guards import Limits
+from pipeline.training.engines.build import build_engine
+from pipeline.training.guards import StepLimits
 
 SHAPE = ModelConfig(vocab_size=8192, dim=288, layers=6, heads=6, kv_heads=2, ffn_dim=768, context_length=256)
 SEQUENCES, LENGTH = 8, 256
@@ -57,17 +59,17 @@ def random_batch(step: int, first: int = 0, count: int = SEQUENCES) -> Batch:
 def ours(candidate: Candidate) -> Step:
     """A step of our engine, exactly as training takes it: read ahead, document mask, chunked loss, limits."""
     ranks = start_ranks()
-    config = Config(train=TrainConfig(micro_batch=SEQUENCES // candidate.ranks, precision="fp32", **candidate.train),
+    config = Config(train=TrainConfig(micro_batch=SEQUENCES // candidate.ranks, precision="fp32",
+                                      sequence_length=LENGTH, batch_tokens=SEQUENCES * LENGTH, **candidate.train),
                     parallel=ParallelConfig(**candidate.parallel))
-    grid = Grid(ranks, config.parallel)
-    share = SEQUENCES // grid.data_ranks
-    engine = build_engine(config, SHAPE, grid, torch.float32, share // config.train.micro_batch, seed=0)
-    loader = Prefetcher(lambda step: random_batch(step, grid.data_rank * share, share), range(1_000_000), 1)
+    grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
+    engine = build_engine(config, SHAPE, grid, torch.float32, plan.accumulation, drawn(SHAPE, 0))
+    loader = Prefetcher(lambda step: random_batch(step, plan.first(grid.data_rank), plan.rank_sequences),
+                        range(1_000_000), 1)
 
     def step() -> tuple[float, float]:
         batch = loader.next()
-        result = engine.step(batch.split(config.train.micro_batch), share // config.train.micro_batch,
-                             SEQUENCES * LENGTH, 1e-3, Limits())
+        result = engine.step(batch.split(plan.micro_batch), plan.accumulation, plan.tokens, 1e-3, StepLimits())
         return result.loss, loader.waited_s
     return step
 

@@ -30,15 +30,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import inf, isnan
 from pathlib import Path
 from random import Random
 
 from pipeline.console import duration
+from pipeline.contract.state import read_attempts
 from pipeline.errors import UserError
 from pipeline.files import read_lines
-from pipeline.state import read_attempts
-from pipeline.training.goodput import goodput
-from pipeline.training.metrics import read_metrics
+from pipeline.records.goodput import goodput
+from pipeline.records.metrics import read_metrics
 from tools.audit import audit
 from tools.chaos_faults import FAULTS, Missed, order
 from tools.chaos_run import SoakRun, Stuck
@@ -131,9 +132,9 @@ def judge(run: SoakRun, faults: Counter[str], wall: float) -> Verdict:
     ours, theirs = ({line["step"]: line for line in read_metrics(run.folder / "runs" / name / "train/metrics.jsonl")}
                     for name in ("soak", "undisturbed"))
     problems = [] if set(ours) == set(theirs) else [f"{len(ours)} steps were logged, {len(theirs)} undisturbed"]
-    worst, where = max(((abs(ours[step][key] / theirs[step][key] - 1), step) for step in set(ours) & set(theirs)
+    worst, where = max(((difference(ours[step][key], theirs[step][key]), step) for step in set(ours) & set(theirs)
                         for key in ("loss", "grad_norm")), default=(0.0, 0))
-    if not worst < BOUND:
+    if worst >= BOUND:
         problems.append(f"step {where} differs from the undisturbed one by {worst:.1e} (bound {BOUND:.0e})")
     found = audit(run.run)
     problems += found.faults
@@ -158,6 +159,12 @@ def judge(run: SoakRun, faults: Counter[str], wall: float) -> Verdict:
                          sorted(spent.lost.items(), key=lambda item: -item[1]) if seconds >= 1)
         lines.append(f"goodput      {spent.share:.1%} of {duration(spent.wall_s)} of training; lost: {lost}")
     return Verdict(tuple(lines), tuple(problems))
+
+
+def difference(one: float, other: float) -> float:
+    """Relative; infinite where one of them is NaN."""
+    found = abs(one / other - 1)
+    return inf if isnan(found) else found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
+from pipeline.records.checkpoints import MARKER
 from tools.chaos_run import SoakRun
 
 Fault = Callable[[SoakRun, Random], str]
@@ -50,12 +51,12 @@ def requeue(run: SoakRun, dice: Random) -> str:
 
 
 def kill_node(run: SoakRun, dice: Random) -> str:
-    """A node loses power, and comes back a while later."""
-    node, seconds = dice.choice(run.lab.nodes), round(dice.uniform(2, 15), 1)
-    run.lab.kill_node(node)
+    """A node loses power, and comes back a while later; Slurm is told of it or not."""
+    node, seconds, told = dice.choice(run.lab.nodes), round(dice.uniform(2, 15), 1), dice.random() < 0.5
+    run.lab.kill_node(node, told)
     time.sleep(seconds)
     run.lab.start_node(node)
-    return f"{node} for {seconds} s"
+    return f"{node} for {seconds} s{'' if told else ', unnoticed'}"
 
 
 def restart_controller(run: SoakRun, dice: Random) -> str:
@@ -73,7 +74,7 @@ def damage_checkpoint(run: SoakRun, dice: Random) -> str:
     if len(saved := run.saved()) < 2:
         run.go_on()
         raise Missed("only one checkpoint, which is needed")
-    path = max((path for path in saved[-1].iterdir() if path.name != "COMPLETE.json"),
+    path = max((path for path in saved[-1].iterdir() if path.name != MARKER),
                key=lambda path: path.stat().st_size)
     place = dice.randrange(path.stat().st_size)
     with open(path, "r+b") as file:

@@ -19,17 +19,18 @@ import yaml
 from launch.slurm.chain import Chain, read_chain
 from launch.slurm.nodes import NODES
 from launch.slurm.scheduler import Scheduler
+from pipeline.contract.manifest import Manifest, read_manifest
+from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.contract.state import ATTEMPTS
 from pipeline.files import append_line
-from pipeline.manifest import Manifest, read_manifest
-from pipeline.stages import REPOSITORY, STAGES
-from pipeline.state import ATTEMPTS
+from pipeline.records.checkpoints import complete_checkpoints
 from tools.slurm_lab import Lab
 from tools.slurm_processes import PROC, process_table
 
 CORPUS_BYTES = 130_000
 SEQUENCES = 16
 """Of a step: 1, 2 or 4 ranks with a micro-batch of 4 share them."""
-STALL_S = 300.0
+STALL_S = 1800.0
 """Without a step, a submission or a fault for so long, the soak gives up."""
 TAIL_BYTES = 1 << 14
 SETTINGS: dict[str, Any] = {
@@ -141,7 +142,7 @@ class SoakRun:
 
     def saved(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        return sorted(path.parent for path in (self.run / "train/checkpoints").glob("step-????????/COMPLETE.json"))
+        return complete_checkpoints(self.run / "train")
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the ranks that run, by rank."""
@@ -150,7 +151,7 @@ class SoakRun:
 
     def runner(self) -> int | None:
         """Process id of the runner of the train job."""
-        return next((pid for pid, _ in self._processes("launch.slurm.runner", "-train.json")), None)
+        return next((pid for pid, _ in self._processes("launch.slurm.job.runner", "-train.json")), None)
 
     def _processes(self, *words: str) -> Iterator[tuple[int, dict[str, str]]]:
         """Processes of this run's jobs with all the words in their command line, and their environments."""

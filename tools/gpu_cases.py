@@ -18,22 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from model.config import PRESETS, ModelConfig
+from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama
 from model.loss import Losses
+from model.presets import PRESETS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import CheckpointConfig, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import Batch, pack
-from pipeline.parallel import spreading
+from pipeline.parallel import fsdp as spreading
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks, start_ranks
-from pipeline.training.checkpoint import Checkpoints, Progress
-from pipeline.training.engines import build_engine
-from pipeline.training.guards import Limits
-from pipeline.training.metrics import compiled_graphs
-from pipeline.training.saving import Saver
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.training.async_saver import AsyncSaver
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.device_facts import compiled_graphs
+from pipeline.training.engines.build import build_engine
+from pipeline.training.guards import StepLimits
 from tools import gpu_kernels
 from tools.gpu_kernels import BACKENDS, Device, NotHereError, Report, head_losses
 
@@ -169,8 +171,8 @@ class Bench:
                     [whole.tokens, whole.tokens[:, :1]], dim=1)])
 
             def step() -> float:
-                result = engine.step(whole.split(sequences), accumulation, whole.targets, 1e-5, Limits())
-                if not result.applied:  # the limits leave out what is no number, and nothing else
+                result = engine.step(whole.split(sequences), accumulation, whole.targets, 1e-5, StepLimits())
+                if not result.applied:  # the limits leave out what is NaN, and nothing else
                     raise ArithmeticError(f"the step gave {result}")
                 return float(result.loss)
             yield step, facts
@@ -181,7 +183,7 @@ class Bench:
                           train=TrainConfig(precision="bf16", sequence_length=length, micro_batch=sequences,
                                             batch_tokens=sequences * accumulation * length, **train))
         engine: Any = build_engine(settings, config, Grid(self.ranks, settings.parallel), torch.bfloat16, accumulation,
-                                   seed=None)
+                                   initial=None)
         fill(engine.model, config)
         return engine
 
@@ -242,13 +244,13 @@ class Bench:
         data = batch(config, length, 1, seed=0)
 
         def step() -> Any:
-            return engine.step(iter([data]), 1, data.targets, 1e-5, Limits())
+            return engine.step(iter([data]), 1, data.targets, 1e-5, StepLimits())
         step()
         with tempfile.TemporaryDirectory(prefix="drover-checkpoint-") as folder:
             said: list[str] = []
             checkpoints = Checkpoints(Path(folder), self.ranks, said.append)
-            saver = Saver(checkpoints, self.ranks, CheckpointConfig(keep=1), {}, said.append)
-            pieces = engine.pieces()
+            saver = AsyncSaver(checkpoints, self.ranks, CheckpointConfig(keep=1), {}, said.append)
+            pieces = engine.state_shards()
             size = sum(piece.tensor.nbytes for parts in pieces.values() for piece in parts)
             prepare_s = device.seconds(lambda: saver.prepare(pieces))
             source = torch.randn(size // 4, device=device.device)
@@ -258,7 +260,7 @@ class Bench:
             quiet = [device.seconds(step) for _ in range(2 if device.tiny else 6)]
             stalls, writing, meanwhile = [], [], []
             for number in (1, 2):
-                stalls.append(saver.save(pieces, Progress(step=number)))
+                stalls.append(saver.save(pieces, TrainingProgress(step=number)))
                 meanwhile += [device.seconds(step) for _ in range(2 if device.tiny else 6)]
                 saver.wait()
                 writing += [saved.details["seconds"] for saved in saver.ended() if saved.event == "checkpoint"]

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import loss as ours
-from model.attention import attention_mask
+from model.attention.sdpa import dense_mask
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
-from pipeline.training.metrics import memory_mb, peak_flops
+from pipeline.training.device_facts import memory_mb, peak_flops
 
 Report = Callable[..., None]
 """Called as report(name, **figures) for each thing measured."""
@@ -245,7 +245,7 @@ def attention(device: Device, report: Report, config: ModelConfig, begins: list[
     marks = torch.zeros(1, length, dtype=torch.int32)
     marks[0, begins[1:]] = 1
     documents = marks.cumsum(1, dtype=torch.int32).to(device.device)
-    make_mask = partial(attention_mask, length, 0, documents, device.device, torch.bfloat16)
+    make_mask = partial(dense_mask, length, 0, documents, device.device, torch.bfloat16)
     attempt(device, report, "documents, making the dense mask", lambda: {"forward_s": device.median(make_mask)})
     mask = make_mask()
     each("documents, dense mask", the_default_with_heads_repeated=partial(sdpa, None, mask, True),
@@ -353,9 +353,9 @@ def _ours_compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def _ours_summing_in_products(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The weight's gradient is added up inside the product, in float32: no product in bf16 beside it."""
-    def add(total: Tensor, left: Tensor, right: Tensor) -> None:
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
-    with mock.patch.object(ours, "_add_product", add):
+    def add(total: Tensor, gradient: Tensor, x: Tensor) -> None:
+        torch.ops.aten.addmm.dtype_out(total, gradient.T, x, total.dtype, out=total)
+    with mock.patch.object(ours, "add_weight_gradient", add):
         return cross_entropy_sum(hidden, weight, labels)
 
 

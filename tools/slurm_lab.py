@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -30,7 +30,11 @@ from tools.slurm_settings import NO_REQUEUE, STEP_DAEMON, LabSettings, check_fol
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
 PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged"]
 ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
+"""For whatever is waited for, lest it be for ever: an idle machine needs seconds, a busy one minutes."""
+TAIL = 8
+"""Lines of each log that are told when the lab fails."""
+USABLE = {"idle", "mixed", "allocated", "completing"}
 
 
 def missing_programs(accounting: bool = True) -> list[str]:
@@ -74,10 +78,12 @@ class Lab:
 
     def up(self, nodes: int = 4, *, accounting: bool = True, cpus: int = 4, memory_mb: int = 6000,
            requeue: bool = True) -> None:
-        """Start the lab and return when every node is idle. `requeue=False`: a site that lets no job be requeued.
+        """Start the lab and return when every node is idle; one that does not come up is tried once more.
+
+        requeue=False: a site that lets no job be requeued.
 
         Raises:
-            UserError: programs are missing, the folder does not do, or a daemon did not come up.
+            UserError: programs are missing, the folder does not do, or it did not come up; with the ends of its logs.
         """
         if missing := missing_programs(accounting):
             raise UserError(f"Slurm is not (all) here: no {', '.join(missing)}. On Debian or Ubuntu "
@@ -88,14 +94,23 @@ class Lab:
         self.down()
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(f"{self.folder} holds something that is not a Slurm lab; choose another with --folder.")
-        with free_ports(nodes + 2) as port:
-            settings = LabSettings(str(self.folder), nodes, cpus, memory_mb, accounting, requeue, port)
+        settings = LabSettings(str(self.folder), nodes, cpus, memory_mb, accounting, requeue)
+        try:
+            return self._bring_up(settings)
+        except UserError as first:
+            print(f"{str(first).partition(chr(10))[0]} Trying once more.", file=sys.stderr, flush=True)
+        self.down()
+        self._bring_up(settings)
+
+    def _bring_up(self, settings: LabSettings) -> None:
+        with free_ports(settings.nodes + 2) as port:
             try:
-                self._write(settings)
+                self._write(replace(settings, port=port))
                 self._start_munge()
-                if accounting:
-                    self._start_accounting()
-                self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
+                if settings.accounting:
+                    self._make_database()
+                    self.start_accounting()
+                self._start_controller()
                 for node in self.nodes:
                     self._start_slurmd(node)
                 self._wait("all nodes idle", lambda: set(self.node_states().values()) == {"idle"})
@@ -119,11 +134,22 @@ class Lab:
             shutil.rmtree(self.folder, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True) if self.folder.exists() else None
 
-    def kill_node(self, node: str) -> None:
-        """The node loses power: its daemon, and everything that runs on it, is gone at once."""
+    def kill_node(self, node: str, told: bool = True) -> None:
+        """The node loses power: its daemon, and everything that runs on it, is gone at once.
+
+        told: the controller hears of it at once, as from a site's health check; else it finds out by itself, after
+        SlurmdTimeout.
+        """
         self._check(node)
         self.daemons.stop(f"slurmd-{node}")
         self.daemons.kill_jobs([node])
+        if told:
+            self.tell_of_loss(node)
+
+    def tell_of_loss(self, node: str) -> None:
+        """Have the controller, if there is one, take a node for lost without waiting for SlurmdTimeout."""
+        if self.daemons.running("slurmctld") is not None:
+            self._ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def start_node(self, node: str) -> None:
         """The node comes back; returns when the controller will give it jobs."""
@@ -132,21 +158,22 @@ class Lab:
             self._start_slurmd(node)
         port = self.settings.port + 2 + self.nodes.index(node)
         self._wait(f"{node} listening", lambda: is_open(port))
-        if self.daemons.running("slurmctld") is None:
+        if self.daemons.running("slurmctld") is None or self._until(lambda: self._is_usable(node), 5.0):
             return
-        usable = {"idle", "mixed", "allocated", "completing"}
-        if not self._until(lambda: self.node_states().get(node) in usable, 5.0):
-            self._ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        self._wait(f"{node} usable", lambda: self.node_states().get(node) in usable)
+
+        self._run("scontrol", "update", f"NodeName={node}", "State=RESUME")  # refused where it needs none
+        self._wait(f"{node} usable", lambda: self._is_usable(node))
+
+    def _is_usable(self, node: str) -> bool:
+        return self.node_states().get(node) in USABLE
 
     def stop_controller(self) -> None:
         """slurmctld ends in good order: jobs go on, and no command of Slurm's is answered."""
-        self.daemons.stop("slurmctld", grace_s=20.0)
+        self.daemons.stop("slurmctld", grace_s=PATIENCE_S)
 
     def start_controller(self) -> None:
         """slurmctld takes over what the last one left; returns when it has heard from every living node."""
-        if self.daemons.running("slurmctld") is None:
-            self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
+        self._start_controller()
         living = [node for node in self.nodes if self.daemons.running(f"slurmd-{node}")]
         self._wait("slurmctld answering", lambda: all(
             not state.endswith("*") and state not in ("unknown", "down") for state in self.states_of(living)))
@@ -158,8 +185,22 @@ class Lab:
 
     def stop_accounting(self) -> None:
         """sacct is no longer answered; everything else is."""
-        self.daemons.stop("slurmdbd", grace_s=5.0)
-        self.daemons.stop("mariadbd", grace_s=5.0)
+        self.daemons.stop("slurmdbd", grace_s=PATIENCE_S)
+        self.daemons.stop("mariadbd", grace_s=PATIENCE_S)
+
+    def start_accounting(self) -> None:
+        """sacct is answered (again); does nothing in a lab without accounting."""
+        data, settings = self.folder / "database", self.settings
+        if not settings.accounting or self.daemons.running("slurmdbd") is not None:
+            return
+        self._start("mariadbd", "mariadbd", "--no-defaults", *_as_user(), f"--datadir={data}",
+                    f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-networking",
+                    "--innodb-flush-log-at-trx-commit=0")
+        self._wait("mariadbd", lambda: is_open(data / "socket"))
+        self._start("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
+        self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
+        ask = ["sacct"] if self.daemons.running("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
+        self._wait("slurmdbd", lambda: self._run(*ask).returncode == 0)
 
     def node_states(self) -> dict[str, str]:
         """The state of each node as sinfo says it, such as idle, mixed, allocated*, down*; empty if nobody answers."""
@@ -198,18 +239,15 @@ class Lab:
                     *(f"--{option}={self.folder / path}" for option, path in paths.items()))
         self._wait("munged", lambda: (self.folder / "munge.sock").exists())
 
-    def _start_accounting(self) -> None:
-        data, settings = self.folder / "database", self.settings
+    def _make_database(self) -> None:
+        data = self.folder / "database"
         data.mkdir(mode=0o700)
-        as_user = ["--user=root"] if os.geteuid() == 0 else []
-        self._ask("mariadb-install-db", "--no-defaults", *as_user, f"--datadir={data}", "--skip-test-db",
+        self._ask("mariadb-install-db", "--no-defaults", *_as_user(), f"--datadir={data}", "--skip-test-db",
                   "--auth-root-authentication-method=normal")
-        self._start("mariadbd", "mariadbd", "--no-defaults", *as_user, f"--datadir={data}", f"--socket={data}/socket",
-                    f"--pid-file={data}/pid", "--skip-networking", "--innodb-flush-log-at-trx-commit=0")
-        self._wait("mariadbd", lambda: (data / "socket").exists())
-        self._start("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
-        self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
-        self._wait("slurmdbd", lambda: self._run("sacctmgr", "--immediate", "add", "cluster", "lab").returncode == 0)
+
+    def _start_controller(self) -> None:
+        if self.daemons.running("slurmctld") is None:
+            self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
 
     def _start_slurmd(self, node: str) -> None:
         self._start(f"slurmd-{node}", "slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node,
@@ -224,13 +262,18 @@ class Lab:
         return {**kept, **self.environment()}
 
     def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(_which(program)), *arguments], env=self._environment(), text=True,
-                              stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S)
+        command = [str(_which(program)), *arguments]
+        try:
+            return subprocess.run(command, env=self._environment(), text=True, stdin=subprocess.DEVNULL,
+                                  capture_output=True, timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 124, "", f"no answer in {PATIENCE_S:.0f} s")
 
     def _ask(self, program: str, *arguments: str) -> None:
         answer = self._run(program, *arguments)
         if answer.returncode != 0:
-            raise UserError(f"{program} {shlex.join(arguments)} failed: {(answer.stderr or answer.stdout).strip()}")
+            raise UserError(f"{program} {shlex.join(arguments)} failed: {(answer.stderr or answer.stdout).strip()}"
+                            f"{self.log_ends()}")
 
     def _check(self, node: str) -> None:
         if node not in self.nodes:
@@ -249,15 +292,16 @@ class Lab:
             dead = [name for name in self.daemons.names() if self.daemons.running(name) is None]
             if dead or time.monotonic() > deadline:
                 why = f"{' and '.join(dead)} died" if dead else f"not so after {PATIENCE_S:.0f} s"
-                raise UserError(f"The Slurm lab waited for {what}: {why}. {self._last_words(dead)}Its logs are in "
-                                f"{self.folder}/log.")
+                raise UserError(f"The Slurm lab waited for {what}: {why}. Its logs are in {self.folder}/log."
+                                f"{self.log_ends()}")
             time.sleep(0.05)
 
-    def _last_words(self, dead: list[str]) -> str:
-        words = [line for name in dead for ending in (".out", ".log")
-                 if (path := self.folder / "log" / f"{name}{ending}").exists()
-                 for line in path.read_text(errors="replace").splitlines()[-3:]]
-        return f"Last words: {' / '.join(words)}. " if words else ""
+    def log_ends(self) -> str:
+        """The last lines of what each daemon said, or logged where it says nothing, for the account of a failure."""
+        said = {path.stem: path for ending in ("log", "out")
+                for path in sorted((self.folder / "log").glob(f"*.{ending}")) if path.stat().st_size}
+        return "".join(f"\n==> {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
+                       for name, path in said.items())
 
 
 def install() -> None:
@@ -272,6 +316,11 @@ def install() -> None:
     for step in (["apt-get", "update"], command):
         if subprocess.run(step, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, stdout=sys.stderr).returncode:
             raise UserError(f"`{shlex.join(step)}` failed; its words are above.")
+
+
+def _as_user() -> list[str]:
+    """MariaDB's programs refuse to be root's unless told to."""
+    return ["--user=root"] if os.geteuid() == 0 else []
 
 
 def _which(program: str) -> str | None:
@@ -295,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, parents=[shared], help=text).add_argument("node")
     for name, text in [("status", "daemons, nodes and jobs"), ("restart-controller", "stop and start slurmctld"),
                        ("stop-controller", "no command is answered"), ("start-controller", "answered again"),
-                       ("stop-accounting", "sacct stops answering")]:
+                       ("stop-accounting", "sacct stops answering"), ("start-accounting", "answers again")]:
         commands.add_parser(name, parents=[shared], help=text)
     down = commands.add_parser("down", parents=[shared], help="stop everything that `up` started")
     down.add_argument("--keep", action="store_true", help="leave the folder, for its logs")
@@ -337,6 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
             "kill-node": lambda: lab.kill_node(node), "start-node": lambda: lab.start_node(node),
             "restart-controller": lab.restart_controller, "stop-controller": lab.stop_controller,
             "start-controller": lab.start_controller, "stop-accounting": lab.stop_accounting,
+            "start-accounting": lab.start_accounting,
             "down": lambda: lab.down(keep=getattr(options, "keep", False))}
         actions[options.command]()
     except UserError as error:

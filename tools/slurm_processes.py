@@ -107,16 +107,20 @@ class Daemons:
         roots |= {identity for identity in table if ours in (variables := _environment(identity)) and marks & variables}
         return descendants(roots, table) - {os.getpid()}
 
-    def kill_jobs(self, nodes: Iterable[str], limit_s: float = 10.0) -> None:
+    def kill_jobs(self, nodes: Iterable[str], limit_s: float = 300.0) -> None:
         """SIGKILL for everything that runs on the nodes, until nothing is left.
+
+        All of it is stopped before any of it is killed, as when power is lost: a step daemon that saw its script die
+        would tell the controller that the job has failed.
 
         Raises:
             TimeoutError: some process cannot be killed.
         """
         nodes, deadline = list(nodes), time.monotonic() + limit_s
         while found := self.job_processes(nodes):
-            for identity in found:
-                send(identity, signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for identity in sorted(found):  # step daemons first, as a rule: they are the parents
+                    send(identity, number)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"processes {sorted(found)} of {self.folder} do not die")
             time.sleep(0.02)

@@ -30,7 +30,7 @@ class LabSettings:
     memory_mb: int
     accounting: bool
     requeue: bool
-    port: int
+    port: int = 0
 
     def slurm_conf(self) -> str:
         """The text of slurm.conf."""
@@ -51,7 +51,10 @@ class LabSettings:
             # Quick decisions: tests wait for them.
             "SchedulerType=sched/backfill",
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
-            "SlurmdTimeout=8", "MessageTimeout=5", "TCPTimeout=1", "ReturnToService=2", "KillWait=5",
+            # But patience with whatever is only slow: these decide only where something is gone for good.
+            "SlurmdTimeout=60", "KillWait=30", "ReturnToService=2",
+            # An srun that looks for a controller that is away in vain gives up after a few of these.
+            "MessageTimeout=5", "TCPTimeout=1",
             "InactiveLimit=0", "MinJobAge=600", "JobRequeue=1", "MaxJobCount=10000",
             f"NodeName=n[1-{self.nodes}] NodeHostname={host} NodeAddr=127.0.0.1 "
             f"Port=[{self.port + 2}-{self.port + 1 + self.nodes}] CPUs={self.cpus} RealMemory={self.memory_mb} "
@@ -146,11 +149,12 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def is_open(port: int) -> bool:
-    """Whether something listens at a port of this machine."""
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def is_open(place: int | Path) -> bool:
+    """Whether something listens at a port, or a local socket, of this machine."""
+    local = isinstance(place, Path)
+    with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as probe:
+        probe.settimeout(10.0)
+        return probe.connect_ex(str(place) if local else ("127.0.0.1", place)) == 0
 
 
 def user_name() -> str:

@@ -15,17 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config.loading import load_config
+from pipeline.config.batch import BatchPlan
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.tree import Config
+from pipeline.contract.run import Run, run_in
+from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
-from pipeline.data.pieces import pieces
+from pipeline.data.provenance import pieces
 from pipeline.errors import UserError
 from pipeline.files import read_lines
-from pipeline.run import Run
-from pipeline.training.metrics import read_metrics
-from pipeline.training.rollbacks import excluded_by, is_abandoned, read_rollbacks
-from pipeline.training.session import open_training_data
-from pipeline.work import Work
+from pipeline.records.metrics import read_metrics
+from pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
+from pipeline.training.training_data import open_training_data
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", action="store_true", help="print the text of each piece")
     options = parser.parse_args(arguments)
     try:
-        show(load_config(options.run / "config.yaml", [f"runs_dir={options.run.parent}", f"name={options.run.name}"]),
-             options)
+        show(run_in(options.run), options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status
@@ -60,11 +60,11 @@ def _asked(options: argparse.Namespace) -> np.ndarray:
 
 def _of_step(options: argparse.Namespace, config: Config, plan: str) -> np.ndarray:
     """The sample numbers of a step (and rank): as logged, or, where it is not done yet, as it will be."""
-    batch = config.train.batch_tokens // config.train.sequence_length
     step, rank, ranks = options.step, options.rank, options.ranks
-    if step < 1 or not 0 <= (rank or 0) < ranks or batch % ranks:
-        raise UserError(f"--step counts from 1, --rank from 0 below --ranks, and --ranks must divide the {batch} "
-                        f"sequences of a step; asked: step {step}, rank {rank} of {ranks}.")
+    batch = BatchPlan.of(config.train, ParallelConfig(), max(1, ranks))
+    if step < 1 or not 0 <= (rank or 0) < ranks or batch.sequences % ranks:
+        raise UserError(f"--step counts from 1, --rank from 0 below --ranks, and --ranks must divide the "
+                        f"{batch.sequences} sequences of a step; asked: step {step}, rank {rank} of {ranks}.")
     if any(event.get("drift") for event in read_lines(options.run / "train/events.jsonl")):
         print("warning: this run went on under other settings at some point (--accept-drift); steps before that may "
               "have seen other text than is shown here", file=sys.stderr)
@@ -75,7 +75,7 @@ def _of_step(options: argparse.Namespace, config: Config, plan: str) -> np.ndarr
         print(f"this run has done {max(logged, default=0)} steps; this is what step {step} would see")
     record = logged.get(step)
     if record is None:
-        samples = excluded_by(rollbacks, plan).numbers(0, (step - 1) * batch, batch)
+        samples = excluded_by(rollbacks, plan).numbers(0, batch.first(0, step - 1), batch.sequences)
     else:
         samples = sample_numbers(Excluded(record.get("left_out", ())).outside(*record["samples"]))
         if "skipped" in record:
@@ -83,24 +83,23 @@ def _of_step(options: argparse.Namespace, config: Config, plan: str) -> np.ndarr
     return samples if rank is None else np.array_split(samples, ranks)[rank]
 
 
-def show(config: Config, options: argparse.Namespace) -> None:
+def show(run: Run, options: argparse.Namespace) -> None:
     """Print the pieces of the asked step or samples."""
-    from pipeline.vocabulary.kinds import load_vocabulary
+    from pipeline.tokenization.kinds import load_tokenizer
 
-    run = Run(config)
     work = Work(run, "train", run.fingerprint("train"))
     data = open_training_data(work)
     if options.samples is not None:
         samples, title = _asked(options), ""
     else:
-        samples, title = _of_step(options, config, data.order.plan_sha256), f"step {options.step}: "
-    vocabulary = load_vocabulary(work.input("tokenizer")[0]) if options.text else None
+        samples, title = _of_step(options, run.config, data.order.plan_sha256), f"step {options.step}: "
+    tokenizer = load_tokenizer(work.input("tokenizer")[0]) if options.text else None
     print(f"{title}samples {spelled(ranges_of(samples))}")
     for piece in pieces(data, samples):
         print(f"sample {piece.sample}  {piece.shard.path.name}  document {piece.document}  key {piece.key}  "
               f"tokens {piece.start}..{piece.stop}")
-        if vocabulary is not None:
-            print("    " + vocabulary.decode(piece.ids().tolist()).replace("\n", "\n    "))
+        if tokenizer is not None:
+            print("    " + tokenizer.decode(piece.ids().tolist()).replace("\n", "\n    "))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ import time
 from pathlib import Path
 from typing import IO, NoReturn
 
+from launch.run_status.run_files import RunFiles, newest_log, read_run
+from launch.run_status.run_status import go_on, judge, wanted_ids
+from launch.run_status.stage_status import LIVE
 from launch.slurm.chain import read_chains
-from launch.slurm.progress import RunFiles, newest_log, read_run
 from launch.slurm.scheduler import JobInfo, Scheduler
-from launch.slurm.standing import LIVE, go_on, judge, wanted_ids
+from pipeline.contract.stages import STAGES
+from pipeline.contract.state import STOP
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.stages import STAGES
-from pipeline.state import STOP
 
 POLL_S = 0.5
 BLOCK = 1 << 16

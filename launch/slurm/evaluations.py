@@ -33,14 +33,21 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
+from pipeline.contract.manifest import Manifest, read_manifest
+from pipeline.contract.run import Run, run_in
+from pipeline.contract.state import now
 from pipeline.errors import UserError
 from pipeline.files import output_record
-from pipeline.manifest import Manifest, read_manifest
-from pipeline.run import Run
-from pipeline.state import now
-from pipeline.training.owed import evaluation_folder, evaluation_record
+from pipeline.records.checkpoints import (
+    CHECKPOINTS,
+    MARKER,
+    checkpoint_name,
+    complete_checkpoints,
+    read_marker,
+    step_of,
+)
+from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 
-MARKER = "COMPLETE.json"
 """Of a complete checkpoint (pipeline.training.checkpoint, which would load torch here)."""
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
@@ -56,8 +63,7 @@ def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> l
     evaluated by the chain itself."""
     finished = read_manifest(run_folder / "train")
     last = {final_step, finished.counts["steps"] if finished else None}
-    steps = [int(path.parent.name.removeprefix("step-")) for path in
-             (run_folder / "train" / "checkpoints").glob(f"step-????????/{MARKER}")]
+    steps = map(step_of, complete_checkpoints(run_folder / "train"))
     return sorted(step for step in steps if step > 0 and step % every_steps == 0 and step not in last
                   and not evaluation_record(run_folder, step).exists())
 
@@ -71,9 +77,7 @@ def prepare(run: Run, step: int) -> Path:
     Raises:
         UserError: the checkpoint is not there (any more).
     """
-    from pipeline.training.checkpoint import read_marker
-
-    folder, name = evaluation_folder(run.folder.absolute(), step), f"checkpoints/step-{step:08d}"
+    folder, name = evaluation_folder(run.folder.absolute(), step), f"{CHECKPOINTS}/{checkpoint_name(step)}"
     config = run.config.model_copy(update={
         "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute())})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
@@ -130,11 +134,12 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
     if evaluation_record(run_folder, step).exists():
         print(f"the checkpoint of step {step} has its result already", flush=True)
         return 0
-    config = load_config(run_folder / "config.yaml", check=False)
-    run = Run(config.model_copy(update={"runs_dir": str(run_folder.absolute().parent), "name": run_folder.name}))
+    run = run_in(run_folder.absolute(), check=False)
     path = prepare(run, step)
     for command in commands(run.config, path):
+        # What training was made of may have changed since it began: that is for the next who asks for it to mend.
         status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False,
+                                env={**os.environ, "DROVER_CONTINUES": "1"},
                                 preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid())).returncode
         if status:
             return status if status > 0 else 128 - status
@@ -157,10 +162,10 @@ def commands(config: Config, path: Path) -> list[list[str]]:
 def clear(run_folder: Path, step: int) -> None:
     """Remove the weights of a checkpoint that has its result; the results stay."""
     folder = evaluation_folder(run_folder, step)
-    checkpoint = folder / "train" / "checkpoints" / folder.name
+    checkpoint = folder / "train" / CHECKPOINTS / folder.name
     if checkpoint.is_symlink():
         checkpoint.unlink()
-    for path in (folder / "train" / "checkpoints", folder / "convert" / "hf"):
+    for path in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -217,7 +222,7 @@ class Evaluations:
         """Steps that are owed and have no job in the queue and tries left."""
         if not (self.run_folder / "config.yaml").exists():
             return []
-        from launch.slurm.submission import evaluation_name
+        from launch.slurm.submit.sbatch import evaluation_name
 
         config = load_config(self.run_folder / "config.yaml", check=False)
         every = self.spec.every_checkpoints * config.train.checkpoint.every_steps
@@ -257,7 +262,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not options.submit:
             return evaluate(options.run, options.step, keep=options.keep)
-        from launch.slurm.submission import submit_evaluation
+        from launch.slurm.submit.sbatch import submit_evaluation
         values = json.load(sys.stdin)
         spec = JobSpec(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
         print(submit_evaluation(options.run, spec.command[0], spec.environment, options.step).id)

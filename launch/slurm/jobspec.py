@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from launch.slurm.trust import content_of
 from pipeline.files import read_json, write_json
 
 
@@ -25,6 +26,8 @@ class JobSpec:
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
+        code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
+        trusted_group, check_owners: who may write what is executed from the run folder (`launch.slurm.trust`).
     """
 
     run: str
@@ -47,12 +50,22 @@ class JobSpec:
     max_restarts: int = 3
     preflight: bool = False
     preflight_factor: float = 4.0
+    preflight_s: float | None = None
     every_checkpoints: int = 0
+    code: str = ""
+    code_sha256: str = ""
+    trusted_group: str | None = None
+    check_owners: bool = True
 
     @property
     def folder(self) -> Path:
         """The stage's folder."""
         return Path(self.run) / self.stage
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the content, however it is written."""
+        return content_of(asdict(self))
 
     def save(self, path: Path) -> None:
         """Write the file."""

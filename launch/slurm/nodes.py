@@ -1,22 +1,27 @@
 """Nodes that failed a run: strikes in `launch/nodes.jsonl`, and what Slurm says of nodes.
 
-A node with two strikes within a day is left out of what is submitted next.
+A node with two strikes within a day is left out of what is submitted next, but never more than a few: strikes lapse,
+and what many nodes have is not the nodes' fault.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from launch.slurm.scheduler import Scheduler
+from pipeline.contract.state import now
 from pipeline.files import append_line, read_lines
-from pipeline.state import now
 
 NODES = Path("launch") / "nodes.jsonl"
 STRIKES = 2
 WITHIN = timedelta(hours=24)
+ONE_IN = 20
+"""At most one node in so many is blamed at once, or left out; one in any case."""
+NAMED = 8
+"""Nodes that a sentence names."""
 LOST = ("down", "fail", "error", "not_responding")
 """Beginnings of states of nodes that failed."""
 INTENDED = ("maint", "power", "reboot")
@@ -33,21 +38,44 @@ def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
 
 
 def strikes(run_folder: Path, at: datetime | None = None) -> dict[str, int]:
-    """Strikes of each node in the day before `at` (now): starts of jobs that it failed, for whatever reasons."""
-    since, found = (at or datetime.now(UTC)) - WITHIN, dict[str, set[str]]()
-    for line in read_lines(run_folder / NODES, appended=True):
+    """Strikes of each node in the day before `at` (now): starts of jobs that it failed, for whatever reasons. Who has
+    most comes first, of equals who failed last."""
+    since, found, newest = (at or datetime.now(UTC)) - WITHIN, dict[str, set[str]](), dict[str, int]()
+    for number, line in enumerate(read_lines(run_folder / NODES, appended=True)):
         try:
-            recent = datetime.fromisoformat(line["at"]) > since
+            node, recent = str(line["node"]), datetime.fromisoformat(line["at"]) > since
         except (KeyError, TypeError, ValueError):
             continue
         if recent:
-            found.setdefault(line["node"], set()).add(str(line.get("job")))
-    return {node: len(starts) for node, starts in found.items()}
+            found.setdefault(node, set()).add(str(line.get("job")))
+            newest[node] = number
+    counts = {node: len(starts) for node, starts in found.items()}
+    return {node: counts[node] for node in sorted(counts, key=lambda node: (counts[node], newest[node]), reverse=True)}
 
 
-def excluded(run_folder: Path, at: datetime | None = None) -> list[str]:
-    """Nodes to leave out of the next submission, sorted."""
-    return sorted(node for node, count in strikes(run_folder, at).items() if count >= STRIKES)
+def few(count: int) -> int:
+    """How many of `count` nodes may be blamed at once, or left out: more at once have a cause in common."""
+    return max(1, count // ONE_IN)
+
+
+def named(nodes: Collection[str]) -> str:
+    """Nodes in a sentence: the first ones by name, the others as a number."""
+    first, more = sorted(nodes)[:NAMED], len(nodes) - NAMED
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+
+
+def excluded(run_folder: Path, wanted: int = 1, at: datetime | None = None) -> list[str]:
+    """Nodes to leave out of the next submission, sorted. wanted: how many nodes it asks for."""
+    return sorted(_failing(run_folder, at)[:few(wanted)])
+
+
+def spared(run_folder: Path, wanted: int = 1, at: datetime | None = None) -> list[str]:
+    """Nodes that failed as often, but are not left out, since that would be too many; sorted."""
+    return sorted(_failing(run_folder, at)[few(wanted):])
+
+
+def _failing(run_folder: Path, at: datetime | None) -> list[str]:
+    return [node for node, count in strikes(run_folder, at).items() if count >= STRIKES]
 
 
 def address(node: str, scheduler: Scheduler) -> str:

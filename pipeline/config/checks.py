@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
+from model.attention import BACKENDS
+from pipeline.config.batch import batch_problems
+from pipeline.config.mixture import mixture_problems
+from pipeline.config.optimizers import optimizer_problems
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.partial import UnknownSettingError
+from pipeline.config.places import not_a_path
+from pipeline.config.shipped import name_of
 from pipeline.config.tree import Config
 
 UINT16_IDS = 65536
@@ -13,47 +22,21 @@ SPECIAL_IDS = 256
 
 
 def problems(config: Config) -> list[str]:
-    """Every impossible combination in `config`; empty when it can run."""
-    found = [f"model: {problem}" for problem in config.model.problems()]
-    found += _batch(config) + _parallel(config) + _schedule(config) + _vocabulary(config) + _sources(config)
-    return found
+    """Every impossible combination in `config`; empty when it can run.
 
-
-def _batch(config: Config) -> list[str]:
-    train, found = config.train, []
-    if train.sequence_length > config.model.context_length:
-        found.append(f"train.sequence_length {train.sequence_length} is longer than model.context_length "
-                     f"{config.model.context_length}.")
-    if train.batch_tokens % train.sequence_length:
-        found.append(f"train.batch_tokens {train.batch_tokens} is not a multiple of train.sequence_length "
-                     f"{train.sequence_length}; nearest: "
-                     f"{max(1, round(train.batch_tokens / train.sequence_length)) * train.sequence_length}.")
-    if train.sample_tokens >= config.model.context_length:
-        found.append(f"train.sample_tokens {train.sample_tokens} leaves no room for a prompt in model.context_length "
-                     f"{config.model.context_length}.")
-    if config.evaluate.prompt_tokens >= config.model.context_length:
-        found.append(f"evaluate.prompt_tokens {config.evaluate.prompt_tokens} leaves no room for a prompt in "
-                     f"model.context_length {config.model.context_length}.")
-    if (config.evaluate.sequence_length or 0) > config.model.context_length:
-        found.append(f"evaluate.sequence_length {config.evaluate.sequence_length} is longer than model.context_length "
-                     f"{config.model.context_length}.")
+    Of a configuration with wrong values in it (`partial.known_part`), those that can be judged without these.
+    """
+    found: list[str] = []
+    for check in CHECKS:
+        with suppress(UnknownSettingError):
+            for problem in check(config):
+                found.append(problem)  # what comes before an unknown setting is kept
     return found
 
 
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
-    train, parallel = config.train, config.parallel
-    if found := grid_problems(parallel, ranks):
-        return found
-    if train.batch_tokens % train.sequence_length:
-        return []  # said by `problems`
-    data_ranks = ranks // parallel.tp
-    sequences, per_round = train.batch_tokens // train.sequence_length, train.micro_batch * data_ranks
-    if sequences % per_round:
-        found.append(f"the global batch of {sequences} sequences (train.batch_tokens {train.batch_tokens} / "
-                     f"train.sequence_length {train.sequence_length}) is not divisible by {per_round} "
-                     f"(train.micro_batch {train.micro_batch} x {data_ranks} data-parallel ranks).")
-    return found
+    return grid_problems(config.parallel, ranks) or batch_problems(config.train, config.parallel, ranks)
 
 
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
@@ -70,72 +53,142 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     return []
 
 
-def _parallel(config: Config) -> list[str]:
-    parallel, train, model, found = config.parallel, config.train, config.model, []
-    if parallel.dp_shard == 0:
-        found.append("parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest.")
-    numbers = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "the feed-forward width": model.hidden,
-               "model.context_length": model.context_length, "train.sequence_length": train.sequence_length,
-               "the vocabulary": model.vocab_size or vocabulary_size(config)}
-    found += [f"{name} ({number}) is not divisible by parallel.tp ({parallel.tp})."
-              for name, number in numbers.items() if number is not None and number % parallel.tp]
-    if train.recomputed_blocks > model.layers:
-        found.append(f"train.recomputed_blocks {train.recomputed_blocks} is more than model.layers {model.layers}.")
+def _model(config: Config) -> Iterator[str]:
+    yield from (f"model: {problem}" for problem in config.model.problems())
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    if config.train.sequence_length > config.model.context_length:
+        yield (f"train.sequence_length {config.train.sequence_length} is longer than model.context_length "
+               f"{config.model.context_length}.")
+
+
+def _batch(config: Config) -> Iterator[str]:
+    tokens, length = config.train.batch_tokens, config.train.sequence_length
+    if tokens % length:
+        yield (f"train.batch_tokens {tokens} is not a multiple of train.sequence_length {length}; nearest: "
+               f"{max(1, round(tokens / length)) * length}.")
+
+
+def _samples(config: Config) -> Iterator[str]:
+    if config.train.sample_tokens >= config.model.context_length:
+        yield (f"train.sample_tokens {config.train.sample_tokens} leaves no room for a prompt in model.context_length "
+               f"{config.model.context_length}.")
+
+
+def _prompts(config: Config) -> Iterator[str]:
+    if config.evaluate.prompt_tokens >= config.model.context_length:
+        yield (f"evaluate.prompt_tokens {config.evaluate.prompt_tokens} leaves no room for a prompt in "
+               f"model.context_length {config.model.context_length}.")
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    if (config.evaluate.sequence_length or 0) > config.model.context_length:
+        yield (f"evaluate.sequence_length {config.evaluate.sequence_length} is longer than model.context_length "
+               f"{config.model.context_length}.")
+
+
+def _tensor_parallel(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    numbers: dict[str, Callable[[], int | None]] = {
+        "model.heads": lambda: model.heads, "model.kv_heads": lambda: model.kv_heads,
+        "the feed-forward width": lambda: model.hidden, "model.context_length": lambda: model.context_length,
+        "train.sequence_length": lambda: config.train.sequence_length,
+        "the vocabulary": lambda: model.vocab_size or vocabulary_size(config)}
+    for name, number in numbers.items():
+        with suppress(UnknownSettingError):
+            if (value := number()) is not None and value % tp:
+                yield f"{name} ({value}) is not divisible by parallel.tp ({tp})."
+
+
+def _shards(config: Config) -> Iterator[str]:
+    if config.parallel.dp_shard == 0:
+        yield "parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest."
+
+
+def _activation_checkpointing(config: Config) -> Iterator[str]:
+    train, model = config.train, config.model
     if train.activation_checkpointing == "selective" and not train.kept_activations:
-        found.append("train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full.")
-    if parallel.engine == "fsdp2":
-        if parallel.offload != "none":
-            found.append(f"parallel.offload '{parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'.")
-        return found
+        yield "train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full."
+    if train.recomputed_blocks > model.layers:
+        yield f"train.recomputed_blocks {train.recomputed_blocks} is more than model.layers {model.layers}."
+
+
+def _attention(config: Config) -> Iterator[str]:
+    name = config.train.attention
+    if name not in ("auto", *BACKENDS) and ":" not in name:
+        yield (f"train.attention '{name}' is not known; there are auto, {', '.join(BACKENDS)}, and a class of your own "
+               f"as module:class.")
+
+
+def _fsdp2(config: Config) -> Iterator[str]:
+    if config.parallel.engine == "fsdp2" and config.parallel.offload != "none":
+        yield f"parallel.offload '{config.parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'."
+
+
+def _deepspeed(config: Config) -> Iterator[str]:
+    parallel, train = config.parallel, config.train
+    if parallel.engine != "deepspeed":
+        return
     if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard != -1:
-        found.append(f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
-                     f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take "
-                     f"'fsdp2'.")
-    if parallel.offload == "params" and parallel.zero_stage != 3:
-        found.append(f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
-                     f"rank computes with the whole weights.")
-    if parallel.zero_stage == 3 and train.compile:
-        found.append("train.compile true does not work with parallel.zero_stage 3, whose hooks break every graph; set "
-                     "compile to null or false, or take stage 2 or fsdp2.")
+        yield (f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
+               f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take 'fsdp2'.")
     if parallel.reshard != "always":
-        found.append(f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'.")
+        yield f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'."
+    if parallel.offload == "params" and parallel.zero_stage != 3:
+        yield (f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
+               f"rank computes with the whole weights.")
+    if parallel.zero_stage == 3 and train.compile:
+        yield ("train.compile true does not work with parallel.zero_stage 3, whose hooks break every graph; set "
+               "compile to null or false, or take stage 2 or fsdp2.")
     if train.precision == "fp64":
-        found.append("train.precision 'fp64' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
-    return found
+        yield "train.precision 'fp64' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16."
 
 
-def _schedule(config: Config) -> list[str]:
-    train, found = config.train, []
+def _optimizer(config: Config) -> Iterator[str]:
+    yield from optimizer_problems(config.train, config.parallel.engine)
+    yield from (f"train.lr_factors has {factor} for '{pattern}'; a factor is 0 or more."
+                for pattern, factor in config.train.lr_factors.items() if factor < 0)
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    train = config.train
+    if train.decay_steps is not None and train.schedule != "wsd":
+        yield (f"train.decay_steps {train.decay_steps} is set, but train.schedule is "
+               f"'{train.schedule}'; it applies to 'wsd' only.")
     decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
     if train.warmup_steps + decay > train.steps:
         terms = f"train.warmup_steps {train.warmup_steps}" + (f" + train.decay_steps {decay}" if decay else "")
-        found.append(f"{terms} is more than train.steps {train.steps}.")
-    if train.decay_steps is not None and train.schedule != "wsd":
-        found.append(f"train.decay_steps {train.decay_steps} is set, but train.schedule is "
-                     f"'{train.schedule}'; it applies to 'wsd' only.")
-    return found
+        yield f"{terms} is more than train.steps {train.steps}."
 
 
-def _vocabulary(config: Config) -> list[str]:
-    tokenizer, found = config.tokenizer, []
-    trained = tokenizer.kind == "sentencepiece" and tokenizer.path is None
-    if trained and tokenizer.vocab_size % 128:
-        found.append(f"tokenizer.vocab_size {tokenizer.vocab_size} is not a multiple of 128; nearest: "
-                     f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
-    if trained and tokenizer.vocab_size < 640:
-        found.append(f"tokenizer.vocab_size {tokenizer.vocab_size} leaves no room: 256 special ids and 256 bytes "
-                     f"come first; take at least 640.")
+def _tokenizer(config: Config) -> Iterator[str]:
+    tokenizer = config.tokenizer
     if tokenizer.kind in ("tiktoken", "huggingface") and tokenizer.path is None:
-        found.append(f"tokenizer.kind '{tokenizer.kind}' needs tokenizer.path: it is read from a file, not trained.")
+        yield f"tokenizer.kind '{tokenizer.kind}' needs tokenizer.path: it is read from a file, not trained."
     if tokenizer.kind in ("byte", "char") and tokenizer.path is not None:
-        found.append(f"tokenizer.path is set, but tokenizer.kind '{tokenizer.kind}' takes no file.")
+        yield f"tokenizer.path is set, but tokenizer.kind '{tokenizer.kind}' takes no file."
+    if tokenizer.kind != "sentencepiece" or tokenizer.path is not None:
+        return
+    if tokenizer.vocab_size % 128:
+        yield (f"tokenizer.vocab_size {tokenizer.vocab_size} is not a multiple of 128; nearest: "
+               f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
+    if tokenizer.vocab_size < 640:
+        yield (f"tokenizer.vocab_size {tokenizer.vocab_size} leaves no room: 256 special ids and 256 bytes "
+               f"come first; take at least 640.")
+
+
+def _ids(config: Config) -> Iterator[str]:
     known = vocabulary_size(config)
     if config.encode.dtype == "uint16" and known is not None and known > UINT16_IDS:
-        found.append(f"encode.dtype uint16 holds ids up to {UINT16_IDS - 1}, but the vocabulary has {known}; "
-                     f"take uint32 or auto.")
+        yield (f"encode.dtype uint16 holds ids up to {UINT16_IDS - 1}, but the vocabulary has {known}; "
+               f"take uint32 or auto.")
+
+
+def _embedding(config: Config) -> Iterator[str]:
+    known = vocabulary_size(config)
     if known is not None and config.model.vocab_size is not None and config.model.vocab_size < known:
-        found.append(f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {known}.")
-    return found
+        yield f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {known}."
 
 
 def vocabulary_size(config: Config) -> int | None:
@@ -148,19 +201,64 @@ def vocabulary_size(config: Config) -> int | None:
     return config.model.vocab_size if tokenizer.path is not None else None
 
 
-def _sources(config: Config) -> list[str]:
+def _sources(config: Config) -> Iterator[str]:
     names = [source.name for source in config.shard.sources]
-    found = [f"shard.sources has {count} sources named '{name}'; names must differ."
-             for name, count in Counter(names).items() if count > 1]
-    found += [f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file name."
-              for name in names if not name.replace("_", "").replace("-", "").isalnum()]
+    yield from (f"shard.sources has {count} sources named '{name}'; names must differ."
+                for name, count in Counter(names).items() if count > 1)
+    yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file "
+                f"name." for name in names if not name.replace("_", "").replace("-", "").isalnum())
+
+
+def _filters(config: Config) -> Iterator[str]:
+    names = Counter(name_of(item) for item in config.shard.filters)
+    yield from (f"shard.filters has {count} filters named '{name}'; give them a `name` each."
+                for name, count in names.items() if count > 1)
+    yield from (f"a filter of shard.filters is named '{name}', which counts other documents; give it another `name`."
+                for name in names if name in ("duplicate", "empty"))
+    if config.shard.keep_dropped and not names:
+        yield "shard.keep_dropped is true, but there are no shard.filters that could drop a document."
+
+
+def _sinks(config: Config) -> Iterator[str]:
+    counts = Counter(sink.kind for sink in config.train.log_to)
+    yield from (f"train.log_to names {kind} {count} times; once is enough." for kind, count in counts.items()
+                if count > 1)
+
+
+def _mixture(config: Config) -> Iterator[str]:
     mixture = config.train.mixture
-    if mixture is not None:
-        unknown, missing = sorted(set(mixture) - set(names)), sorted(set(names) - set(mixture))
-        if unknown:
-            found.append(f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(names)}.")
-        if missing:
-            found.append(f"train.mixture says nothing of {', '.join(missing)}; write 0 to leave a source out.")
-        if any(share < 0 for share in mixture.values()) or not sum(mixture.values()) > 0:
-            found.append(f"train.mixture needs shares of 0 or more with a sum above 0, not {mixture}.")
-    return found
+    if mixture is None:
+        return
+    if any(share < 0 for share in mixture.values()) or not sum(mixture.values()) > 0:
+        yield f"train.mixture needs shares of 0 or more with a sum above 0, not {mixture}."
+    else:
+        yield from mixture_problems(mixture)
+    names = [source.name for source in config.shard.sources]
+    unknown, missing = sorted(set(mixture) - set(names)), sorted(set(names) - set(mixture))
+    if unknown:
+        yield f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(names)}."
+    if missing:
+        yield f"train.mixture says nothing of {', '.join(missing)}; write 0 to leave a source out."
+
+
+def place_problems(config: Config) -> Iterator[str]:
+    """Paths that are addresses: as a path, `s3://a` would become a folder `s3:` here."""
+    with suppress(UnknownSettingError):
+        if (said := not_a_path(config.runs_dir, written=True)) is not None:
+            yield f"runs_dir: {said}"
+    paths: dict[str, Callable[[], list[str | None]]] = {
+        "reuse": lambda: [config.reuse],
+        "tokenizer.path": lambda: [config.tokenizer.path], "train.init_from": lambda: [config.train.init_from],
+        "evaluate.task_folders": lambda: list(config.evaluate.task_folders)}
+    for key, values in paths.items():
+        with suppress(UnknownSettingError):
+            yield from (f"{key}: {said}" for path in values() if path and (said := not_a_path(path)))
+    for source in config.shard.sources:
+        given = [] if source.kind == "stdlib" else [source.dataset] if source.kind == "hf" else source.paths
+        yield from (f"source {source.name}: {said}" for path in given if (said := not_a_path(path)))
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _model, _sequence, _batch, _samples, _prompts, _evaluation, _shards, _tensor_parallel, _activation_checkpointing,
+    _attention, _fsdp2, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _sinks,
+    _mixture, place_problems)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, SerializeAsAny
 
-from pipeline.config.section import Section, execution
+from pipeline.config.kinds import Kind
+from pipeline.config.section import Section, added, execution
+from pipeline.config.shipped import FILTERS
 
 
 class StdlibSource(Section):
@@ -72,6 +74,7 @@ class HubSource(Section):
 
 
 Source = Annotated[StdlibSource | FilesSource | HubSource, Field(discriminator="kind")]
+DocumentFilter = Annotated[SerializeAsAny[Kind], PlainValidator(FILTERS.read)]
 
 
 def _stdlib_alone() -> list[StdlibSource | FilesSource | HubSource]:
@@ -95,6 +98,14 @@ class ShardConfig(Section):
     drop_duplicates: bool = True
     """Keep only the first of documents with equal text, over all sources. Without it, `heldout_rule: tail` can hold out
     a text that is also trained on."""
+    filters: list[DocumentFilter] = added(default_factory=list)
+    """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
+    has a `kind` (length, repetition, characters, masking, or my_module:MyFilter for one of your own), a `name` to be
+    counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}. docs/data.md
+    has them all."""
+    keep_dropped: bool = added(False)
+    """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/.
+    They are outputs of the stage, so a finished one is made again for them."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""
@@ -108,8 +119,9 @@ class TokenizerConfig(Section):
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
     path: str | None = execution(None)
     """A ready tokenizer: sentencepiece `.model`, Llama 3 tiktoken `tokenizer.model`, or a Hugging Face
-    `tokenizer.json` (a `tokenizer_config.json` beside it says which tokens are BOS and EOS). Its content, not its
-    place, is what counts as an input."""
+    `tokenizer.json`; or the folder that holds it, or for the last its name on the Hub (owner/name). Its content, not
+    its place, is what counts. A `tokenizer_config.json` beside a tokenizer.json says which tokens are BOS and EOS;
+    both are then exported as they are, with the chat template."""
     vocab_size: int = Field(32768, gt=0)
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.section import Section, execution
+from pipeline.config.section import Section, added, execution
 
 
 class ConvertConfig(Section):
@@ -17,10 +17,12 @@ class ConvertConfig(Section):
     max_shard_mb: float = Field(4000.0, gt=0)
     """Largest safetensors file."""
     check_tokens: int = execution(512, gt=0)
-    """Held-out tokens on which the exported model's logits are compared with the training model's."""
+    """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
+    a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
     check_memory_gb: float = execution(16.0, gt=0)
-    """Memory for that comparison. Of a model that needs more in float32, as many layers as fit are compared, at least
-    one; that every exported tensor is the checkpoint's, bit for bit, is checked at any size, one tensor at a time."""
+    """Memory for the model that transformers loads for that comparison; the float64 pass holds one layer at a time, 8
+    bytes a parameter. Of a model that needs more in float32, as many layers as fit are compared, at least one; that
+    every exported tensor is the checkpoint's, bit for bit, is checked at any size, one tensor at a time."""
 
 
 class EvaluateConfig(Section):
@@ -44,6 +46,12 @@ class EvaluateConfig(Section):
     """Folders with task YAML files; relative paths are from the repository."""
     task_limit: int | None = Field(None, gt=0)
     """Items per task; null: all."""
+    contamination: bool = added(False)
+    """Look for every item of the tasks in the training text, which is read once, and give the scores of the clean and
+    the dirty items beside those of all (docs/evaluation.md)."""
+    bootstrap_iters: int = Field(100_000, ge=0)
+    """Draws for the standard errors of metrics that have no formula for it (f1, perplexity, bleu ...), as
+    lm-evaluation-harness means it and by its own default; accuracies need none. 0: no standard errors at all."""
     prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
     """Prompts to continue."""
     prompt_tokens: int = Field(96, gt=0)

@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from model.presets import PRESETS
+from pipeline.config.field_names import suggestion
+from pipeline.config.places import OUTSIDE
 from pipeline.config.section import is_execution
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
@@ -23,12 +26,19 @@ def explain(config: Config, key: str = "") -> str:
     Raises:
         UserError: no such key; names the nearest.
     """
+    if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
+        return f"{key}\n  A shape by name, over which the section's other keys are laid: {', '.join(PRESETS)}."
     entries = list(_entries(Config, config, ""))
     chosen = [text for name, text in entries if not key or name == key or name.startswith(key + ".")]
     if not chosen:
         names = [name for name, _ in entries]
+        section, _, leaf = key.rpartition(".")
+        meant = suggestion(section, leaf, [name.rpartition(".")[2] for name in names
+                                           if name.rpartition(".")[0] == section])[1]
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.4)
         close += [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2] and name not in close]
+        if meant in names:
+            close = [meant, *(name for name in close if name != meant)]
         raise UserError(f"There is no setting '{key}'. " + (f"Nearest: {', '.join(close)}." if close else
                         "`--explain` without a name prints them all."))
     return "\n\n".join(chosen)
@@ -54,12 +64,14 @@ def _entry(key: str, field: FieldInfo, current: Any) -> str:
         field.get_default(call_default_factory=True)
         if field.default is PydanticUndefined else field.default)
     if isinstance(current, list) and current and isinstance(current[0], BaseModel):
-        default = current_text = f"{len(current)} item(s), below"
+        current_text = f"{len(current)} item(s), below"
     else:
         current_text = repr(current)
     lines = [key, f"  {_flow(field.description or '')}",
              f"  type: {_type_name(field)}   default: {default}   now: {current_text}"]
-    if is_execution(field):
+    if key.rpartition(".")[2] in OUTSIDE:
+        lines.append("  (where files lie makes nothing stale; what is in them does)")
+    elif is_execution(field):
         lines.append("  (how the work is done; never makes a finished stage stale)")
     return "\n".join(lines)
 

@@ -38,5 +38,6 @@ class GuardConfig(Section):
     hardware that computes wrong numbers without a word. Nothing to do where there is one copy; null: never."""
     hang_minutes: float | None = execution(10.0, gt=0)
     """Without a sign of life for so long, and for 10 median steps, a rank is taken to hang: all write their stacks and
-    end, and a launcher starts again from the last checkpoint. Three times as long until the first step is done, which
-    may compile and load; null: never."""
+    end, and a launcher starts again from the last checkpoint. A step, a held-out batch and each token of a sample text
+    are signs of life; saving and loading are not watched. Three times as long for what may compile: until the first
+    step is done, and for the first held-out batches; null: never."""

@@ -63,8 +63,9 @@ class Resources(Section):
     """Memory per node as Slurm writes it: `64G`; `0` is all that the node has."""
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
-    extra: dict[str, str] | None = None
-    """More sbatch options, without the dashes: `{licenses: scratch, comment: night}`."""
+    extra: dict[str, str | int | bool] | None = None
+    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`. What stands here counts
+    instead of what is asked for above: `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the option."""
 
 
 class GpuResources(Resources):
@@ -104,7 +105,7 @@ class EvaluateResources(GpuResources):
     their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
 
 
-class Limits(Section):
+class SiteLimits(Section):
     """What the site allows; null: not known here, Slurm will say. For cluster profiles."""
 
     nodes: int | None = Field(None, gt=0)
@@ -146,8 +147,8 @@ class LaunchConfig(Section):
     """Memory per node as Slurm writes it (`500G`; `0`: all of it); null: the site's default."""
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
-    extra: dict[str, str] = {}
-    """More sbatch options, without the dashes."""
+    extra: dict[str, str | int | bool] = {}
+    """More sbatch options, without the dashes, over all others; `true` for one without a value (`exclusive: true`)."""
     setup: list[str] = []
     """Shell lines that a job runs first: modules, the virtual environment."""
     environment: dict[str, str] = {}
@@ -155,8 +156,13 @@ class LaunchConfig(Section):
     secrets: list[str] = []
     """Names of environment variables that the jobs need from yours (`[HF_TOKEN]`). Their values go from your shell to
     Slurm and are written nowhere; a missing one is refused."""
+    not_secrets: list[str] = []
+    """Names of variables in `environment` or in commands that look like those of secrets and are none."""
     python: str | None = None
-    """Python that the stages run with, as it is called inside a container; null: the one that submits."""
+    """Python of the jobs, as it is called inside a container where `wrap` starts one; null: the one that submits."""
+    runner_python: str | None = None
+    """Python of what runs outside of a container: the runner, which starts the stages, and what makes each process a
+    rank. null: `python`; with `wrap`, the one that submits."""
     wrap: list[str] = []
     """A command that every stage is started with, such as a container's: `[apptainer, exec, --nv, drover.sif]`."""
     requeue: bool = True
@@ -167,11 +173,20 @@ class LaunchConfig(Section):
     be a minute early."""
     max_restarts: int = Field(3, ge=0)
     """Restarts in a row without a new checkpoint after which a stage stops for good."""
+    trusted_group: str | None = None
+    """A group that may write the run folder, though jobs execute what is there, and whose members may own parts of it.
+    null: nobody but you (and a group of your own name with nobody else in it)."""
+    check_owners: bool = True
+    """Whether jobs look, at every start, at the owners and modes of what they execute from the run folder. false where
+    the file system does not show true ones; the content is compared in any case."""
     preflight: bool = True
-    """Try every node (devices, memory, disk, network, clock) for up to a minute before training."""
+    """Try every node (devices, memory, disk, network, clock) before training."""
+    preflight_s: int | None = Field(None, gt=0)
+    """Seconds that this may take; null: 180, and one more for every two nodes, half an hour at most. Nodes that have
+    not answered by then are slow, not bad."""
     preflight_factor: float = Field(4.0, gt=1)
     """A rank slower than the group's median by more than this makes its node a bad one."""
-    limits: Limits = Field(default_factory=Limits)
+    limits: SiteLimits = Field(default_factory=SiteLimits)
     """What the site allows."""
     shard: ArrayResources = Field(default_factory=ArrayResources)
     """Jobs of shard."""
@@ -187,3 +202,8 @@ class LaunchConfig(Section):
     """Jobs of evaluate."""
     report: Resources = Field(default_factory=Resources)
     """The job of report."""
+
+    def of(self, stage: str) -> Resources:
+        """What the jobs of a stage ask for; nothing of its own for one that a plugin adds."""
+        own: Resources = getattr(self, stage, None) or Resources()
+        return own

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from model.config import ModelConfig
+from model.presets import preset
 from pipeline.config.checks import problems
+from pipeline.config.data import FilesSource, HubSource, StdlibSource
+from pipeline.config.field_names import suggestion
+from pipeline.config.partial import UnknownSettingError, known_part
+from pipeline.config.plugins import load_plugins
+from pipeline.config.shipped import FILTERS, SINKS
 from pipeline.config.tree import Config
 from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
 from pipeline.errors import UserError, listed
@@ -17,6 +23,8 @@ from pipeline.files import sha256_json, write_text
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 """Where the profiles of clusters are that are named without a folder."""
+OF_A_STAGE = ("started.json", "manifest.json")
+"""Files in a stage's folder: a folder with such folders is a run's."""
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
@@ -24,14 +32,18 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
     Args:
         path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The cluster profile
-            that `launch.cluster` names is laid under the section `launch`; in the result that key is null.
-        overrides: `dotted.key=value` strings, the value read as YAML.
+            that `launch.cluster` names is laid under the section `launch`; in the result that key is null. The shape
+            that `model.preset` names is laid under the section `model`; the result has no such key.
+        overrides: `dotted.key=value` strings, the value read as YAML. The config.yaml of a run folder means the run in
+            that folder, wherever it was when it was written, unless they name another.
         check: also refuse combinations that cannot work (`pipeline.config.checks`).
 
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    values = _with_profile(_with_overrides(path, overrides), Path(path))
+    values = _with_preset(_with_profile(_with_overrides(path, overrides), Path(path)))
+    if plugins := values.tree.get("plugins"):
+        values.tree["plugins"] = load_plugins(plugins, Path(path), values.place(("plugins",)))
     config = _validated(values, path)
     if check and (found := problems(config)):
         raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
@@ -63,12 +75,27 @@ def config_hash(config: Config) -> str:
 
 def _with_overrides(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:
     values = _with_bases(Path(path), ())
+    _find_itself(values, Path(path))
+    if any(override.startswith("model.preset=") for override in overrides):
+        values.tree.pop("model", None)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key:
             raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
         values.set(key.strip(), text)
     return values
+
+
+def _find_itself(values: Values, path: Path) -> None:
+    """Let the configuration of a run folder that was moved or copied name the folder that it is in."""
+    folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
+    if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
+        return
+    written = Path(str(values.tree.get("runs_dir")), str(values.tree.get("name")))
+    if written.resolve() != folder.resolve():
+        for key, value in (("runs_dir", str(folder.parent)), ("name", folder.name)):
+            values.tree[key] = value
+            values.places[(key,)] = f"the run folder {folder}"
 
 
 def _with_profile(values: Values, path: Path) -> Values:
@@ -88,6 +115,30 @@ def _with_profile(values: Values, path: Path) -> Values:
     return below
 
 
+def _with_preset(values: Values) -> Values:
+    """Lay the section `model` over the published shape that it names. Whoever names one means all of it: what bases say
+    of the shape is gone by now, and for a preset on the command line what the files say."""
+    section = values.tree.get("model")
+    if not isinstance(section, dict) or section.get("preset") is None:
+        if isinstance(section, dict):
+            section.pop("preset", None)
+        return values
+    place, name = values.place(("model", "preset")), str(section.pop("preset"))
+    try:
+        found = preset(name)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from None
+    shape = found.model_dump()
+    if not {"ffn_dim_multiplier", "multiple_of"} & section.keys():  # one way to say the width, the plain one
+        shape |= {"ffn_dim": found.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
+    below = Values()
+    below.tree = {"model": shape}
+    below.places = {("model", key): f"the preset {name}" for key in shape}
+    below.merge(values)
+    below.words = values.words
+    return below
+
+
 def _launch_section(values: Values) -> dict[str, Any]:
     launch = values.tree.get("launch")
     return launch if isinstance(launch, dict) else {}
@@ -102,7 +153,8 @@ def _profile_path(name: str, config: Path, place: str) -> Path:
         if candidate.is_file():
             return candidate
     known = sorted({found.stem for folder in (config.parent / "clusters", CLUSTERS) for found in folder.glob("*.yaml")})
-    raise UserError(f"{place}: there is no cluster profile '{name}' (looked for {candidates[0]}). Known here: "
+    looked = " and ".join(str(candidate.absolute()) for candidate in candidates)
+    raise UserError(f"{place}: there is no cluster profile '{name}' (looked for {looked}). Known here: "
                     f"{', '.join(known) or 'none'}; or give a file, such as --cluster ./ours.yaml.")
 
 
@@ -111,24 +163,28 @@ def _validated(values: Values, path: str | Path) -> Config:
         return Config.model_validate(values.tree)
     except ValidationError as error:
         texts = [_path(item["loc"], values.tree) for item in error.errors() if item["type"] == "string_type"]
-        if values.take_words(texts):
+        whole = [_path(item["loc"], values.tree) for item in error.errors() if item["type"] == "int_type"]
+        if values.take_words(texts) | values.take_whole_numbers(whole):
             return _validated(values, path)
-        found = [_sentence(item, values) for item in error.errors()]
+        found = [_sentence(item, values) for item in error.errors()] + _combinations(error, values)
         raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}") from None
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...]) -> Values:
+def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Values:
     resolved = path.resolve()
     if resolved in seen:
         chain = " -> ".join(str(step) for step in (*seen, resolved))
         raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
-    own = read_yaml(path)
+    own = read_yaml(path, named_by)
+    named_by = f"`base:` in {own.place(('base',))}"
     bases = own.tree.pop("base", [])
     if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
         raise UserError(f"{own.place(('base',))}: `base` is a file name or a list of them, not {bases!r}.")
     values = Values()
     for base in [bases] if isinstance(bases, str) else bases:
-        values.merge(_with_bases(path.parent / base, (*seen, resolved)))
+        values.merge(_with_bases(path.parent / base, (*seen, resolved), named_by))
+    if isinstance(own.tree.get("model"), dict) and "preset" in own.tree["model"]:
+        values.tree.pop("model", None)
     values.merge(own)
     return values
 
@@ -138,15 +194,29 @@ def _sentence(error: Any, values: Values) -> str:
     key, place = ".".join(map(str, at)) or "(top level)", values.place(at)
     given = error.get("input")
     if error["type"] == "extra_forbidden":
-        known = _known_keys(at[:-1], values.tree)
-        close = difflib.get_close_matches(str(at[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(known)}."
-        return f"{place}: unknown key '{key}'; {hint}"
+        return f"{place}: unknown key '{key}'; {_suggested(at, values.tree)[0]}"
     if error["type"] == "missing":
         return f"{place}: '{key}' is missing."
     message = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] == "impossible":
+        return f"{place}: '{key}': {message}."
     shown = repr(given) if not isinstance(given, (dict, list)) else f"a {type(given).__name__}"
-    return f"{place}: '{key}' is {shown} ({type(given).__name__}): {message}."
+    return f"{place}: '{key}' is {shown} ({type(given).__name__}): {message}{'' if message.endswith('?') else '.'}"
+
+
+def _combinations(error: ValidationError, values: Values) -> list[str]:
+    """Combinations that cannot work among the settings that are right by themselves."""
+    wrong = [_path(item["loc"], values.tree) for item in error.errors()]
+    meant = [_suggested(at, values.tree)[1] for at, item in zip(wrong, error.errors(), strict=True)
+             if item["type"] == "extra_forbidden"]
+    try:
+        return problems(known_part(values.tree, wrong, [key for key in meant if key is not None]))
+    except UnknownSettingError:
+        return []
+
+
+def _suggested(at: Path_, tree: Any) -> tuple[str, str | None]:
+    return suggestion(".".join(map(str, at[:-1])), str(at[-1]), _known_keys(at[:-1], tree))
 
 
 def _path(location: tuple[Any, ...], tree: Any) -> Path_:
@@ -169,21 +239,23 @@ def _known_keys(at: Path_, tree: Any) -> list[str]:
     """The keys that the section at `at` knows."""
     section: Any = Config
     node = tree
-    for part in at:
+    for depth, part in enumerate(at):
         node = node[part]
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[str(part)].annotation
         if isinstance(part, int) and isinstance(node, dict):
-            section = _source_class(node.get("kind"))
+            section = _item_class(node.get("kind"), ".".join(map(str, at[:depth]))) or section
     for candidate in [section, *getattr(section, "__args__", ())]:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return list(candidate.model_fields)
+            return [*candidate.model_fields, *(["preset"] if candidate is ModelConfig else [])]
     return []
 
 
-def _source_class(kind: Any) -> Any:
-    from pipeline.config.data import FilesSource, HubSource, StdlibSource
-    return {"stdlib": StdlibSource, "files": FilesSource, "hf": HubSource}.get(kind)
+def _item_class(kind: Any, setting: str) -> Any:
+    """The section of an item of a list by its kind; None in a list without kinds."""
+    if setting == "shard.sources":
+        return {"stdlib": StdlibSource, "files": FilesSource, "hf": HubSource}.get(kind)
+    return next((kinds.shipped_class(kind) for kinds in (FILTERS, SINKS) if kinds.setting == setting), None)
 
 
 def _count(found: list[str]) -> str:

@@ -33,3 +33,8 @@ class ParallelConfig(Section):
     offload: Literal["none", "optimizer", "params"] = execution("none")
     """deepspeed: keep moments and masters in host memory (`optimizer`), and with ZeRO 3 the weights too (`params`).
     Slower; for models that fit no other way."""
+
+    def sizes(self, ranks: int) -> tuple[int, int, int]:
+        """(copies, shards, tensor) that so many ranks make up; where they do not, `checks.grid_problems` says why."""
+        shard = ranks // (self.dp_replicate * self.tp) if self.dp_shard == -1 else self.dp_shard
+        return self.dp_replicate, shard, self.tp

@@ -10,7 +10,18 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A group of settings: strict types, unknown keys refused, advice in the text under each field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True,
+                              allow_inf_nan=False)
+
+
+def added(default: Any = ..., **extra: Any) -> Any:
+    """A field that decides what is computed and that older runs do not have.
+
+    At its default, which computes what was computed before, it does not enter fingerprints: those runs stay valid.
+    """
+    if "default_factory" in extra:
+        return Field(json_schema_extra={"added": True}, **extra)
+    return Field(default, json_schema_extra={"added": True}, **extra)
 
 
 def execution(default: Any = ..., **extra: Any) -> Any:
@@ -28,11 +39,22 @@ def is_execution(field: Any) -> bool:
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("execution"))
 
 
+def _is_as_before(field: Any, value: Any) -> bool:
+    """Whether a pydantic field was declared with `added` and computes what was computed before it was there."""
+    added_later = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("added")
+    return bool(added_later) and value == field.get_default(call_default_factory=True)
+
+
 def identity(value: Any) -> Any:
-    """A JSON value of the settings that decide what is computed: execution fields are left out."""
+    """A JSON value of the settings that decide what is computed.
+
+    Execution fields are left out, and so are fields that came later, as long as they have their default.
+    """
     if isinstance(value, BaseModel):
-        return {name: identity(getattr(value, name))
-                for name, field in type(value).model_fields.items() if not is_execution(field)}
+        fields = ((name, field, getattr(value, name)) for name, field in type(value).model_fields.items())
+        own = {name: identity(here) for name, field, here in fields
+               if not is_execution(field) and not _is_as_before(field, here)}
+        return own | identity(value.model_extra or {})
     if isinstance(value, (list, tuple)):
         return [identity(item) for item in value]
     if isinstance(value, dict):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, SerializeAsAny
 
 from pipeline.config.guarding import GuardConfig
-from pipeline.config.section import Section, execution
+from pipeline.config.kinds import Kind
+from pipeline.config.optimizers import Setting
+from pipeline.config.section import Section, added, execution
+from pipeline.config.shipped import SINKS
+
+LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
 
 Activation = Literal["attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2"]
 """The parts of a block whose results activation checkpointing can keep, in the order in which they are computed."""
@@ -45,6 +50,19 @@ class TrainConfig(Section):
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Accumulation is derived."""
     micro_batch: int = execution(8, gt=0)
     """Sequences that a rank takes through the model at once: as many as memory allows."""
+    init_from: str | None = execution(None)
+    """Folder with weights to start from, in place of random ones: a run (its newest checkpoint), a training checkpoint
+    of any layout, or a Hugging Face folder. Optimizer, schedule and data begin anew. What is read, not where it lies,
+    decides what is trained; it must stay until the run is done. docs/training.md says what may differ."""
+    optimizer: str = added("adamw")
+    """`adamw`; `muon`: the blocks' matrices by Muon (Jordan et al. 2024), all else by AdamW; or `module:NAME` of an
+    optimizer of your own (pipeline/training/optimizers/base.py says how)."""
+    optimizer_settings: dict[str, Setting] = added(default_factory=dict)
+    """What the optimizer has beside lr, betas, eps and weight_decay. muon: `momentum` (0.95), `nesterov` (true),
+    `iterations` (5, of Newton-Schulz)."""
+    lr_factors: dict[str, float] = added(default_factory=dict)
+    """Learning rates of some parameters as a multiple of `lr`, by name or shell pattern: `{"tok_embeddings.*": 2}`. The
+    first pattern that fits a name holds; the others have 1."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate. Small models like 1e-3 to 5e-3; Llama 3 8B used 3e-4."""
     min_lr_share: float = Field(0.1, ge=0, le=1)
@@ -63,13 +81,21 @@ class TrainConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.1, ge=0)
-    """AdamW's decoupled decay; norms and embeddings are never decayed."""
+    """Decoupled decay of the weights; norms and embeddings are never decayed."""
     clip_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    z_loss: float = added(0.0, ge=0)
+    """This times the square of each token's log-sum-exp is added to its loss, which keeps logits from drifting (PaLM:
+    1e-4). It is part of the training loss that is logged; held-out figures are without it."""
     across_documents: bool = False
     """Whether a token sees the documents before its own in the window. Llama 3 masks them, and so is the default. Plain
-    causal attention (true) is what GPT-2 and 3 did; on GPUs it runs in flash kernels, which know no such mask. No
-    document's end is ever trained to predict the next one's start."""
+    causal attention (true) is what GPT-2 and 3 did. No document's end is ever trained to predict the next one's
+    start."""
+    attention: str = execution("auto")
+    """How attention inside documents is computed; rounding apart, all are equal. `varlen`: flash kernels that know
+    where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `flex`: a kernel
+    generated for the mask, for GPUs. `sdpa`: the dense mask, anywhere, slow at long sequences. `auto` takes the first
+    of these that runs here; or give a backend of your own as module:class."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
     the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp64` is for proofs of exactness."""
@@ -83,18 +109,27 @@ class TrainConfig(Section):
     default: the backward pass never needs it."""
     compile: bool | None = execution(None)
     """torch.compile for each block; null: on GPUs only. Rounding changes a little; recompilations are counted."""
+    deterministic: bool = execution(False)
+    """On GPUs, the same bits at every start on the same ranks: deterministic kernels (attention's backward pass above
+    all) and one order of sums. Slower, and for looking into a difference: a repeated step can then be compared bit by
+    bit. CPUs are deterministic without it."""
     guards: GuardConfig = execution(default_factory=GuardConfig)
-    """What happens when the loss is no number or leaps, and when replicas of the weights differ."""
+    """What happens when the loss is NaN or leaps, and when replicas of the weights differ."""
     mixture: dict[str, float] | None = None
-    """Share of each source among the training sequences, by source name; null: in proportion to their tokens,
-    every sequence exactly once an epoch."""
+    """Share of each source among the training sequences, by source name, relative to their sum; null: in proportion to
+    their tokens, every sequence exactly once an epoch. 0 leaves a source out; otherwise at least 1 sequence in
+    131,072."""
     stop_after_minutes: float | None = execution(None, gt=0)
     """Save and leave so many minutes after the start of the process; the same command goes on. For sites that stop a
     job without a warning signal; null: never."""
     loader_threads: int = execution(1, gt=0)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
     log_every: int = execution(1, gt=0)
-    """Steps between two lines of metrics.jsonl and TensorBoard."""
+    """Steps between two lines of metrics.jsonl and of every log sink."""
+    log_to: list[LogSink] = execution(default_factory=lambda: [SINKS.read("tensorboard")])
+    """Where metrics, sample texts and events go beside the JSON lines in the train folder, which are always written:
+    any of tensorboard, wandb, mlflow, my_module:MySink, each with its settings, as in
+    [tensorboard, {kind: wandb, project: ours}]. One that fails is switched off and stops nothing; docs/training.md."""
     heldout_every: int = execution(100, gt=0)
     """Steps between two measurements of held-out bits per byte; also done at the last step."""
     heldout_tokens: int = execution(65536, gt=0)

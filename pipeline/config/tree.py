@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from model.config import ModelConfig
 from pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
@@ -26,6 +27,11 @@ class Config(Section):
     """Folder of another run whose finished shard, tokenizer and encode stages this run takes by reference."""
     seed: int = 0
     """Decides initial weights and the order of samples."""
+    plugins: list[str] = execution([])
+    """Python modules, or files relative to this one, that register attention backends, optimizers, filters, log sinks
+    or stages of your own; every process of the run imports them. See docs/extending.md."""
+    stages: dict[str, dict[str, JsonValue]] = {}
+    """Settings of stages that plugins add, by the stage's name."""
     shard: ShardConfig = Field(default_factory=ShardConfig)
     """Stage 1: sources into WebDataset tar shards of documents."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
@@ -33,7 +39,8 @@ class Config(Section):
     encode: EncodeConfig = Field(default_factory=EncodeConfig)
     """Stage 3: text shards into token shards."""
     model: ModelConfig = Field(default_factory=ModelConfig)
-    """The network."""
+    """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
+    model/presets.py), over which the other keys here are laid."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Stage 4: pretraining."""
     parallel: ParallelConfig = execution(default_factory=ParallelConfig)
@@ -46,6 +53,11 @@ class Config(Section):
     """Stage 7: report.html and report.md."""
     launch: LaunchConfig = execution(default_factory=LaunchConfig)
     """Processes on one box, and what is asked of Slurm."""
+
+    def part(self, name: str) -> Any:
+        """A part of the configuration by its name: `train`, `seed`, `stages.statistics` ({} where that has none)."""
+        section, _, key = name.partition(".")
+        return getattr(self, section).get(key, {}) if section == "stages" and key else getattr(self, section)
 
     @property
     def folder(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from pipeline.errors import UserError
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
+
+
+MERGE = "tag:yaml.org,2002:merge"
+"""What YAML calls the key `<<`."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,11 +69,24 @@ class Values:
         """Where a text was wanted and an override's value is none, take what was typed; whether any was taken."""
         taken = [path for path in paths if path in self.words]
         for path in taken:
-            node: Any = self.tree
-            for key in path[:-1]:
-                node = node[key]
-            node[path[-1]] = self.words.pop(path)
+            self._parent(path)[path[-1]] = self.words.pop(path)
         return bool(taken)
+
+    def take_whole_numbers(self, paths: list[Path_]) -> bool:
+        """Where a whole number was wanted and the value is one with an exponent or a point (1e6), take it for that;
+        whether any was taken."""
+        taken = [path for path in paths if isinstance(value := self._parent(path)[path[-1]], float)
+                 and value.is_integer()]
+        for path in taken:
+            parent = self._parent(path)
+            parent[path[-1]] = int(parent[path[-1]])
+        return bool(taken)
+
+    def _parent(self, path: Path_) -> Any:
+        node: Any = self.tree
+        for key in path[:-1]:
+            node = node[key]
+        return node
 
     def set(self, dotted: str, text: str) -> None:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
@@ -99,40 +117,98 @@ class Values:
         self.places[keys] = f"the command line ({dotted}={text})"
 
 
-def read_yaml(path: Path) -> Values:
-    """The values of one YAML file; UserError for a missing file, broken YAML or a key written twice."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"The configuration file {path} cannot be read: {error.strerror}. "
-                        f"Give an existing file with --config.") from None
-    values = Values()
+def read_yaml(path: Path, named_by: str = "") -> Values:
+    """The values of one YAML file.
+
+    Args:
+        named_by: where the file's name stands, if that is not the command line.
+
+    Raises:
+        UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
+    """
+    text, values = _decoded(path, named_by), Values()
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
-            values.tree = _construct(loader, node, (), path, values.places)
+            values.tree = _Reader(loader, path, values.places).value(node, ())
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply to be read.") from None
     if not isinstance(values.tree, dict):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(values.tree).__name__}.")
     return values
 
 
-def _construct(loader: _Loader, node: yaml.Node, at: Path_, path: Path, places: dict[Path_, str]) -> Any:
-    places[at] = f"{path}:{node.start_mark.line + 1}"
-    if isinstance(node, yaml.MappingNode):
+def _decoded(path: Path, named_by: str) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        advice = f"Correct {named_by}" if named_by else "Give an existing file with --config"
+        raise UserError(f"The configuration file {path} cannot be read: {error.strerror} (looked in "
+                        f"{path.absolute().parent}). {advice}.") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"{path} is UTF-16, not UTF-8. Save it as UTF-8 (iconv -f utf-16 -t utf-8).") from None
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: the byte 0x{data[error.start]:02x} is not UTF-8. Save the file as UTF-8 "
+                        f"(iconv -f latin1 -t utf-8, where it is Latin-1).") from None
+
+
+class _Reader:
+    """One file's nodes into values, with the place of each."""
+
+    def __init__(self, loader: _Loader, path: Path, places: dict[Path_, str]) -> None:
+        self.loader, self.path, self.places = loader, path, places
+        self._open: list[yaml.Node] = []
+
+    def value(self, node: yaml.Node, at: Path_) -> Any:
+        """The node's value, at this place of the tree."""
+        if any(node is outer for outer in self._open):
+            raise UserError(f"{self._line(node)}: an alias in the value of '{'.'.join(map(str, at))}' stands for a "
+                            f"value that contains the alias itself. Write the value out.")
+        self.places[at] = self._line(node)
+        self._open.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, at)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.value(item, (*at, index)) for index, item in enumerate(node.value)]
+            return self.loader.construct_object(node)
+        finally:
+            self._open.pop()
+
+    def _mapping(self, node: yaml.MappingNode, at: Path_) -> dict[str, Any]:
+        """Its own keys, over those that `<<` merges in; of several merged mappings earlier ones win."""
         result: dict[str, Any] = {}
+        for source in reversed([source for key, value in node.value if key.tag == MERGE
+                                for source in self._merged(value)]):
+            result.update(self.value(source, at))
+        self.places[at] = self._line(node)
+        own: set[str] = set()
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node))
-            if key in result:
-                raise UserError(f"{path}:{key_node.start_mark.line + 1}: the key '{key}' is written twice. Keep one.")
-            result[key] = _construct(loader, value_node, (*at, key), path, places)
-            places[(*at, key)] = f"{path}:{key_node.start_mark.line + 1}"
+            if key_node.tag == MERGE:
+                continue
+            key = str(self.loader.construct_object(key_node))
+            if key in own:
+                raise UserError(f"{self._line(key_node)}: the key '{key}' is written twice. Keep one.")
+            own.add(key)
+            _forget(self.places, (*at, key))
+            result[key] = self.value(value_node, (*at, key))
+            self.places[(*at, key)] = self._line(key_node)
         return result
-    if isinstance(node, yaml.SequenceNode):
-        return [_construct(loader, item, (*at, index), path, places) for index, item in enumerate(node.value)]
-    return loader.construct_object(node)
+
+    def _merged(self, node: yaml.Node) -> list[yaml.MappingNode]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not all(isinstance(source, yaml.MappingNode) for source in sources):
+            raise UserError(f"{self._line(node)}: `<<` takes a mapping or a list of mappings, as in `<<: *name`.")
+        return list(sources)
+
+    def _line(self, node: yaml.Node) -> str:
+        return f"{self.path}:{node.start_mark.line + 1}"
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any], at: Path_, places: dict[Path_, str]) -> None:

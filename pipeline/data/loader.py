@@ -32,6 +32,7 @@ class Batch:
         documents: int32, number of the document within its window; attention stays inside one.
         positions: int64, 0 at each document's (or, where it was cut, window's) start.
         targets: how many labels count.
+        lengths: of each sequence the lengths of its documents, on the host: nobody waits for a device to read them.
     """
 
     tokens: Tensor
@@ -39,13 +40,15 @@ class Batch:
     documents: Tensor
     positions: Tensor
     targets: int
+    lengths: tuple[tuple[int, ...], ...]
 
     def split(self, sequences: int) -> Iterator[Batch]:
         """Micro-batches of so many sequences."""
-        for parts in zip(*(tensor.split(sequences) for tensor in
-                           (self.tokens, self.labels, self.documents, self.positions)), strict=True):
+        for number, parts in enumerate(zip(*(tensor.split(sequences) for tensor in (
+                self.tokens, self.labels, self.documents, self.positions)), strict=True)):
             tokens, labels, documents, positions = parts
-            yield Batch(tokens, labels, documents, positions, int((labels != IGNORED).sum()))
+            yield Batch(tokens, labels, documents, positions, int((labels != IGNORED).sum()),
+                        self.lengths[number * sequences:(number + 1) * sequences])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
@@ -54,7 +57,7 @@ class Batch:
         tokens, labels, documents, positions = (
             tensor.pin_memory().to(device, non_blocking=True)
             for tensor in (self.tokens, self.labels, self.documents, self.positions))
-        return Batch(tokens, labels, documents, positions, self.targets)
+        return Batch(tokens, labels, documents, positions, self.targets, self.lengths)
 
 
 class TokenStream:
@@ -96,7 +99,12 @@ def pack(windows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     documents = np.cumsum(begins, axis=1, dtype=np.int32) - 1
     return Batch(torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])), torch.from_numpy(labels),
                  torch.from_numpy(np.ascontiguousarray(documents[:, :-1])),
-                 torch.from_numpy(np.ascontiguousarray(positions[:, :-1])), targets=int((labels != IGNORED).sum()))
+                 torch.from_numpy(np.ascontiguousarray(positions[:, :-1])), targets=int((labels != IGNORED).sum()),
+                 lengths=tuple(_lengths(row) for row in begins[:, :-1]))
+
+
+def _lengths(begins: np.ndarray) -> tuple[int, ...]:
+    return tuple(np.diff(np.flatnonzero(begins), append=len(begins)).tolist())
 
 
 class TrainingData:

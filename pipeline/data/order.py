@@ -7,18 +7,23 @@ the plan; any number of ranks can go on from there with every sample used exactl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pipeline.config.mixture import SMALLEST_SHARE, share_too_small
 from pipeline.errors import UserError
 from pipeline.files import sha256_json
 
 ALGORITHM = 1
 """Version of the order. A change that moves any sample must raise it."""
 PERIOD = 4096
-"""Samples after which a mixture's shares are met exactly, to within one sample a source."""
+"""Samples after which a mixture's shares are met exactly, to within one sample a source. It is longer where a source
+would get none of so many."""
+LEAST = 8
+"""Samples that each source gets in a period that is longer."""
 ROUNDS = 6
 
 
@@ -45,7 +50,7 @@ class SampleOrder:
         content: JSON value that identifies the tokens (shard hashes); enters the plan hash only.
 
     Raises:
-        UserError: a pool that is to be used holds less than one sequence.
+        UserError: a pool that is to be used holds less than one sequence, or its share is below SMALLEST_SHARE.
     """
 
     def __init__(self, pools: list[Pool], length: int, seed: int, shares: list[float] | None = None,
@@ -59,10 +64,12 @@ class SampleOrder:
         if empty:
             raise UserError(f"The training tokens of {', '.join(empty)} do not fill one sequence of "
                             f"{length} tokens. Give more text, or lower train.sequence_length.")
-        self.pattern, self.ranks, self.quotas = _pattern(shares, seed)
+        self.period = _period([pool.name for pool in pools], shares)
+        self.pattern, self.ranks, self.quotas = _pattern(shares, seed, self.period)
+        longer = {} if self.period == PERIOD else {"period": self.period}
         self.plan_sha256 = sha256_json({
             "algorithm": ALGORITHM, "length": length, "seed": seed, "shares": [float(share) for share in shares],
-            "pools": [[pool.name, pool.tokens] for pool in pools], "content": content})
+            "pools": [[pool.name, pool.tokens] for pool in pools], "content": content, **longer})
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where samples come from.
@@ -73,7 +80,7 @@ class SampleOrder:
         Returns:
             pool, epoch and sequence number inside the pool, each int64 of the same shape.
         """
-        block, place = np.divmod(np.asarray(samples, dtype=np.int64), PERIOD)
+        block, place = np.divmod(np.asarray(samples, dtype=np.int64), self.period)
         pool = self.pattern[place]
         draw = block * self.quotas[pool] + self.ranks[place]  # how many samples of this pool came before
         epoch, turn = np.divmod(draw, self.counts[pool])
@@ -85,7 +92,7 @@ class SampleOrder:
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each pool has been gone through after `samples` samples."""
-        block, rest = divmod(samples, PERIOD)
+        block, rest = divmod(samples, self.period)
         used = block * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.pools))
         return {pool.name: float(count / size) if size else 0.0
                 for pool, count, size in zip(self.pools, used, self.counts, strict=True)}
@@ -111,15 +118,34 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     return result.astype(np.int64)
 
 
-def _pattern(shares: list[float], seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pool of each place in a period, rank of the place among those of its pool, places of each pool."""
-    exact = np.asarray(shares, dtype=np.float64) / np.sum(shares) * PERIOD
+def _period(names: list[str], shares: list[float]) -> int:
+    """The length of a period: PERIOD where each source with a share gets a place in it, else the smallest power of two
+    in which each gets LEAST."""
+    fractions = np.asarray(shares, dtype=np.float64) / np.sum(shares)
+    wanted = fractions > 0
+    if _quotas(shares, PERIOD)[wanted].all():
+        return PERIOD
+    smallest = int(np.where(wanted, fractions, np.inf).argmin())
+    if fractions[smallest] < SMALLEST_SHARE:
+        raise UserError(share_too_small(names[smallest], float(fractions[smallest])))
+    return max(2 * PERIOD, 1 << math.ceil(math.log2(LEAST / fractions[smallest])))
+
+
+def _quotas(shares: list[float], period: int) -> np.ndarray:
+    """Places of each pool in a period."""
+    exact = np.asarray(shares, dtype=np.float64) / np.sum(shares) * period
     quotas = np.floor(exact).astype(np.int64)
     # Largest remainders get the places that rounding down left; ties go to the earlier pool.
-    quotas[np.argsort(quotas - exact, kind="stable")[:PERIOD - quotas.sum()]] += 1
+    quotas[np.argsort(quotas - exact, kind="stable")[:period - quotas.sum()]] += 1
+    return quotas
+
+
+def _pattern(shares: list[float], seed: int, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pool of each place in a period, rank of the place among those of its pool, places of each pool."""
+    quotas = _quotas(shares, period)
     unshuffled = np.repeat(np.arange(len(shares)), quotas)
-    pattern = unshuffled[permute(np.arange(PERIOD), PERIOD, (seed, len(shares), PERIOD))]
-    ranks = np.empty(PERIOD, dtype=np.int64)
+    pattern = unshuffled[permute(np.arange(period), period, (seed, len(shares), period))]
+    ranks = np.empty(period, dtype=np.int64)
     for pool in range(len(shares)):
         places = np.flatnonzero(pattern == pool)
         ranks[places] = np.arange(len(places))

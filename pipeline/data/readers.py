@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.data import FilesSource
+from pipeline.data.file_kinds import mistaken
+from pipeline.data.streams import COMPRESSIONS, map_file, open_stream
 
 CHUNK = 1 << 20
 """Characters read at a time where records have no line ends to go by."""
@@ -27,7 +29,6 @@ LARGEST = 1 << 28
 """Characters of one JSON value or CSV field beyond which a missing quote or bracket is the likelier explanation."""
 ROWS = 256
 """Rows of a columnar file taken into memory at a time."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ def file_records(path: Path, source: FilesSource) -> Records:
     """The records of one file of a `files` source."""
     kind = file_format(path, source.format)
     assert kind is not None, f"{path} was let in without a known format"
-    return FORMATS[kind](path, source)
+    if (instead := mistaken(path, kind)) is not None:
+        yield Unreadable(None, instead, lost=True)
+        return
+    yield from FORMATS[kind](path, source)
 
 
 def python_records(path: Path) -> Records:
@@ -86,27 +90,22 @@ def python_records(path: Path) -> Records:
 @contextmanager
 def _text(path: Path) -> Iterator[io.TextIOWrapper]:
     """The file's text, decompressed, line ends as they are, without a byte order mark."""
-    import pyarrow as pa
-    # Arrow's streams say when gzip or zstd data breaks off; zstandard's reader ends there without an error.
-    stream = pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix.lower()))
-    with io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", "surrogateescape", newline="\n") as text:
+    with io.TextIOWrapper(io.BufferedReader(open_stream(path)), "utf-8-sig", "surrogateescape", newline="\n") as text:
         yield text
 
 
 @contextmanager
 def _random_access(path: Path) -> Iterator[Any]:
     """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first."""
-    import pyarrow as pa
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        with pa.memory_map(str(path)) as file:
+    if path.suffix.lower() not in COMPRESSIONS:
+        with map_file(path) as file:
             yield file
         return
-    with tempfile.NamedTemporaryFile() as unpacked, pa.input_stream(str(path), compression=compression) as stream:
+    with tempfile.NamedTemporaryFile() as unpacked, open_stream(path) as stream:
         while data := stream.read(CHUNK):
             unpacked.write(data)
         unpacked.flush()
-        with pa.memory_map(unpacked.name) as file:
+        with map_file(unpacked.name) as file:
             yield file
 
 

@@ -6,6 +6,7 @@ import errno
 import glob
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,6 @@ from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, St
 from pipeline.config.tree import Config
 from pipeline.data.documents import Document, Rejection, plain, to_json
 from pipeline.data.readers import (
-    COMPRESSIONS,
     FORMATS,
     PlainText,
     Records,
@@ -27,7 +27,8 @@ from pipeline.data.readers import (
     file_records,
     python_records,
 )
-from pipeline.errors import UserError, listed
+from pipeline.data.streams import COMPRESSIONS, name_as_text
+from pipeline.errors import AbsentInputError, UserError, listed
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -41,17 +42,22 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     A dataset from the Hub has none.
 
     Raises:
-        UserError: naming every file or glob that matches nothing and every file of no known format.
+        AbsentInputError: naming every file or glob that matches nothing and every file of no known format.
     """
     found: list[tuple[str, Path]] = []
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
-        problems += wrong
-        found += _named(source.name, paths)
+        named = _named(source.name, paths)
+        twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+        wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
+                  f"\\xNN. Rename one." for name in twice]
+        problems |= {source.name: wrong} if wrong else {}
+        found += named
     if problems:
-        raise UserError(f"The sources of the corpus cannot all be read:\n{listed(problems)}" if len(problems) > 1
-                        else problems[0])
+        told = [problem for wrong in problems.values() for problem in wrong]
+        raise AbsentInputError(f"The sources of the corpus cannot all be read:\n{listed(told)}" if len(told) > 1
+                           else told[0], found, set(problems))
     return found
 
 
@@ -125,7 +131,7 @@ def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
             has_wildcard = glob.has_magic(pattern)
             problems.append(f"source {source.name}: " + (f"no file matches {pattern}" if has_wildcard else
                             _what_it_is(pattern, full)) +
-                            f" (looked in {full.parent if not has_wildcard else Path.cwd()}). Correct `paths`.")
+                            f" ({_looked_in(full)}). Correct `paths`.")
         found.update(dict.fromkeys(files))
     endings = [path.name for path in found if file_format(path, source.format) is None]
     if endings:
@@ -134,6 +140,14 @@ def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return list(found), problems
+
+
+def _looked_in(pattern: Path) -> str:
+    """The folder in which an absolute path or glob was looked for, as far as it is there."""
+    fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+    there = next(parent for parent in (fixed, *fixed.parents) if parent.is_dir())
+    missing = "" if there == fixed else f", where there is no {fixed.relative_to(there)}"
+    return f"looked in {there}{missing}"
 
 
 def _what_it_is(pattern: str, path: Path) -> str:
@@ -147,7 +161,7 @@ def _named(source: str, paths: list[Path]) -> list[tuple[str, Path]]:
     if not paths:
         return []
     common = Path(os.path.commonpath([path.parent for path in paths]))
-    return sorted((f"{source}/{path.relative_to(common).as_posix()}", path) for path in paths)
+    return sorted((f"{source}/{name_as_text(path.relative_to(common).as_posix())}", path) for path in paths)
 
 
 def _groups(files: list[tuple[str, str]], size: float) -> list[list[tuple[str, str]]]:
@@ -192,6 +206,8 @@ def _document(source: Source, file: str, number: int | None, record: Any) -> Ite
             document = _from_fields(source, where, record)
         return document, to_json(document)
     except UnicodeEncodeError:
+        if isinstance(record, PlainText) and "\0" in record:
+            return Rejection(source.name, file, number, "binary data, not text: NUL bytes and broken UTF-8")
         return Rejection(source.name, file, number, "broken UTF-8, or half of a surrogate pair; "
                          "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:

@@ -1,5 +1,5 @@
-"""Between reading and writing: documents as they were read, an index of 16-byte digests, the two splits, and the plan
-of shards.
+"""Between reading and writing: documents as they were read and filtered, an index of 16-byte digests, the two splits,
+and the plan of shards.
 
 Texts stay on disk; memory holds one row of `INDEX` a document.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -17,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.input_check import outside, refuse_changed
 from pipeline.data.documents import Document, Rejection, digest, document_key, from_json, key_fits, to_json
+from pipeline.data.filters.chain import Chain, Dropped
 from pipeline.data.sources import unit_documents
 from pipeline.data.text_shards import read_documents, write_members
 from pipeline.errors import UserError
@@ -25,6 +28,8 @@ from pipeline.files import atomic_file, output_record
 
 STAGING = "staging"
 PLAN = f"{STAGING}/plan"
+DROPPED = "dropped"
+"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 CUT = "cut"
 """Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
 SPLITS = ("train", "heldout")
@@ -40,31 +45,53 @@ PICKED = np.dtype([("unit", "<u4"), ("copy", "<u4"), ("high", "<u8"), ("low", "<
 
 
 def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Read one unit: its documents as JSON, one after another, their index, and what could not be read.
+    """Read one unit: its documents as the filters leave them, as JSON, one after another, their index, and what could
+    not be read; on request the documents that filters dropped.
 
-    Returns the counts `documents` (staged), `empty`, `rejected` and `lost` (files that break off), and the three
-    files as `outputs`.
+    Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
+    `filters` (see `Chain`), and the files as `outputs`, the staged documents first.
+
+    Raises:
+        UserError: a file is not what it was when the stage began, although its size and time are; a filter failed.
     """
+    read = [{"path": path, "sha256": digest} for (_, path), digest in
+            zip(payload["files"], payload["sha256"], strict=True)]
+    for expected in outside(read, "shard"):
+        refuse_changed(expected)
     place = folder / STAGING / payload["name"]
     texts, index, rejections = (place.with_suffix(ending) for ending in (".documents", ".npy", ".rejected"))
-    rows, offset, counts = bytearray(), 0, {"empty": 0, "rejected": 0, "lost": 0}
-    with atomic_file(texts) as out, atomic_file(rejections) as rejected:
+    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
+    chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
+    with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
+          atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload):
             if isinstance(item, Rejection):
+                counts["read"] += item.documents
                 counts["rejected"] += item.documents
                 counts["lost"] += item.lost
                 rejected.write(item.line())
                 continue
-            document, member = item
-            if not document.text.strip():
+            counts["read"] += 1
+            if not item[0].text.strip():
                 counts["empty"] += 1
                 continue
+            left = chain(*item)
+            if isinstance(left, Dropped):
+                if kept_aside is not None:
+                    kept_aside.write(left.line())
+                continue
+            document, member = left
             rows += _index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
         np.save(file, np.frombuffer(rows, INDEX))
-    return {"documents": len(rows) // INDEX.itemsize, **counts,
-            "outputs": [output_record(folder, path) for path in (texts, index, rejections)]}
+    outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    if kept_aside is not None:
+        source, gone = payload["source"]["name"], chain.counts.values()
+        outputs.append(output_record(folder, aside, split=DROPPED, source=source,
+                                     docs=sum(own["documents"] for own in gone),
+                                     text_bytes=sum(own["bytes"] for own in gone)))
+    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "outputs": outputs}
 
 
 def _index_row(text: str, offset: int, length: int) -> bytes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.documents import Document, digest, document_key, from_json, key_fits, to_json
+from pipeline.contract.input_check import committed, refuse_changed
+from pipeline.contract.manifest import Manifest
+from pipeline.data.documents import Document, from_json, key_fits
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
-from pipeline.manifest import Manifest
 
 SUFFIX = ".json"
 _BLOCK = tarfile.BLOCKSIZE
@@ -38,15 +38,10 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
             tar.addfile(entry, io.BytesIO(member))
 
 
-def write_documents(path: Path, documents: Iterable[Document]) -> None:
-    """Write documents as a shard, under keys made from their texts."""
-    def members() -> Iterator[tuple[str, bytes]]:
-        seen: Counter[bytes] = Counter()
-        for document in documents:
-            text_digest = digest(document.text.encode())
-            yield document_key(text_digest, seen[text_digest]), to_json(document)
-            seen[text_digest] += 1
-    write_members(path, members())
+def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
+    """UserError if the shard of which the manifest has `record` is there and is not what was committed."""
+    [expected] = committed(folder, [record], "shard")
+    refuse_changed(expected)
 
 
 def read_shard(folder: Path, record: dict[str, Any]) -> Iterator[Document]:

@@ -68,7 +68,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Pairs (token, next token) [start, stop) of a document: the part of it that one window takes."""
 
     document: int
@@ -106,7 +106,7 @@ class HeldoutBatches:
     def __init__(self, texts: Mapping[str, HeldoutText], *, length: int, batch: int, rank: int = 0,
                  world: int = 1) -> None:
         self.texts, self.length, self.batch, self.rank, self.world = dict(texts), length, batch, rank, world
-        self._windows: list[tuple[str, list[Piece]]] = []
+        self._windows: list[tuple[str, list[TextPiece]]] = []
         self.targets: dict[str, int] = {}
         for name, text in self.texts.items():
             lengths = [len(document) for document in text.documents]
@@ -144,21 +144,21 @@ class HeldoutBatches:
                                                              (tokens, labels, documents, positions)))
 
 
-def pack_windows(lengths: Sequence[int], window: int) -> list[list[Piece]]:
+def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
     """Place documents of so many tokens into windows of `window` (token, next token) pairs.
 
     A document of n tokens has n - 1 pairs. Whole windows are cut off long ones; what is left, like short
     documents, goes to the fullest window that still has room, longest first (best-fit decreasing).
     """
-    full: list[list[Piece]] = []
-    rest: list[Piece] = []
+    full: list[list[TextPiece]] = []
+    rest: list[TextPiece] = []
     for document, length in enumerate(lengths):
         pairs = max(0, length - 1)
         whole = pairs - pairs % window
-        full += [[Piece(document, start, start + window)] for start in range(0, whole, window)]
+        full += [[TextPiece(document, start, start + window)] for start in range(0, whole, window)]
         if whole < pairs:
-            rest.append(Piece(document, whole, pairs))
-    shared: list[list[Piece]] = []
+            rest.append(TextPiece(document, whole, pairs))
+    shared: list[list[TextPiece]] = []
     room: list[tuple[int, int]] = []  # (free places, number in `shared`), sorted
     for piece in sorted(rest, key=lambda piece: piece.start - piece.stop):  # stable: equal lengths stay in order
         size = piece.stop - piece.start

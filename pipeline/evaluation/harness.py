@@ -16,40 +16,41 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from model.generate import generate
+from model.generation.sampling import Sampling
+from model.generation.writer import stream
 from model.llama import Llama
 from pipeline.errors import UserError
-from pipeline.vocabulary.base import Vocabulary
+from pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
 """Most logits of one forward pass (0.5 GB in float32); batches are made smaller to stay below."""
 NEW_TOKENS = 256
 """Length of a generated answer where the task does not say."""
 
-Request = tuple[tuple[str, str], list[int], list[int]]
-"""((context, continuation), context ids, continuation ids)"""
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""((context, continuation) or None for a window of a text, context ids, continuation ids)"""
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
 class HarnessModel(TemplateLM):
-    """A Llama and its vocabulary.
+    """A Llama and its tokenizer.
 
     Every text stands after a BOS, as in training. Too long contexts lose their beginning (BOS stays), which
     `truncated` counts.
 
     Args:
         model: in evaluation mode, on its device.
-        vocabulary: its vocabulary.
+        tokenizer: its tokenizer.
         batch: most sequences in a forward pass.
         rank, world: this process among all.
         length: tokens per forward pass; None: the model's context.
     """
 
-    def __init__(self, model: Llama, vocabulary: Vocabulary, *, batch: int, rank: int = 0, world: int = 1,
+    def __init__(self, model: Llama, tokenizer: Tokenizer, *, batch: int, rank: int = 0, world: int = 1,
                  length: int | None = None) -> None:
         super().__init__()
-        self.model, self.vocabulary, self.batch = model, vocabulary, batch
+        self.model, self._tokenizer, self.batch = model, tokenizer, batch
         self.length = length or model.config.context_length
         self.share = (rank, world)
         self.truncated = 0
@@ -58,16 +59,16 @@ class HarnessModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """End of a document."""
-        return self.vocabulary.eos_id
+        return self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
         """What an empty context is."""
-        return self.vocabulary.bos_id
+        return self._tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, without BOS and EOS."""
-        return list(self.vocabulary.encode(string))
+        return list(self._tokenizer.encode(string))
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of both, BOS first.
@@ -89,27 +90,40 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-probability in nats of each whole text, every token predicted once; long texts in windows."""
-        windows: list[Request] = []
-        owners: list[int] = []
-        for number, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.length, context_len=1):
-                windows.append((("", ""), *make_disjoint_window(pair)))
-                owners.append(number)
-        totals = [0.0] * len(requests)
-        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            totals[owner] += value
-        return totals
+        texts = [request.args[0] for request in requests]
+        values = self._summed([
+            [make_disjoint_window(pair) for pair in get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.length, context_len=1)] for text in texts])
+        for text, value in zip(texts, values, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
+        return values
+
+    def documents(self, documents: Sequence[Sequence[int]]) -> list[float]:
+        """Log-probability in nats of each document, given as ids from BOS to EOS, all but BOS predicted once: cut as
+        held-out text is (`bits_per_byte`), into windows that overlap by one token."""
+        return self._summed([[(list(ids[start:start + 1]), list(ids[start + 1:start + 1 + self.length]))
+                              for start in range(0, len(ids) - 1, self.length)] for ids in documents])
+
+    def _summed(self, windows: Sequence[list[tuple[list[int], list[int]]]]) -> list[float]:
+        """Log-probability of each text, given as windows (context, continuation); all texts' windows share batches."""
+        scored = iter(self._loglikelihood_tokens([(None, *pair) for text in windows for pair in text]))
+        return [sum(next(scored)[0] for _ in text) for text in windows]
 
     def _loglikelihood_tokens(self, requests: list[Request], disable_tqdm: bool = True,
                               **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [self._fit(context, continuation) for _, context, continuation in requests]
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1]))
-        batches = [[pairs[number] for number in batch] for batch in self._batches(order, pairs)]
-        scored = self._dealt(batches, self._score)
-        flat = [result for batch in scored for result in batch]
+
+        def score(batch: list[int]) -> list[tuple[float, bool]]:
+            found = self._score([pairs[number] for number in batch])
+            for number, result in zip(batch, found, strict=True):
+                if (text := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, result)
+            return found
+
+        scored = self._dealt(self._batches(order, pairs), score)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for number, result in zip(order, flat, strict=True):
+        for number, result in zip(order, (result for batch in scored for result in batch), strict=True):
             results[number] = result
         return results
 
@@ -131,7 +145,7 @@ class HarnessModel(TemplateLM):
         at = 0
         while at < len(order):
             longest = sum(map(len, pairs[order[at]]))
-            size = max(1, min(self.batch, LOGITS_IN_MEMORY // (longest * self.vocabulary.size)))
+            size = max(1, min(self.batch, LOGITS_IN_MEMORY // (longest * self._tokenizer.size)))
             batches.append(order[at:at + size])
             at += size
         return batches
@@ -157,31 +171,56 @@ class HarnessModel(TemplateLM):
         return results
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, up to the first stopping string."""
-        work = []
-        for number, request in enumerate(requests):
-            context, settings = request.args
-            new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.length // 2)
-            ids, _ = self._fit([self.prefix_token_id, *self.tok_encode(context)], [self.eot_token_id] * (new + 1))
-            work.append((number, ids, new, settings))
-        return self._dealt(work, self._write)
+        """What the model writes after each context, up to the first stopping string. Request i draws with seed i."""
+        work = [self._to_write(seed, *request.args) for seed, request in enumerate(requests)]
 
-    def _write(self, item: tuple[int, list[int], int, dict[str, Any]]) -> str:
-        number, ids, new, settings = item
-        sampled = bool(settings.get("do_sample", False))
-        temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
-        written, = generate(self.model, [ids], new, temperature=temperature, top_p=float(settings.get("top_p", 1.0)),
-                            seed=number, stop_ids={self.eot_token_id})
-        text, until = self.vocabulary.decode(written), settings.get("until") or []
-        ends = [text.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop]
-        return text[:min((end for end in ends if end >= 0), default=len(text))]
+        def write(numbers: range) -> list[str]:
+            texts = self._write([work[number] for number in numbers])
+            for number, text in zip(numbers, texts, strict=True):
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+            return texts
+
+        batches = [range(start, min(start + self.batch, len(work))) for start in range(0, len(work), self.batch)]
+        return [text for texts in self._dealt(batches, write) for text in texts]
+
+    def _to_write(self, seed: int, context: str, settings: dict[str, Any]) -> tuple[list[int], Sampling]:
+        """A context's ids, BOS first, its beginning cut off where it leaves no room for the new tokens, and how a
+        task's settings continue it."""
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as the harness ranks them
+        asked = next((settings[name] for name in names if settings.get(name) is not None), NEW_TOKENS)
+        new = max(1, min(int(asked), self.length // 2))
+        ids, _ = self._fit([self.prefix_token_id, *self.tok_encode(context)], [self.eot_token_id] * (new + 1))
+        until = settings.get("until") or []
+        drawn = {name: settings[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")
+                 if settings.get(name)}  # 0 is how other libraries say none
+        return ids, Sampling(
+            max_tokens=new, seed=seed, stop_ids={self.eot_token_id},
+            temperature=float(settings.get("temperature", 1.0)) if settings.get("do_sample", False) else 0.0,
+            stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop), **drawn)
+
+    def _write(self, prompts: Sequence[tuple[list[int], Sampling]]) -> list[str]:
+        """What the model writes after each of one batch of prompts."""
+        def token_bytes(token: int) -> bytes:  # published models have ids that their tokenizers do not
+            return self._tokenizer.token_bytes(token) if token < self._tokenizer.size else b""
+
+        texts = [""] * len(prompts)
+        for piece in stream(self.model, token_bytes, [ids for ids, _ in prompts],
+                            [sampling for _, sampling in prompts]):
+            assert isinstance(piece.key, int)
+            texts[piece.key] += piece.text
+        return texts
 
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
         """Results of `function` in the order of `work`, each made by one rank, on every rank."""
         rank, world = self.share
-        own = [function(item) for item in work[rank::world]]
-        if world == 1:
-            return own
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, own)
+        parts = self.everywhere([function(item) for item in work[rank::world]])
         return [parts[number % world][number // world] for number in range(len(work))]
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """A picklable value of every rank, in rank order, on every rank."""
+        _, world = self.share
+        if world == 1:
+            return [value]
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, value)
+        return parts

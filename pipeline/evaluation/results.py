@@ -27,6 +27,9 @@ DEFINITIONS = {
     "chance": "mean over the items of (right choices / choices)",
     "acc": "share of items whose right choice has the highest log-probability",
     "acc_norm": "the same, with log-probability divided by the choice's length in characters",
+    "contamination": "dirty items are those of which more than half of the n-grams of 13 words (of a shorter item, all "
+                     "its words in a row) stand in a training document; clean items are the others; one of fewer than "
+                     "5 words is too short to say",
     "answer_bits_per_byte": "bits that the right choices need per UTF-8 byte: smoother than accuracy",
 }
 
@@ -47,11 +50,7 @@ def rounded(value: float | None) -> float | None:
 def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, Any]) -> dict[str, Any]:
     """Everything, ready for results.json."""
     settings = config.evaluate
-    tasks = {name: {**task, "chance": rounded(task["chance"]),
-                    "answer_bits_per_byte": rounded(task["answer_bits_per_byte"]),
-                    "metrics": {metric: {key: rounded(value) for key, value in entry.items()}
-                                for metric, entry in task["metrics"].items()}}
-             for name, task in found["tasks"].items()}
+    tasks = {name: _task_entry(task) for name, task in found["tasks"].items()}
     return {
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
@@ -63,6 +62,20 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
         "definitions": DEFINITIONS,
         "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
     }
+
+
+def _task_entry(task: dict[str, Any]) -> dict[str, Any]:
+    """A task's results as results.json has them: without its single items."""
+    def metrics(entries: dict[str, Any]) -> dict[str, Any]:
+        return {metric: {key: rounded(value) for key, value in entry.items()} for metric, entry in entries.items()}
+
+    entry = {key: value for key, value in task.items() if key != "per_item"}
+    entry |= {"chance": rounded(task["chance"]), "answer_bits_per_byte": rounded(task["answer_bits_per_byte"]),
+              "metrics": metrics(task["metrics"])}
+    if "contamination" in task:
+        entry["contamination"] = {key: {**value, "metrics": metrics(value["metrics"])} if isinstance(value, dict)
+                                  else value for key, value in task["contamination"].items()}
+    return entry
 
 
 def say_results(results: dict[str, Any]) -> Iterator[str]:
@@ -77,6 +90,9 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
         shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {shown}{chance} on {task['items']} items"
+        if task["items_without_right_choice"]:
+            yield (f"{name}: {task['items_without_right_choice']} items have a target that is none of their choices; "
+                   f"lm-evaluation-harness counts them as answered wrongly")
         if task["contexts_truncated"]:
             yield f"{name}: {task['contexts_truncated']} contexts were too long and lost their beginning"
 
@@ -104,21 +120,39 @@ def as_markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
     if results["tasks"]:
-        lines += ["## Tasks", "", "| task | items | few-shot | metric | value ± standard error | chance | "
-                  "bits per byte of the right answers |", "|---|---:|---:|---|---:|---:|---:|"]
+        lines += ["## Tasks", "", "| task | version | items | few-shot | metric | value ± standard error | chance | "
+                  "bits per byte of the right answers |", "|---|---|---:|---:|---|---:|---:|---:|"]
         for name, task in results["tasks"].items():
             for metric, entry in task["metrics"].items():
                 chance = "" if task["chance"] is None else f"{task['chance']:.3f}"
                 answer = "" if task["answer_bits_per_byte"] is None else f"{task['answer_bits_per_byte']:.3f}"
-                lines.append(f"| {name} | {task['items']} | {task['few_shot']} | {metric} | {metric_text(entry)} | "
-                             f"{chance} | {answer} |")
+                lines.append(f"| {name} | {task['version']} | {task['items']} | {task['few_shot']} | {metric} | "
+                             f"{metric_text(entry)} | {chance} | {answer} |")
         lines.append("")
+        lines += _contamination(results["tasks"])
     lines += ["## Continuations", "",
               f"Temperature {results['sampling']['temperature']}, top-p {results['sampling']['top_p']}, seed "
               f"{results['sampling']['seed']}.", ""]
     for entry in results["continuations"]:
         lines += [fenced(entry["prompt"] + entry["text"]), ""]
     return "\n".join(lines)
+
+
+def _contamination(tasks: dict[str, Any]) -> list[str]:
+    """The scores of all, clean and dirty items of the tasks that were looked for in the training text."""
+    rows = []
+    for name, task in tasks.items():
+        parts = task.get("contamination")
+        for metric in {**parts["clean"]["metrics"], **parts["dirty"]["metrics"]} if parts else ():
+            whole = task["metrics"].get(metric, {"value": task.get(metric), "stderr": None})
+            cells = [f"{metric_text(part['metrics'][metric]) if metric in part['metrics'] else ''} | {part['items']}"
+                     for part in (parts["clean"], parts["dirty"])]
+            rows.append(f"| {name} | {metric} | {metric_text(whole)} | {' | '.join(cells)} | "
+                        f"{parts['too_short']} |")
+    return ["### Contamination", "",
+            "Dirty items stand in the training text: more than half of their n-grams of 13 words (docs/evaluation.md).",
+            "", "| task | metric | all items | clean | items | dirty | items | too short to say |",
+            "|---|---|---:|---:|---:|---:|---:|---:|", *rows, ""] if rows else []
 
 
 def fenced(text: str) -> str:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness tasks from local YAML and data files: finding them, running them, offline.
+"""lm-evaluation-harness tasks from local YAML and data files: finding them, and which of a stage's inputs are theirs.
 
 A task is a YAML file as the harness documents it, with `dataset_path: json` (or csv, parquet ...) and
 `dataset_kwargs.data_files`, whose paths are relative to the YAML file. Finding tasks imports neither the harness nor
@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import difflib
 import glob
-import logging
-import math
 import os
-import tempfile
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from pipeline.config.tree import Config
+from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
-from pipeline.stages import REPOSITORY
-
-if TYPE_CHECKING:
-    from pipeline.evaluation.harness import HarnessModel
-
-BOOTSTRAP_DRAWS = 1000
-FEW_SHOT_SEED = 1234
 
 
 class _Loader(yaml.SafeLoader):
@@ -98,13 +88,18 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
 
 def chosen_tasks(config: Config) -> list[TaskFile]:
     """The tasks of `evaluate.tasks`, in that order."""
-    asked, known = config.evaluate.tasks, find_tasks(folders(config)) if config.evaluate.tasks else {}
+    return tasks_named(config.evaluate.tasks, folders(config), "evaluate.tasks")
+
+
+def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
+    """The tasks with these names under the folders, each once; UserError for an unknown one, which `where` named."""
+    known = find_tasks(places) if asked else {}
     unknown = [name for name in asked if name not in known]
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, n=1)
-        raise UserError(f"evaluate.tasks names {', '.join(unknown)}, but "
-                        f"{' and '.join(map(str, folders(config))) or 'evaluate.task_folders'} "
-                        f"{'have' if len(folders(config)) > 1 else 'has'} only {', '.join(sorted(known)) or 'no tasks'}"
+        raise UserError(f"{where} names {', '.join(unknown)}, but "
+                        f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} "
+                        f"{'have' if len(places) > 1 else 'has'} only {', '.join(sorted(known)) or 'no tasks'}"
                         f"{f'; did you mean {close[0]}?' if close else '.'} (Groups and tags: list their tasks.)")
     return [known[name] for name in dict.fromkeys(asked)]
 
@@ -119,7 +114,7 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
     found: dict[str, TaskFile] = {}
     for place in places:
         if not place.is_dir():
-            raise UserError(f"evaluate.task_folders names {place}, which is not a folder.")
+            raise UserError(f"{place} is to hold tasks (evaluate.task_folders), but it is not a folder.")
         here: dict[str, TaskFile] = {}
         for path in sorted(place.rglob("*.yaml")):
             settings, files = _read(path, ())
@@ -131,6 +126,20 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
             here[name] = TaskFile(name, path, settings, tuple(files))
         found.update(here)
     return found
+
+
+def write_absolute(place: Path, folder: Path) -> None:
+    """Make every task and group under `place` a YAML file in `folder` that means the same from any working directory:
+    lm_eval's own command line looks for data files where it was started, not beside the task."""
+    wanted = []
+    for name, task in find_tasks([place]).items():
+        kwargs = task.settings.get("dataset_kwargs") or {}
+        data = {"dataset_kwargs": {**kwargs, "data_files": task.data_files}} if kwargs.get("data_files") else {}
+        wanted.append({"include": str(task.path.absolute()), "task": name, **data})
+    wanted += [{"include": str(path.absolute())} for path in sorted(place.rglob("*.yaml"))
+               if "group" in _read(path, ())[0]]
+    for number, settings in enumerate(wanted):
+        (folder / f"{number:05d}.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:
@@ -161,77 +170,17 @@ def go_offline() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
 
 
-def run_tasks(model: HarnessModel, tasks: list[TaskFile], places: list[Path],
-              limit: int | None) -> dict[str, dict[str, Any]]:
-    """Results of each task: metrics with standard errors, the level of chance, items. Every rank calls this and gets
-    the same; the model deals its requests out to the ranks.
+def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether two fingerprints of the stage evaluate differ in nothing but which tasks are asked for, and whether their
+    items are looked for in the training text.
 
-    Raises:
-        UserError: a task's files do not hold what its YAML says.
+    Each task's result is kept under the identity of its own inputs, so what both ask for need not be measured again.
     """
-    go_offline()
-    import datasets
-    from lm_eval.evaluator import evaluate
-    from lm_eval.tasks import TaskManager
-    datasets.disable_progress_bars()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=list(places), include_defaults=False)
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="drover-tasks-") as cache:
-        for task_file in tasks:
-            task = _load(manager, task_file, cache)
-            truncated = model.truncated
-            found = evaluate(model, {"tasks": {task_file.name: task}}, limit=limit, log_samples=False,
-                             bootstrap_iters=BOOTSTRAP_DRAWS)
-            results[task_file.name] = {**_summary(task_file.name, task, found),
-                                       "contexts_truncated": model.truncated - truncated}
-    return results
+    tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
+    both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
-
-def _load(manager: Any, task_file: TaskFile, cache: str) -> Any:
-    """The harness's task object, its data read from absolute paths into a cache of our own."""
-    kwargs = {**task_file.settings["dataset_kwargs"], "data_files": task_file.data_files, "cache_dir": cache}
-    member = {"task": task_file.name, "dataset_kwargs": kwargs}
-    try:  # a group of one is the harness's way to load a registered task with some settings replaced
-        task = manager.load([{"group": "drover", "task": [member]}])["tasks"][task_file.name]
-    except Exception as error:  # whatever datasets, the harness or a task's own code make of the user's files
-        raise UserError(f"The task {task_file.name} ({task_file.path}) cannot be loaded: {type(error).__name__}: "
-                        f"{error}. Check its settings and data files.") from error
-    if task.get_config("num_fewshot") is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=FEW_SHOT_SEED)
-    return task
-
-
-def _summary(name: str, task: Any, found: Any) -> dict[str, Any]:
-    metrics: dict[str, dict[str, Any]] = {}
-    for key, value in found["results"][name].items():
-        metric, comma, filter_name = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
-            continue
-        error = found["results"][name].get(f"{metric}_stderr,{filter_name}")
-        metrics[metric if filter_name == "none" else f"{metric} ({filter_name})"] = {
-            "value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
-    return {"metrics": metrics, "items": found["n-samples"][name]["effective"],
-            "items_in_file": found["n-samples"][name]["original"], "few_shot": found["n-shot"][name],
-            "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]), **_choices(task)}
-
-
-def _choices(task: Any) -> dict[str, Any]:
-    """For multiple choice: the share right of blind guessing, and the bits per byte of the right answers."""
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return {"chance": None, "answer_bits_per_byte": None}
-    by_document = defaultdict(list)
-    for instance in task.instances:
-        by_document[instance.doc_id].append(instance)
-    chance, nats, answer_bytes = 0.0, 0.0, 0
-    for _, instances in sorted(by_document.items()):
-        choices, gold = task.doc_to_choice(instances[0].doc), task.doc_to_target(instances[0].doc)
-        golds = gold if isinstance(gold, list) else [gold]
-        right = [choices.index(one) if isinstance(one, str) else one for one in golds]
-        chance += len(right) / len(choices) / len(by_document)
-        answer = next(instance for instance in instances if instance.idx == right[0])
-        context, continuation = answer.args
-        nats -= answer.resps[0][0]
-        answer_bytes += len((context[len(context.rstrip()):] + continuation).encode())
-    return {"chance": chance, "answer_bits_per_byte": nats / (math.log(2) * answer_bytes)}
+    def rest(fingerprint: dict[str, Any]) -> dict[str, Any]:
+        evaluate = {**fingerprint["config"]["evaluate"], "tasks": None, "contamination": None}
+        return {**fingerprint, "config": {**fingerprint["config"], "evaluate": evaluate},
+                "files": {name: digest for name, digest in fingerprint["files"].items() if name.startswith(both)}}
+    return rest(old) == rest(new)

@@ -41,14 +41,14 @@ def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
 
     Raises ValueError for a name that is not a Llama's.
     """
-    names = _names(config)
+    names = their_names(config)
     for name, tensor in state:
         if name not in names:
             raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
         if name == "output.weight" and config.tied_embeddings:
             continue
-        heads = _rotated_heads(name, config)
-        yield names[name], _to_halves(tensor, heads) if heads else tensor
+        heads = rotated_heads(name, config)
+        yield names[name], half_rows(tensor, heads) if heads else tensor
 
 
 def from_huggingface(
@@ -56,35 +56,21 @@ def from_huggingface(
 ) -> Iterator[tuple[str, Tensor]]:
     """Their (name, tensor) pairs as ours; a tied embedding is also given as the output matrix.
 
-    Raises ValueError for a name that is not a Llama's. The rotary frequencies that old files hold are
-    skipped: the config says the same.
+    Raises ValueError for a name that is not a Llama's, and for rows that are not the config's heads. The rotary
+    frequencies that old files hold are skipped: the config says the same.
     """
-    names = {theirs: ours for ours, theirs in _names(config).items()}
+    names = {theirs: ours for ours, theirs in their_names(config).items()}
     for name, tensor in state:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
             continue
         if name not in names:
             raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
-        heads = _rotated_heads(names[name], config)
-        yield names[name], _to_pairs(tensor, heads) if heads else tensor
+        heads = rotated_heads(names[name], config)
+        if heads and (tensor.dim() != 2 or tensor.shape[0] % (2 * heads)):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, whose rows are not {heads} heads of pairs.")
+        yield names[name], pair_rows(tensor, heads) if heads else tensor
         if names[name] == "tok_embeddings.weight" and config.tied_embeddings:
             yield "output.weight", tensor
-
-
-def write_folder(
-    path: Path,
-    state_dict: Mapping[str, Tensor],
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    bos_id: int | None,
-    eos_id: int | list[int] | None,
-    max_shard_bytes: int = 5_000_000_000,
-) -> None:
-    """`stream_folder` for weights that lie in memory."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    stream_folder(path, shapes, state_dict.__getitem__, config, dtype=dtype, bos_id=bos_id, eos_id=eos_id,
-                  max_shard_bytes=max_shard_bytes)
 
 
 def stream_folder(
@@ -105,37 +91,61 @@ def stream_folder(
     at most max_shard_bytes, except for a single tensor that is larger. The files are written plainly: who needs the
     folder to appear at once, renames it. Raises ValueError if the weights do not fit the config.
     """
-    expected = _shapes(config)
-    _check_fit(shapes, expected, config)
+    _check_fit(shapes, parameter_shapes(config), config)
     path.mkdir(parents=True, exist_ok=True)
-    theirs = _names(config)
-    shards = _split(expected, dtype.itemsize, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        layouts = {theirs[name]: Layout(dtype, expected[name]) for name in names}
-        pairs = to_huggingface(((name, read(name)) for name in names), config)
-        write_tensors(path / file, layouts, (tensor.detach().to("cpu", dtype).contiguous() for _, tensor in pairs))
-        weight_map.update(dict.fromkeys(layouts, file))
-    size = sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize
-    _write_json(
-        path / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
-    )
-    _write_json(path / "config.json", _config_to_json(config, dtype, bos_id, eos_id))
-    _write_json(path / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": eos_id})
+    files = shard_files(config, dtype, max_shard_bytes)
+    for file, names in files.items():
+        write_shard(path / file, names, read, config, dtype)
+    for name, content in descriptions(files, config, dtype, {"bos_token_id": bos_id, "eos_token_id": eos_id}).items():
+        (path / name).write_text(content, encoding="utf-8")
+
+
+def shard_files(config: ModelConfig, dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
+    """Which of our parameters go into which file: by the file's name, in the order of writing."""
+    shards = _split(parameter_shapes(config), dtype.itemsize, max_shard_bytes)
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards, 1)}
+
+
+def write_shard(path: Path, names: list[str], read: Callable[[str], Tensor], config: ModelConfig,
+                dtype: torch.dtype) -> None:
+    """Write one file of `shard_files`, tensor by tensor."""
+    theirs, shapes = their_names(config), parameter_shapes(config)
+    layouts = {theirs[name]: Layout(dtype, shapes[name]) for name in names}
+    pairs = to_huggingface(((name, read(name)) for name in names), config)
+    write_tensors(path, layouts, (tensor.detach().to("cpu", dtype).contiguous() for _, tensor in pairs))
+
+
+def descriptions(files: Mapping[str, list[str]], config: ModelConfig, dtype: torch.dtype,
+                 token_ids: Mapping[str, Any]) -> dict[str, str]:
+    """The text of the index of `files`, of config.json and of generation_config.json, by name.
+
+    token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them.
+    """
+    theirs, shapes = their_names(config), parameter_shapes(config)
+    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    where = {theirs[name]: file for file, names in files.items() for name in names}
+    contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
+                "config.json": {**_config_to_json(config, dtype), **token_ids},
+                "generation_config.json": dict(token_ids)}
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
 def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The config and state dict of a folder in Hugging Face's shape, tensors in the dtype of the files.
 
-    Reads what `write_folder` writes and Llamas from the Hub, whether in one safetensors file or in shards.
+    Reads what `stream_folder` writes and Llamas from the Hub, whether in one safetensors file or in shards.
     Raises ValueError for models that differ from Llama (biases, other activations, other rotary scaling ...)
     and FileNotFoundError if a file is missing.
     """
-    config = _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    config = read_config(path)
     state_dict = dict(read_tensors(path, config))
-    _check_fit({name: tuple(tensor.shape) for name, tensor in state_dict.items()}, _shapes(config), config)
+    _check_fit({name: tuple(tensor.shape) for name, tensor in state_dict.items()}, parameter_shapes(config), config)
     return config, state_dict
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The config of such a folder. Raises as `read_folder`."""
+    return _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
 
 
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +162,7 @@ def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]
             yield from from_huggingface(((name, opened.get_tensor(name)) for name in opened.keys()), config)  # noqa: SIM118
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
+def their_names(config: ModelConfig) -> dict[str, str]:
     """Our parameter names and theirs."""
     names = dict(_OUTER_NAMES)
     for layer in range(config.layers):
@@ -161,24 +171,24 @@ def _names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _rotated_heads(name: str, config: ModelConfig) -> int | None:
+def rotated_heads(name: str, config: ModelConfig) -> int | None:
     """How many heads' rows the parameter holds if the rotary embedding acts on them, else None."""
     if name.endswith(".wq.weight"):
         return config.heads
     return config.kv_heads if name.endswith(".wk.weight") else None
 
 
-def _to_halves(weight: Tensor, heads: int) -> Tensor:
+def half_rows(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head from adjacent pairs (0, 1, 2, 3 ...) to halves (0, 2, 4 ... 1, 3, 5 ...)."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `_to_halves`."""
+def pair_rows(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `half_rows`."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters under our names, a tied matrix once."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
@@ -213,13 +223,7 @@ def _split(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int)
     return shards
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _config_to_json(
-    config: ModelConfig, dtype: torch.dtype, bos_id: int | None, eos_id: int | list[int] | None
-) -> dict[str, Any]:
+def _config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     scaling = None
     if config.rope_scaling is not None:
         scaling = {
@@ -250,26 +254,26 @@ def _config_to_json(
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
     }
+
+
+_ONLY = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+    "use_qk_norm": False, "qk_norm": False, "partial_rotary_factor": 1.0, "quantization_config": None,
+    "num_local_experts": None, "residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+    "final_logit_softcapping": None, "no_rope_layers": None,
+}
+"""What our network cannot do otherwise, with the value that means "does not"; absent means the same."""
 
 
 def _config_from_json(content: dict[str, Any]) -> ModelConfig:
-    # What our network cannot do, with the value that means "does not"; absent means the same.
     heads = content["num_attention_heads"]
-    only = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "head_dim": content["hidden_size"] // heads,
-    }
-    for key, value in only.items():
+    for key, value in {**_ONLY, "head_dim": content["hidden_size"] // heads}.items():
         if content.get(key, value) not in (value, None):
             raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
     # Absent values mean LlamaConfig's defaults.
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    rope = content.get(where) or {}
     return ModelConfig(
         dim=content["hidden_size"],
         layers=content["num_hidden_layers"],
@@ -279,20 +283,22 @@ def _config_from_json(content: dict[str, Any]) -> ModelConfig:
         vocab_size=content["vocab_size"],
         context_length=content.get("max_position_embeddings", 2048),
         rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
-        rope_scaling=_scaling_from_json(rope),
+        rope_scaling=_scaling_from_json(rope, where),
         norm_eps=content.get("rms_norm_eps", 1e-6),
         tied_embeddings=content.get("tie_word_embeddings", False),
     )
 
 
-def _scaling_from_json(rope: dict[str, Any]) -> RopeScaling | None:
+def _scaling_from_json(rope: dict[str, Any], where: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
+                         f"can be read.")
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(
-            f"config.json asks for rotary scaling {kind!r}; only 'default' and 'llama3' can be read."
-        )
+        raise ValueError(f"config.json has {where}.{'rope_type' if 'rope_type' in rope else 'type'} = {kind!r}: of "
+                         f"rotary scalings only 'default' and 'llama3' can be read.")
     return RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import UserError
+from pipeline.parallel.host_memory import keep_freed_memory
 
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
@@ -89,6 +90,7 @@ def start_ranks() -> Ranks:
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
     else:
+        keep_freed_memory()
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None)

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from model.attention.backend import Backend
 from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.errors import UserError
+from pipeline.parallel.activation_checkpointing import checkpoint_activations
+from pipeline.parallel.compiling import compile_blocks, compiles
 from pipeline.parallel.ranks import Ranks
-from pipeline.parallel.recomputing import recompute
-from pipeline.parallel.spreading import compile_blocks, compiles
 
 
 def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.dtype, accumulation: int,
@@ -52,14 +53,17 @@ def import_deepspeed(on_gpu: bool) -> Any:
         raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Install "
                         f"deepspeed, or take parallel.engine=fsdp2.") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not on_gpu:
+        # It would build this with a C++ compiler at the first start, only for collectives of inference.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, train: TrainConfig,
-                   parallel: ParallelConfig, accumulation: int, make_optimizer: Any) -> Any:
+                   parallel: ParallelConfig, accumulation: int, attention: Backend, make_optimizer: Any) -> Any:
     """DeepSpeed's engine around a model whose weights are undefined.
 
-    make_optimizer: from the model to the optimizer that DeepSpeed is to use.
+    attention: computes it inside documents. make_optimizer: from the model to the optimizer that DeepSpeed is to use.
     """
     on_gpu = ranks.device.type == "cuda"
     deepspeed = import_deepspeed(on_gpu)
@@ -71,8 +75,10 @@ def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, tr
         with torch.device("meta"):
             model = Llama(config)
         model.to_empty(device=ranks.device)
-    recompute(model.layers, train)
-    if compiles(train, ranks.device) and parallel.zero_stage < 3:  # the hooks of stage 3 break every graph
+    model.backend = attention
+    model.losses.z_loss = train.z_loss
+    checkpoint_activations(model, train)
+    if compiles(train, ranks.device, parallel):
         compile_blocks(model)
     deepspeed.init_distributed(dist_init_required=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=settings,

@@ -11,13 +11,14 @@ from typing import Any
 
 from pipeline.config.loading import dump_config
 from pipeline.config.tree import Config
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run
+from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.files import read_json, read_lines
-from pipeline.manifest import Manifest
-from pipeline.run import Run
-from pipeline.stages import STAGES
-from pipeline.training.goodput import Goodput, goodput
-from pipeline.training.metrics import read_metrics
+from pipeline.records.checkpoints import named_after_steps, step_of
+from pipeline.records.goodput import Goodput, goodput
+from pipeline.records.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Facts:
 
     @property
     def updates(self) -> list[dict[str, Any]]:
-        """The metrics of the steps whose update was applied: the others' loss may be text, for no number."""
+        """The metrics of the steps whose update was applied: the others' loss may be text, for NaN."""
         return [record for record in self.metrics if "skipped" not in record]
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
@@ -96,8 +97,7 @@ def collect(run: Run) -> Facts:
 
 def _evaluations(folder: Path) -> dict[int, dict[str, Any]]:
     """Results of checkpoints that were evaluated while training went on, each in a run folder of its own."""
-    found = {int(path.parents[1].name.removeprefix("step-")): _optional(path)
-             for path in sorted(folder.glob("step-????????/evaluate/results.json"))}
+    found = {step_of(path): _optional(path / "evaluate/results.json") for path in named_after_steps(folder)}
     return {step: results for step, results in found.items() if results}
 
 

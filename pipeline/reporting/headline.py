@@ -72,6 +72,9 @@ def notices(facts: Facts) -> list[Notice]:
     if restarts:
         found.append(Notice("note", f"Training was interrupted and continued {restarts} "
                                     f"time{'s' if restarts > 1 else ''}; steps done twice are shown once."))
+    if marks := facts.tokenizer.get("marks_as_spaces"):
+        found.append(Notice("note", f"The tokenizer reads U+2581 (\u2581) back as a space; it occurs in "
+                                    f"{_times(marks, 'document', 'documents', 'of the text')}."))
     found += _troubles(facts)
     unmeasured = facts.results.get("heldout", {}).get("without_heldout_text")
     if unmeasured:
@@ -86,7 +89,7 @@ def _troubles(facts: Facts) -> list[Notice]:
             _times(counts.get("rollbacks"), "rollback", "rollbacks", "left samples out for good"),
             _times(len(facts.events_of("spike")), "spike was", "spikes were", "trained on all the same")]
     if any(told):
-        found.append(Notice("note", f"Steps with a loss or gradient norm that was no number or far above those before: "
+        found.append(Notice("note", f"Steps with a loss or gradient norm that was NaN or far above those before: "
                                     f"{_and([text for text in told if text])}. The curves show the steps that were "
                                     f"applied; the events are under Training."))
     if failed := _times(len(facts.events_of("checkpoint_failed")), "attempt", "attempts",

@@ -62,6 +62,11 @@ def tasks_section(facts: Facts) -> Section:
             rows, labels=2, strong=frozenset(strong),
             note="Stressed: above chance by more than two standard errors. Answer bits per byte: what the right "
                  "answers need given the question, smoother than accuracy."))
+    without = {name: task["items_without_right_choice"] for name, task in facts.results.get("tasks", {}).items()
+               if task.get("items_without_right_choice")}
+    if without:
+        section.words.append(f"Items whose target is none of their choices, which count as answered wrongly: "
+                             f"{', '.join(f'{count:,} of {name}' for name, count in without.items())}.")
     truncated = sum(task.get("contexts_truncated", 0) for task in facts.results.get("tasks", {}).values())
     if truncated:
         section.words.append(f"{truncated:,} contexts were longer than the model takes and lost their beginning.")

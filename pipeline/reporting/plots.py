@@ -34,13 +34,15 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, points, and whether it is the smoothed or main one of the chart."""
+    """A line: its name, points, and whether it is the smoothed or main one of the chart; errors: of each y, a bar of
+    that length up and down."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     faint: bool = False
     dots: bool = False
+    errors: Sequence[float] | None = None
 
 
 def line_chart(name: str, series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False,
@@ -54,6 +56,8 @@ def line_chart(name: str, series: Sequence[Series], x_label: str, y_label: str, 
             colour = MUTED if line.faint else next(colours)
             axes.plot(line.x, line.y, color=colour, linewidth=0.8 if line.faint else 1.6, label=line.name,
                       marker="o" if line.dots else None, markersize=3, zorder=1 if line.faint else 2)
+            if line.errors is not None:
+                axes.errorbar(line.x, line.y, yerr=line.errors, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
         if log:
             axes.set_yscale("log")
         if from_zero:
@@ -91,6 +95,14 @@ def bar_chart(name: str, bars: Sequence[tuple[str, float, bool]], x_label: str, 
         axes.set_xlabel(x_label)
         described = ", ".join(f"{label} {text}" for (label, _, _), text in zip(bars, written, strict=True))
         return _inline(figure, name, f"{x_label}: {described}")
+
+
+def standalone(svg: str) -> str:
+    """A chart as a file of its own: with the outside name that viewers ask for, on white, in fixed colours."""
+    fixed = re.sub(r"var\(--[\w-]+, (#[0-9a-f]{6})\)", r"\1", svg).replace("font-family: inherit",
+                                                                       "font-family: sans-serif")
+    return fixed.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+        "stroke-linejoin: round", "stroke-linejoin: round; background: #ffffff", 1) + "\n"
 
 
 def compact(value: float) -> str:

@@ -1,8 +1,9 @@
-"""Chapters on where everything came from: text, vocabulary, time, machines, software, inputs and settings."""
+"""Chapters on where everything came from: text, tokenizer, time, machines, software, inputs and settings."""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from pipeline.console import duration
@@ -26,6 +27,7 @@ def data_section(facts: Facts) -> Section:
             f"{counts['heldout']:,} held out {RULES[facts.config.shard.heldout_rule]}, "
             f"{sum(counts['dropped'].values()):,} dropped, {counts['rejected']:,} unreadable.")
         section.tables.append(_documents(counts))
+        section.tables += _filters(counts, facts)
     else:
         section.tables += count_tables("Documents", counts)
     section.tables += _tokens(encode.counts)
@@ -59,6 +61,29 @@ def _documents(counts: dict[str, Any]) -> Table:
                  strong=frozenset({len(rows) - 1}) if len(rows) > 1 else frozenset())
 
 
+def _filters(counts: dict[str, Any], facts: Facts) -> list[Table]:
+    """What each filter dropped and changed, by source and in all, and for which reasons."""
+    filters: dict[str, dict[str, Any]] = counts.get("filters", {})
+    if not filters:
+        return []
+    several = len(counts["sources"]) > 1
+    entries = [(name, source, passed) for name, own in filters.items()
+               for source, passed in (*((source, of["filters"][name]) for source, of in counts["sources"].items()),
+                                      *([("all", own)] if several else []))]
+    kept = " The dropped ones are in shard/dropped." if facts.config.shard.keep_dropped else ""
+    tables = [Table(
+        "Filters", ["filter", "source", "dropped", "text in them", "changed"],
+        [[name, source, shown(passed["documents"]), size(passed["bytes"]), shown(passed["changed"])]
+         for name, source, passed in entries], labels=2,
+        note=f"In the order in which they were asked, before duplicates were looked for. A document that one dropped "
+             f"was not shown to the next; one that was changed went on as it then was.{kept}",
+        strong=frozenset(number for number, (_, source, _) in enumerate(entries) if several and source == "all"))]
+    if reasons := [[name, reason, shown(documents)] for name, own in filters.items()
+                   for reason, documents in own["reasons"].items()]:
+        tables.append(Table("Why filters dropped documents", ["filter", "reason", "documents"], reasons, labels=2))
+    return tables
+
+
 def _tokens(counts: dict[str, Any]) -> list[Table]:
     """Tokens by source and split; whatever else there is, as it is."""
     splits = counts.get("splits")
@@ -78,7 +103,7 @@ TOKENIZER_COLUMNS = (("bytes_per_token", "bytes per token"), ("characters_per_to
 
 
 def tokenizer_section(facts: Facts) -> Section:
-    """What the vocabulary does to the text."""
+    """What the tokenizer does to the text."""
     section, report = Section("tokenizer", "Vocabulary"), facts.tokenizer
     if report.get("sources"):
         section.words.append(
@@ -86,6 +111,10 @@ def tokenizer_section(facts: Facts) -> Section:
             f"something: {shown(report.get('pieces'))} pieces and {shown(report.get('special_ids'))} special ids. "
             f"{shown(report.get('unused_pieces'))} pieces occurred neither in held-out text nor in a sample of the "
             f"training text.")
+        if report.get("marks_as_spaces"):
+            section.words.append(
+                f"{shown(report['marks_as_spaces'])} documents have the character U+2581 (\u2581), sentencepiece's own "
+                f"sign for a space: in them it is read back, and written by the model, as a space.")
         entries = [*report["sources"].items()]
         entries += [("all held-out text", report["total"])] if len(entries) > 1 and report.get("total") else []
         entries += [("sample of training text", report["training_sample"])] if report.get("training_sample") else []
@@ -104,6 +133,28 @@ def _tokenizer_cell(key: str, value: Any) -> str:
     if key.endswith("_share") and value is not None:
         return percent(value, 3)
     return f"{value:.3f}" if isinstance(value, float) else shown(value)
+
+
+def export_section(facts: Facts) -> Section:
+    """What the exported model was compared with before it counted."""
+    section, counts = Section("export", "Exported model"), facts.manifests["convert"].counts
+    if "transformers_logit_error" not in counts:
+        return section
+    section.words.append(
+        f"{shown(counts.get('tensors_compared'))} tensors read back as the checkpoint's, bit for bit. On "
+        f"{shown(counts['tokens_compared'])} held-out tokens what transformers computes of the export, and what the "
+        f"training model computes, were each compared with a float64 forward pass of the checkpoint "
+        f"({shown(counts['layers_compared'])} of {shown(facts.config.model.layers)} layers). Logits reach "
+        f"{shown(counts['largest_logit'])}, the mean token loss is {shown(counts['token_loss'])} nats. The likeliest "
+        f"next token was the same on {shown(counts['argmax_equal'])} tokens; on "
+        f"{shown(counts['tokens_compared'] - counts['argmax_decided'])} rounding may decide it.")
+    sides = (("transformers, of the export", "transformers"), ("training model", "training"),
+             ("single precision itself", "single_precision"))
+    section.tables.append(Table(
+        "Largest difference from float64", ["float32 arithmetic of", "logits", "token losses (nats)"],
+        [[title, shown(counts[f"{key}_logit_error"]), shown(counts[f"{key}_loss_error"])] for title, key in sides],
+        note=f"Either side may be off by {counts['factor']:g} times what single precision itself is."))
+    return section
 
 
 def time_section(facts: Facts) -> Section:
@@ -141,6 +192,10 @@ def provenance_section(facts: Facts) -> Section:
          ", ".join(f"{need} {digest[:8]}" for need, digest in manifest.fingerprint.get("inputs", {}).items())
          or f"{len(manifest.files)} input file{'' if len(manifest.files) == 1 else 's'}",
          _commit(manifest.git), shown(len(manifest.outputs))] for name, manifest in facts.manifests.items()], labels=4))
+    if rows := _read_from_outside(facts):
+        section.tables.append(Table("What was read", ["stage", "source", "files", "size", "in"], rows, labels=2,
+                                    note="By the manifests of the stages that were used, whatever the configuration "
+                                         "names; the hash of each file is below."))
     versions: dict[str, dict[str, list[str]]] = {}
     for name, manifest in facts.manifests.items():
         for package, version in manifest.software.items():
@@ -158,6 +213,20 @@ def provenance_section(facts: Facts) -> Section:
     section.folds.append(Fold("Definitions of the figures", json.dumps(
         facts.results.get("definitions", {}), indent=1, ensure_ascii=False)))
     return section
+
+
+def _read_from_outside(facts: Facts) -> list[list[str]]:
+    """A row per stage and source: how many files were read, and in which folder they all were."""
+    rows = []
+    for stage, manifest in facts.manifests.items():
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for record in manifest.files:
+            groups.setdefault(record["name"].partition("/")[0], []).append(record)
+        for source, records in groups.items():
+            folder = os.path.commonpath([os.path.dirname(record["path"]) for record in records])  # noqa: PTH120 - text
+            where = records[0]["path"] if len(records) == 1 else folder
+            rows.append([stage, source, shown(len(records)), size(sum(record["bytes"] for record in records)), where])
+    return rows
 
 
 def _commit(git: dict[str, object]) -> str:

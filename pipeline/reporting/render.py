@@ -12,12 +12,18 @@ from pipeline.reporting.document import Document
 from pipeline.reporting.facts import Facts
 from pipeline.reporting.headline import notices, tiles, verdict
 from pipeline.reporting.measured import heldout_section, tasks_section, texts_section
-from pipeline.reporting.provenance import data_section, provenance_section, time_section, tokenizer_section
+from pipeline.reporting.provenance import (
+    data_section,
+    export_section,
+    provenance_section,
+    time_section,
+    tokenizer_section,
+)
 from pipeline.reporting.spent import checkpoints_section, goodput_section
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 CHAPTERS = (heldout_section, training_section, tasks_section, checkpoints_section, texts_section, data_section,
-            tokenizer_section, goodput_section, time_section, provenance_section)
+            tokenizer_section, export_section, goodput_section, time_section, provenance_section)
 
 
 def compose(facts: Facts) -> Document:

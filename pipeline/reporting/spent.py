@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.console import duration
+from pipeline.records.goodput import CAUSES, Start
 from pipeline.reporting.document import Figure, Section, Table, percent
 from pipeline.reporting.facts import Facts
 from pipeline.reporting.plots import Series, bar_chart, line_chart
-from pipeline.training.goodput import CAUSES, Start
 
 SHOWN_STARTS = 50
 """Rows of the table of starts."""

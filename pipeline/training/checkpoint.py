@@ -1,49 +1,21 @@
-"""Training checkpoints: written beside, proven, renamed, marked; the newest valid one is what counts.
+"""The checkpoints of a run of training: written beside, proven, renamed, marked; the newest valid one is what counts.
 
-    train/checkpoints/step-00000100/                 pieces of tensors and their index: pipeline/formats/checkpoint.py
-                      step-00000100/COMPLETE.json   written last: progress, files with sha256, how it was made
-
-Any engine on any number of ranks can load any checkpoint; the writing is in saving.py.
+Any engine on any number of ranks can load any checkpoint. Where they lie is in pipeline/records/checkpoints.py, the
+writing in async_saver.py.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, sync, write_json
 from pipeline.parallel.ranks import Ranks
-
-MARKER = "COMPLETE.json"
-FORMAT = 2
-"""Of the marker and what it stands for; 1 was torch's distributed checkpoint."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training stands, apart from weights and moments.
-
-    step: optimizer steps done. samples: sequences used, which is the data order's whole state. plan_sha256: the
-    order they were drawn in. tokens, targets: what has been trained on. restarts: how often it was continued.
-    precision: of the arithmetic. updates: optimizer updates applied, which is `step` less the skipped ones. guards:
-    the history that they judge by. record: the metrics of the last step, should a kill have kept them from the log.
-    """
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    targets: int = 0
-    restarts: int = 0
-    plan_sha256: str = ""
-    precision: str = ""
-    updates: int = 0
-    guards: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] | None = None
+from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name, step_of, whole_marker
 
 
 class Checkpoints:
@@ -55,7 +27,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def make_room(self, temporary: Path) -> None:
         """An empty folder to write into; what killed saves left is cleared. For one rank."""
@@ -63,7 +35,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
 
-    def publish(self, temporary: Path, records: list[dict[str, Any]], progress: Progress,
+    def publish(self, temporary: Path, records: list[dict[str, Any]], progress: TrainingProgress,
                 about: dict[str, Any]) -> Path:
         """Give a written folder its name, then its marker: from that moment it counts. For one rank."""
         final = self.path(progress.step)
@@ -77,7 +49,7 @@ class Checkpoints:
                                     "world_size": self.ranks.world, **about})
         return final
 
-    def newest_valid(self) -> tuple[Path, Progress] | None:
+    def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint whose files are all there and unchanged, or None if none was ever finished.
 
         Unfinished ones are removed; damaged ones are named, set aside as `*.damaged`, and passed over.
@@ -90,10 +62,10 @@ class Checkpoints:
             if path.suffix == ".damaged":
                 damaged += 1
                 continue
-            marker = self.ranks.same(_read_marker(path) if self.ranks.leads else None)
+            marker = self.ranks.same(whole_marker(path) if self.ranks.leads else None)
             problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is torn"]
             if marker and not problems:
-                return path, Progress(**marker["progress"])
+                return path, TrainingProgress(**marker["progress"])
             self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); set aside as "
                      f"{path.name}.damaged, going back to the one before it")
             damaged += 1
@@ -139,29 +111,7 @@ class Checkpoints:
         complete = sorted(path for path in self.folder.glob("step-*")
                           if path.suffix != ".damaged" and (path / MARKER).is_file())
         for path in complete[:-keep]:
-            step = int(path.name.removeprefix("step-"))
+            step = step_of(path)
             if (permanent_every is None or step % permanent_every) and not self.needed(step):
                 (path / MARKER).unlink()
                 shutil.rmtree(path)
-
-
-def read_marker(path: Path) -> dict[str, Any]:
-    """The marker of a checkpoint; UserError if the checkpoint is not complete."""
-    marker = _read_marker(path)
-    if marker is None:
-        raise UserError(f"{path} is not a complete checkpoint: {MARKER} is missing or damaged. "
-                        f"Run the train stage again; it continues from the newest complete one.")
-    return marker
-
-
-def _read_marker(path: Path) -> dict[str, Any] | None:
-    try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        if (form := marker.get("format", 1)) != FORMAT:
-            raise UserError(f"{path} is a checkpoint of form {form}; this Drover reads form {FORMAT}. Go on with the "
-                            f"version that wrote it (COMPLETE.json names its code), or start again with --force, which "
-                            f"sets it aside.")
-        Progress(**marker["progress"])
-        return marker if isinstance(marker["files"], list) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

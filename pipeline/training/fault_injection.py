@@ -3,7 +3,9 @@
     DROVER_FAULTS="kill:rank=1,step=5; nan:rank=0,step=7; slow:rank=1,step=3,seconds=2"
 
 Each fault happens once in a run, restarts included: before it does, a file in `train/faults/` says so, durably. With
-`again=1` it happens whenever its step is done, so that a run that is killed meets it again.
+`again=1` it happens whenever its step is done, so that a run that is killed meets it again. A rank that waits goes on
+when a file `<name of the fault's file>.go` appears beside it: whatever else is to happen at that step has all the time
+it takes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -36,7 +39,10 @@ KINDS = {
     "spike": "the rank's loss and gradients are `factor` times theirs (1000)",
     "flip": "one bit of one weight of the rank's own is flipped (`bit`; by default the mantissa's highest)",
     "slow": "the step begins `seconds` late (2)",
+    "wait": "the step begins once its `.go` file is there or a request to end comes",
 }
+GO = ".go"
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
 MANTISSA = {torch.float64: 51, torch.float32: 22, torch.float16: 9, torch.bfloat16: 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
@@ -97,9 +103,11 @@ class Faults:
 
     def before_step(self, step: int, model: nn.Module) -> None:
         """Let happen what befalls the process or its weights at the start of `step`, counted from 1."""
-        for fault in self._due(step, "slow", "flip", "exit", "kill", "hang"):
+        for fault in self._due(step, "slow", "wait", "flip", "exit", "kill", "hang"):
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
+            elif fault.kind == "wait":
+                wait_for(self.folder / f"{fault.name}{GO}")
             elif fault.kind == "flip":
                 self._say(f"injected fault: {flip_bit(model, fault.bit)}")
             elif fault.kind == "exit":
@@ -122,6 +130,25 @@ class Faults:
 
     def _is_over(self, fault: Fault) -> bool:
         return not fault.again and (self.folder / fault.name).exists()
+
+
+def wait_for(path: Path) -> None:
+    """Wait for a file, or until this process is asked to end; its handlers hear the request as they would anywhere."""
+    asked: list[int] = []
+    before = {number: handler for number in REQUESTS if callable(handler := signal.getsignal(number))}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        before[signal.Signals(number)](number, frame)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        while not path.exists() and not asked:
+            time.sleep(0.05)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hang() -> NoReturn:

@@ -1,4 +1,4 @@
-"""What to do about a step whose loss or gradient norm is no number, or far above those of the steps before.
+"""What to do about a step whose loss or gradient norm is NaN, or far above those of the steps before.
 
 Before a step the guards give limits; the engine updates the weights, on the device and on all ranks alike, only if
 neither number is above its limit (a comparison that NaN fails by itself). After it they judge the two numbers, by the
@@ -37,7 +37,7 @@ Outcome = Literal["ok", "spike_logged", "nonfinite", "spike_skipped", "rollback"
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The update is applied only if `loss <= limits.loss and grad_norm <= limits.grad_norm`.
 
     Both are exact in float32, so that the comparison is the same there and in float64.
@@ -114,9 +114,9 @@ class Guards:
         """For the manifest: updates skipped for either reason, spikes logged or skipped, rollbacks."""
         return {"skipped": self.skipped_total, "spikes": self.spikes_total, "rollbacks": self.rollbacks_total}
 
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         """Above which the next update must not be applied."""
-        return Limits() if self.config.spike == "log" else self._spike_limits()
+        return StepLimits() if self.config.spike == "log" else self._spike_limits()
 
     def judge(self, step: int, loss: float, grad_norm: float, samples: Sequence[Range],
               can_roll_back: bool = True) -> Verdict:
@@ -132,7 +132,7 @@ class Guards:
             UserError: too many updates in a row were skipped, or there were too many rollbacks.
         """
         parts = tuple((int(first), int(end)) for first, end in samples)
-        finite, limits = Limits().allow(loss, grad_norm), self._spike_limits()
+        finite, limits = StepLimits().allow(loss, grad_norm), self._spike_limits()
         if finite and limits.allow(loss, grad_norm):
             self._note(loss, grad_norm)
             return Verdict("ok", step, parts, loss, grad_norm)
@@ -186,16 +186,16 @@ class Guards:
         documents = f", of the documents {self._describe(samples)}" if self._describe is not None else ""
         return f"it was to train on samples {spelled(samples)}{documents}"
 
-    def _spike_limits(self) -> Limits:
+    def _spike_limits(self) -> StepLimits:
         if len(self._losses) < self.config.spike_min_history:
-            return Limits()
-        return Limits(self._limit(self._losses, LOSS_FLOOR), self._limit(self._norms, NORM_FLOOR))
+            return StepLimits()
+        return StepLimits(self._limit(self._losses, LOSS_FLOOR), self._limit(self._norms, NORM_FLOOR))
 
     def _limit(self, values: Sequence[float], floor: float) -> float:
         median, deviation = spread_of(values, floor)
         return min(UNLIMITED, float(np.float32(median + self.config.spike_deviations * deviation)))
 
-    def _excesses(self, loss: float, grad_norm: float, limits: Limits) -> list[str]:
+    def _excesses(self, loss: float, grad_norm: float, limits: StepLimits) -> list[str]:
         found = []
         for name, value, limit, history, floor in (
                 ("the loss", loss, limits.loss, self._losses, LOSS_FLOOR),

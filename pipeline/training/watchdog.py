@@ -14,14 +14,16 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from pipeline.console import duration
+from pipeline.contract.stage_work import Work
 from pipeline.files import write_note
-from pipeline.parallel.topology import node_name
-from pipeline.training.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
-from pipeline.work import Work
+from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
+from pipeline.training.rank_agreement import node_name
 
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
@@ -51,7 +53,8 @@ class Watchdog:
     def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
         self.folder, self.rank, self.step, self._limit_s, self._ranks = folder, rank, 0, limit_s, ranks
         self._steps: deque[float] = deque(maxlen=101)
-        self._last, self._paused, self._over = 0.0, False, threading.Event()
+        self._pulses, self._paused, self._first, self._over = 0, False, False, threading.Event()
+        self._silent, self._seen, self._looked = 0.0, 0, 0.0
 
     @classmethod
     def of(cls, work: Work) -> Watchdog:
@@ -71,9 +74,9 @@ class Watchdog:
                  trace: TracebackType | None) -> None:
         self._over.set()
 
-    def pulse(self) -> None:
-        """A sign of life; ends a pause."""
-        self._last, self._paused = time.monotonic(), False
+    def pulse(self, *, first: bool = False) -> None:
+        """A sign of life; ends a pause. first: what comes now is done for the first time, so it may have to compile."""
+        self._pulses, self._paused, self._first = self._pulses + 1, False, first
 
     def finished(self, step: int, seconds: float) -> None:
         """Step number `step` is done, in so many seconds."""
@@ -85,21 +88,37 @@ class Watchdog:
         """What comes now may take as long as it takes, or has a limit of its own; until the next pulse."""
         self._paused = True
 
+    @contextmanager
+    def paused(self, meet: Callable[[], None]) -> Iterator[None]:
+        """What is done within may take as long as it takes. `meet` then waits for all ranks, for as long as their
+        process group lets it: a quick one that waited for a slow one in its next step would be taken to hang."""
+        self.pause()
+        yield
+        meet()
+        self.pulse()
+
     def _allowed(self, limit_s: float) -> float:
         """Seconds of silence that are no hang."""
-        if not self._steps:
+        if self._first or not self._steps:
             return FIRST * limit_s
         return max(limit_s, SLOWEST * statistics.median(list(self._steps)))
 
+    def hangs_for(self, limit_s: float, now: float, interval: float) -> float | None:
+        """Seconds of silence, where they are a hang; to be asked every `interval` seconds.
+
+        now: seconds on any clock. Of a longer time since the last call only a part counts: then nobody could look.
+        """
+        passed, self._looked = min(now - self._looked, 3 * interval), now
+        alive = self._paused or self._pulses != self._seen
+        self._silent, self._seen = 0.0 if alive else self._silent + passed, self._pulses
+        return self._silent if self._silent > self._allowed(limit_s) else None
+
     def _watch(self, limit_s: float) -> None:
         interval = min(1.0, limit_s / 10)
-        silent, seen, before = 0.0, self._last, time.monotonic()
+        self._looked = time.monotonic()
         while not self._over.wait(interval):
-            now = time.monotonic()
-            passed, before = min(now - before, 3 * interval), now
-            alive = self._paused or self._last != seen
-            silent, seen = 0.0 if alive else silent + passed, self._last
-            if silent > limit_s and silent > self._allowed(limit_s) and not self._over.is_set():
+            silent = self.hangs_for(limit_s, time.monotonic(), interval)
+            if silent is not None and not self._over.is_set():
                 self._end(silent)
 
     def _end(self, silent: float) -> None:

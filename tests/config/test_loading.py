@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.loading import config_hash, dump_config, load_config, save_config
@@ -160,6 +160,7 @@ def test_every_field_says_what_it_is():
 
 @given(st.dictionaries(st.sampled_from(["train.lr", "train.steps", "model.dim", "seed"]),
                        st.integers(1, 10**6), min_size=1))
+@settings(deadline=None)
 def test_overrides_equal_the_same_values_in_yaml(values):
     by_command = load_config(REPOSITORY / "configs/demo.yaml", [f"{key}={value}" for key, value in values.items()],
                              check=False)

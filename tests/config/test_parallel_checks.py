@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.checks import configuration_problems
+from model.attention import BACKENDS
 from model.config import ModelConfig
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.data import TokenizerConfig
@@ -36,9 +37,15 @@ def config(train=None, model=MODEL, tokenizer=None, **parallel):
     ({"engine": "deepspeed", "zero_stage": 3, "train": {"compile": True}}, "train.compile true does not work"),
     ({"train": {"recomputed_blocks": 5}}, "train.recomputed_blocks 5 is more than model.layers 4"),
     ({"train": {"activation_checkpointing": "selective", "kept_activations": []}}, "train.kept_activations is empty"),
+    ({"train": {"attention": "flash"}}, "train.attention 'flash' is not known; there are auto, sdpa, by_document"),
 ])
 def test_impossible_combinations_are_said_with_their_numbers(settings, words):
     assert any(words in problem for problem in problems(config(**settings))), problems(config(**settings))
+
+
+def test_every_known_attention_and_a_class_of_ones_own_are_accepted():
+    for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend"):
+        assert problems(config(train={"attention": name})) == []
 
 
 def test_a_vocabulary_that_was_made_divisible_is_accepted():

@@ -74,6 +74,14 @@ def test_documents_and_positions_start_anew_at_every_bos(shards):
             position += 1
 
 
+def test_lengths_of_documents_are_those_of_the_documents_numbers(shards):
+    batch = TrainingData({"all": shards}, 16, 0, None, None).batch(0, 12)
+    assert [list(row) for row in batch.lengths] == [row.unique_consecutive(return_counts=True)[1].tolist()
+                                                    for row in batch.documents]
+    assert len({len(row) for row in batch.lengths}) > 1
+    assert [row for part in batch.split(5) for row in part.lengths] == list(batch.lengths)
+
+
 def test_an_epoch_uses_every_token_as_input_once(shards):
     data, whole = TrainingData({"all": shards}, 16, 3, None, None), everything(shards)
     count = (len(whole) - 1) // 16

@@ -58,7 +58,8 @@ def test_epochs_are_shuffled_differently():
     assert not np.array_equal(first, second)
 
 
-@given(shares=st.lists(st.floats(0, 10), min_size=2, max_size=5).filter(lambda shares: sum(shares) > 0.1),
+@given(shares=st.lists(st.floats(0, 10), min_size=2, max_size=5).filter(
+    lambda shares: sum(shares) > 0.1 and all(not share or share / sum(shares) > 1 / PERIOD for share in shares)),
        seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_mixture_meets_its_shares_in_every_period(shares, seed):

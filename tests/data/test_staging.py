@@ -3,15 +3,25 @@
 import json
 import random
 import signal
-import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.manifest import read_manifest
-from tests.stages.test_shard import documents, files_source, folder_of, hashes, make_corpus, run, start, write_config
+from pipeline.contract.manifest import read_manifest
+from tests.stages.test_shard import (
+    documents,
+    files_source,
+    folder_of,
+    hashes,
+    kill_at,
+    make_corpus,
+    run,
+    start,
+    write_config,
+)
+from tests.waiting import HANG_S
 
 
 def tail_config(place, sources, share=0.1, **shard_settings):
@@ -81,15 +91,10 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_after_kills(tmp_path
     killed = []
     for phase, goal in (("read", 3), ("write", 2), ("write", 12)):
         process = start(config, "name=b", "launch.processes=2")
-        done = folder_of(config, "b") / "units" / phase
-        while process.poll() is None and len(list(done.glob("*.json"))) < goal:
-            time.sleep(0.002)
-        process.kill()
-        process.communicate()
-        killed.append(process.returncode)
+        killed.append(kill_at(process, folder_of(config, "b") / "units" / phase, goal))
     assert killed.count(-signal.SIGKILL) >= 2, "too few attempts were killed in the middle of their work"
     process = start(config, "name=b", "launch.processes=3")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     assert hashes(folder_of(config, "b")) == hashes(folder_of(config))
     one, other = read_manifest(folder_of(config)), read_manifest(folder_of(config, "b"))

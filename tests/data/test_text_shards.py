@@ -3,14 +3,15 @@
 import hashlib
 import json
 import tarfile
+from collections import Counter
 
 import pytest
 
-from pipeline.data.documents import Document
-from pipeline.data.text_shards import read_documents, read_shard, shard_records, write_documents, write_members
+from pipeline.contract.manifest import Manifest
+from pipeline.data.documents import Document, digest, document_key, to_json
+from pipeline.data.text_shards import read_documents, read_shard, shard_records, write_members
 from pipeline.errors import UserError
 from pipeline.files import output_record
-from pipeline.manifest import Manifest
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})
              for number, text in enumerate(["short", "ü € 漢字 \u2028 \0", "x" * 5000, "dots. in. text."])]
@@ -18,6 +19,18 @@ DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": [
 
 def key(text):
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def write_documents(path, documents):
+    """Write documents as a shard, under keys made from their texts."""
+    seen = Counter()
+
+    def members():
+        for document in documents:
+            text_digest = digest(document.text.encode())
+            yield document_key(text_digest, seen[text_digest]), to_json(document)
+            seen[text_digest] += 1
+    write_members(path, members())
 
 
 @pytest.fixture

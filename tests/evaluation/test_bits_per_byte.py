@@ -21,6 +21,7 @@ from pipeline.evaluation.bits_per_byte import (
     overall,
     pack_windows,
 )
+from tests.waiting import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 50
@@ -153,7 +154,7 @@ def run_ranks(world):
     code = WORKER.format(repository=str(REPOSITORY))
     processes = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(world), str(port)],
                                   stdout=subprocess.PIPE, text=True) for rank in range(world)]
-    return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    return [json.loads(process.communicate(timeout=HANG_S)[0].splitlines()[-1]) for process in processes]
 
 
 def test_two_ranks_give_exactly_the_sums_of_one():

@@ -8,9 +8,9 @@ from model.config import ModelConfig
 from model.llama import Llama, initialise
 from pipeline.errors import UserError
 from pipeline.evaluation.harness import HarnessModel
-from pipeline.vocabulary.simple import ByteVocabulary
+from pipeline.tokenization.simple import ByteTokenizer
 
-VOCABULARY = ByteVocabulary()
+VOCABULARY = ByteTokenizer()
 
 
 def small_model(context=64):
@@ -97,7 +97,7 @@ def test_an_answer_longer_than_the_model_is_refused():
         HarnessModel(small_model(context=16), VOCABULARY, batch=2).loglikelihood(requests(("a", "b" * 40)))
 
 
-class Merging(ByteVocabulary):
+class Merging(ByteTokenizer):
     """Bytes, but "ab" is one token where it stands: encoding a pair as one text moves the cut."""
 
     def encode(self, text):

@@ -7,10 +7,11 @@ import torch
 from model.config import ModelConfig
 from pipeline.config.evaluation import EvaluateConfig
 from pipeline.config.tree import Config
+from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
-from pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files, run_tasks
-from pipeline.stages import REPOSITORY
-from pipeline.vocabulary.simple import ByteVocabulary
+from pipeline.evaluation.running import TaskRunner
+from pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
+from pipeline.tokenization.simple import ByteTokenizer
 
 YAML = """
 task: {name}
@@ -47,7 +48,7 @@ class Prefers(torch.nn.Module):
     def __init__(self, word):
         super().__init__()
         self.word = word.encode()
-        self.config = ModelConfig(vocab_size=ByteVocabulary().size, context_length=128)
+        self.config = ModelConfig(vocab_size=ByteTokenizer().size, context_length=128)
         self.unused = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, tokens):
@@ -62,8 +63,9 @@ class Prefers(torch.nn.Module):
 
 def run(model, folder, *tasks, limit=None):
     from pipeline.evaluation.harness import HarnessModel
-    harness = HarnessModel(model, ByteVocabulary(), batch=4)
-    return run_tasks(harness, chosen_tasks(config(folder, *tasks)), [folder], limit)
+    harness = HarnessModel(model, ByteTokenizer(), batch=4)
+    with TaskRunner(harness, [folder], limit, bootstrap_iters=100) as runner:
+        return {task.name: runner.measure(task) for task in chosen_tasks(config(folder, *tasks))}
 
 
 def test_planted_answers_are_picked(tmp_path):
@@ -93,7 +95,7 @@ def test_answer_bits_count_the_bytes_of_the_answer(tmp_path):
             return torch.zeros(*tokens.shape, self.config.vocab_size)
     write_task(tmp_path, delimiter=" ")
     result = run(Uniform("x"), tmp_path, "planted")["planted"]
-    assert result["answer_bits_per_byte"] == pytest.approx(torch.tensor(float(ByteVocabulary().size)).log2().item())
+    assert result["answer_bits_per_byte"] == pytest.approx(torch.tensor(float(ByteTokenizer().size)).log2().item())
 
 
 def test_input_files_are_the_yaml_and_its_data(tmp_path):

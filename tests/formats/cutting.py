@@ -2,7 +2,7 @@
 
 import random
 
-from pipeline.formats.checkpoint import Piece, write_index, write_part
+from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 
 
 def cut(shape, cuts, chance: random.Random):
@@ -25,7 +25,7 @@ def part_of(tensor, offset, size):
 
 def piece(tensor, offset, size):
     """The rectangle as what a rank would hand out."""
-    return Piece(part_of(tensor, offset, size).contiguous(), tuple(offset), tuple(tensor.shape))
+    return TensorShard(part_of(tensor, offset, size).contiguous(), tuple(offset), tuple(tensor.shape))
 
 
 def write_checkpoint(folder, tensors, ranks=3, cuts=4, seed=0):

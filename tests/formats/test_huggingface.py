@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
 from model.rope import cos_sin, rotary_frequencies, rotate
-from pipeline.formats.checkpoint import CheckpointReader
-from pipeline.formats.huggingface import from_huggingface, read_folder, stream_folder, to_huggingface, write_folder
+from pipeline.formats.huggingface import from_huggingface, read_folder, stream_folder, to_huggingface
+from pipeline.formats.sharded_tensors import CheckpointReader
 from tests.conftest import REPOSITORY
 from tests.formats.cutting import write_checkpoint
+from tests.formats.exporting import write_state
 
 CONFIGS = {
     "untied": ModelConfig(
@@ -54,7 +55,7 @@ def built(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
 
 def write(model: Llama, path, **changes) -> None:
     options = {"dtype": torch.float32, "bos_id": 1, "eos_id": 2} | changes
-    write_folder(path, model.state_dict(), model.config, **options)
+    write_state(path, model.state_dict(), model.config, **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -219,13 +220,13 @@ def test_state_that_does_not_fit_is_refused(tmp_path):
     state = model.state_dict()
     options = {"dtype": torch.float32, "bos_id": 1, "eos_id": 2}
     with pytest.raises(ValueError, match=r"output\.weight"):
-        write_folder(
+        write_state(
             tmp_path, {k: v for k, v in state.items() if k != "output.weight"}, model.config, **options
         )
     with pytest.raises(ValueError, match=r"rope\.freqs"):
-        write_folder(tmp_path, state | {"rope.freqs": torch.ones(4)}, model.config, **options)
+        write_state(tmp_path, state | {"rope.freqs": torch.ones(4)}, model.config, **options)
     with pytest.raises(ValueError, match=r"norm.weight is \(3,\)"):
-        write_folder(tmp_path, state | {"norm.weight": torch.ones(3)}, model.config, **options)
+        write_state(tmp_path, state | {"norm.weight": torch.ones(3)}, model.config, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -236,7 +237,7 @@ def test_a_stream_from_pieces_gives_the_same_files(name, dtype, tmp_path):
     parameters = dict(model.named_parameters())
     write_checkpoint(tmp_path / "pieces", parameters, ranks=3, cuts=5)
     options = {"dtype": dtype, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 20_000}
-    write_folder(tmp_path / "memory", model.state_dict(), model.config, **options)
+    write_state(tmp_path / "memory", model.state_dict(), model.config, **options)
     with CheckpointReader(tmp_path / "pieces") as reader:
         asked = []
         stream_folder(tmp_path / "stream", {name: reader.shape(name) for name in reader.names()},
@@ -252,8 +253,9 @@ EXPORT = """
 import resource, sys
 from pathlib import Path
 import torch
-from pipeline.formats.checkpoint import CheckpointReader
-from pipeline.formats.huggingface import stream_folder, write_folder
+from pipeline.formats.sharded_tensors import CheckpointReader
+from pipeline.formats.huggingface import stream_folder
+from tests.formats.exporting import write_state
 from tests.formats.test_huggingface import CONFIGS, LARGE, built, write
 source, target, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 options = {"dtype": torch.bfloat16, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 50_000_000}
@@ -264,7 +266,7 @@ with CheckpointReader(source) as reader:
     if way == "stream":
         stream_folder(target, {name: reader.shape(name) for name in reader.names()}, reader.read, LARGE, **options)
     else:
-        write_folder(target, {name: reader.read(name) for name in reader.names()}, LARGE, **options)
+        write_state(target, {name: reader.read(name) for name in reader.names()}, LARGE, **options)
 """
 
 

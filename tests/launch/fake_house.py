@@ -7,19 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.stages import REPOSITORY, STAGES
+from pipeline.contract.stages import REPOSITORY, STAGES
+from tests.waiting import HANG_S
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
 import os, signal, sys, time
 from pathlib import Path
 from pipeline.config.section import identity
-from pipeline.entry import stage_main
+from pipeline.contract.entry import stage_main
 from pipeline.errors import UserError
 from pipeline.files import output_record, sha256_json, write_text
 
@@ -40,13 +39,13 @@ def work(work):
     if manner == "killed":
         if RANK == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(120)
+        time.sleep(3600)
     if manner in ("slow", "stubborn"):
         stopped = []
         if "RANK" in os.environ:
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
         (pids / f"{{NAME}}-{{RANK}}.ready").touch()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 3600
         while time.monotonic() < end and not (stopped and manner == "slow"):
             time.sleep(0.05)
         (pids / f"{{NAME}}-{{RANK}}.saved").touch()
@@ -96,7 +95,7 @@ class House:
     def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the launcher to its end."""
         return subprocess.run(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
-                              env=self.environ(**more), capture_output=True, timeout=120, check=False)
+                              env=self.environ(**more), capture_output=True, timeout=HANG_S, check=False)
 
     def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
         """Start the launcher as a shell's background job and return at once: it inherits that SIGINT is ignored."""
@@ -118,14 +117,6 @@ class House:
         return [name for name in self.started() if _exists(int((self.pids / name).read_text()))]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until the condition holds, or fail."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
 def _exists(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -139,17 +130,17 @@ def build_house(folder: Path) -> House:
     root, work, pids = folder / "house", folder / "a folder", folder / "pids"
     for place in (root / "pipeline", root / "model", work, pids):
         place.mkdir(parents=True)
-    shutil.copytree(REPOSITORY / "launch", root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(REPOSITORY / "pipeline" / "config", root / "pipeline" / "config",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("launch", "pipeline/config", "pipeline/contract", "pipeline/records", "pipeline/training/sinks",
+                 "pipeline/data/filters"):
+        shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (REPOSITORY / "pipeline").glob("*.py"):
         if path.stem not in STAGES:
             shutil.copy(path, root / "pipeline")
-    for name in ("__init__.py", "config.py"):
-        shutil.copy(REPOSITORY / "model" / name, root / "model")
-    (root / "pipeline" / "training").mkdir()
-    for name in ("hangs.py", "owed.py"):
-        shutil.copy(REPOSITORY / "pipeline" / "training" / name, root / "pipeline" / "training")
+    (root / "pipeline/training/__init__.py").touch()
+    shutil.copy(REPOSITORY / "pipeline/data/documents.py", root / "pipeline/data")
+    (root / "model/attention").mkdir()
+    for name in ("__init__.py", "config.py", "presets.py", "attention/__init__.py"):
+        shutil.copy(REPOSITORY / "model" / name, root / "model" / name)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         if stage.files:

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launch.slurm.jobspec import JobSpec
-from pipeline.state import StageState, read_attempts, read_state
+from pipeline.contract.state import StageState, read_attempts, read_state
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,12 +83,13 @@ sys.stdout.write(open(path).read()) if os.path.exists(path) else sys.exit("Unabl
 
 QUICK = """
 import os, sys
-from launch.slurm import joblock, runner
-from launch.slurm.preflight import Found
+from launch.slurm.job import joblock
+from launch.slurm.job import runner, starts
+from launch.slurm.job.preflight import Found
 if bad := dict(entry.split(":") for entry in os.environ.get("FAKE_BAD", "").split(",") if entry):
     both = len(bad) == 2
     runner.run_preflight = lambda *_: Found(bad, [], both, "no disk, on all nodes alike" if both else "")
-runner.PAUSE_S = runner.STEP_PAUSE_S = 0.2
+runner.PAUSE_S = starts.STEP_PAUSE_S = 0.2
 joblock.BEAT_S = {beat}
 sys.exit(runner.main(sys.argv[1:]))
 """
@@ -99,7 +99,7 @@ STAGE = '''
 import os, signal, sys, time
 from pathlib import Path
 from pipeline.files import write_json, write_text
-from pipeline.state import write_state
+from pipeline.contract.state import read_state, write_state
 folder, plan = Path(sys.argv[1]), Path(sys.argv[2]).read_text().split()
 rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ["DROVER_ATTEMPT"])
 part = sys.argv[4] if "--part" in sys.argv else None
@@ -119,32 +119,37 @@ def say(*words, **more):
     if rank == 0 and part is None:
         write_state(folder, *words, **more)
 def save(step):
+    marker = folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE.json"
     if rank == 0:
-        write_json(folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE.json", {})
+        write_json(marker, {})
+    while not marker.exists():  # a rank that crashes does so after the save, however slow the other one is
+        time.sleep(0.02)
+def wait_for_rank_0(what):
+    while rank and not ((state := read_state(folder)) and state.attempt == attempt and what(state)):
+        time.sleep(0.02)
 say("running")
 if what.startswith("save"):
     save(int(what[4:]))
     what = "crash"
 if what == "crash" and rank == 1 or what == "crash" and "RANK" not in os.environ:
     print("this rank says why", file=sys.stderr, flush=True)
-    time.sleep(0.3)
+    wait_for_rank_0(lambda state: True)
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "failed":
     say("failed", reason="the third record is broken")
-    time.sleep(rank)
+    wait_for_rank_0(lambda state: state.status == "failed")
     sys.exit(2)
 if what in ("asked", "cancelled"):
-    time.sleep(0.3)
     save(120)
     say("preempted", step=120, reason="time limit", again=what == "asked")
     sys.exit(0)
 if what in ("crash", "wait"):
     signal.signal(signal.SIGTERM, lambda *_: None if "RANK" in os.environ else sys.exit(1))
-    time.sleep(60)
+    time.sleep(3600)
 if part is not None:
     write_json(folder / "units" / "parts" / f"texts.{part.replace('/', '-of-')}.json", {})
 elif rank == 0:
-    from pipeline.manifest import Manifest
+    from pipeline.contract.manifest import Manifest
     Manifest(folder.name, {}, [], {"steps": 1}, "").write(folder)
     say("done")
 '''
@@ -195,7 +200,7 @@ class Job:
         """Run the job to its end; its exit status and log."""
         process = self.start(**more)
         try:
-            out, _ = process.communicate(timeout=50)
+            out, _ = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
         return process.returncode, out
@@ -238,14 +243,6 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2, command=(
         sys.executable, str(folder / "stage.py"), str(run / stage), str(folder / "plan")))
     return Job(folder, replace(spec, **changes))
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
-    """Wait until `condition()` holds."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 def chain_of(job: Job, *ids: str, kind: str = "link") -> None:

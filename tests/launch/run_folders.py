@@ -12,10 +12,10 @@ import yaml
 
 from launch.slurm.chain import Chain, ChainJob
 from launch.slurm.jobspec import JobSpec
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import STARTED
+from pipeline.contract.stages import STAGES
 from pipeline.files import append_line, write_json, write_text
-from pipeline.manifest import Manifest
-from pipeline.run import STARTED
-from pipeline.stages import STAGES
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
 """When these runs are looked at."""

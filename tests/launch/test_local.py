@@ -9,7 +9,6 @@ import pty
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,17 @@ from launch.child import Lines
 from launch.local import find_machine
 from launch.plan import Machine, local_ranks
 from pipeline.config.tree import Config
-from tests.launch.fake_house import House, wait_for
+from tests.launch.fake_house import House
+from tests.waiting import wait_for
 
 
 def test_the_whole_chain_then_nothing_to_do(house: House) -> None:
-    result = house.submit("--stage", "all")
+    """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own."""
+    for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
+        (house.work / name).write_text("raise SystemExit('the wrong module')\n")
+    result = house.submit("--stage", "all", OMP_NUM_THREADS="7")
     assert result.returncode == 0, result.stderr
-    assert "train rank 0 of 2" in result.stdout and "evaluate rank 0 of 2" in result.stdout
+    assert "train rank 0 of 2 threads 7" in result.stdout and "evaluate rank 0 of 2" in result.stdout
     assert "all done in" in result.stdout
     log = (house.run / "logs" / "train.log").read_text()
     assert re.match(r"==== \d{4}-\d\d-\d\d .* pipeline\.train --config config\.yaml\n", log)
@@ -84,7 +87,7 @@ def test_a_request_to_stop_lets_ranks_save(ready: House, number: int) -> None:
     launcher = ready.start("--stage", "train,convert", FAKE_train="slow")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate()
     assert launcher.returncode == 130
     assert len(list(ready.pids.glob("train-?.saved"))) == 2, "both ranks ended in their own way"
     assert not ready.alive() and "convert-0" not in ready.started()
@@ -95,7 +98,7 @@ def test_a_request_to_stop_ends_a_plain_stage(house: House) -> None:
     launcher = house.start("--stage", "all", "--force", FAKE_shard="slow")
     wait_for(lambda: (house.pids / "shard-0.ready").exists())
     launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate()
     assert launcher.returncode == 130 and not house.alive()
     assert "Traceback" not in errors
     assert "the same command without --force continues" in errors
@@ -106,12 +109,14 @@ def test_the_second_request_kills(ready: House) -> None:
     launcher = ready.start("--stage", "train", FAKE_train="stubborn")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(1)
+    assert launcher.stderr is not None
+    while "once more to kill it" not in launcher.stderr.readline():
+        assert launcher.poll() is None
     assert launcher.poll() is None and len(ready.alive()) == 2, "they were asked, and do not listen"
     launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=30)
+    _, errors = launcher.communicate()
     assert launcher.returncode == 130 and "killing train" in errors
-    wait_for(lambda: not ready.alive(), seconds=10)
+    wait_for(lambda: not ready.alive())
 
 
 @pytest.mark.parametrize("stage", ["shard", "train"])
@@ -120,7 +125,7 @@ def test_a_killed_launcher_leaves_no_orphans(ready: House, stage: str) -> None:
     ranks = 2 if stage == "train" else 1
     wait_for(lambda: len(list(ready.pids.glob(f"{stage}-?.ready"))) == ranks)
     launcher.kill()
-    wait_for(lambda: not ready.alive(), seconds=15)
+    wait_for(lambda: not ready.alive())
     launcher.communicate()
 
 
@@ -129,9 +134,9 @@ def test_a_killed_agent_leaves_no_orphans(ready: House) -> None:
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     stat = Path("/proc", (ready.pids / "train-0").read_text(), "stat").read_text()
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=30)
+    _, errors = launcher.communicate()
     assert launcher.returncode == 137 and "killed by signal 9" in errors
-    wait_for(lambda: not ready.alive(), seconds=10)
+    wait_for(lambda: not ready.alive())
 
 
 def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) -> None:
@@ -146,7 +151,7 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) ->
         except OSError:
             break
     os.close(reader)
-    assert launcher.wait(30) == 0
+    assert launcher.wait() == 0
     assert b"terminal True" in shown
     log = (house.run / "logs" / "shard.log").read_bytes()
     assert b"terminal True" in log and b"\r" not in log and b"\x1b" not in log
@@ -160,19 +165,8 @@ def test_a_closed_output_does_not_end_the_run(house: House) -> None:
         pass
     launcher.stdout.close()
     launcher.stderr.close()
-    assert launcher.wait(timeout=60) == 0
+    assert launcher.wait() == 0
     assert (house.run / "tokenizer" / "manifest.json").exists()
-
-
-def test_the_users_own_thread_count_stays(ready: House) -> None:
-    assert "threads 7" in ready.submit("--stage", "train", OMP_NUM_THREADS="7").stdout
-
-
-def test_the_folder_it_runs_in_shadows_nothing(house: House) -> None:
-    for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
-        (house.work / name).write_text("raise SystemExit('the wrong module')\n")
-    result = house.submit("--stage", "shard,tokenizer,encode,train")
-    assert result.returncode == 0, result.stderr
 
 
 def test_lines_keep_the_last_drawing_of_a_live_line() -> None:

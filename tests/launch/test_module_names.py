@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.stages import REPOSITORY, STAGES
+from pipeline.contract.stages import REPOSITORY, STAGES
 
 STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
@@ -23,7 +23,7 @@ def modules() -> list[str]:
 
 def test_no_module_has_the_name_of_a_library() -> None:
     ours = set(modules())
-    assert {"submit", "run", "config"} <= ours
+    assert {"submit", "contract", "config"} <= ours
     assert not ours & set(sys.stdlib_module_names)
     installed = {name: packages for name, packages in metadata.packages_distributions().items()
                  if packages != ["drover"]}

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from launch.submit import parser
-from pipeline.stages import REPOSITORY, STAGES
+from pipeline.contract.stages import REPOSITORY, STAGES
 from tests.launch.fake_house import House
 
 
@@ -124,6 +124,9 @@ def test_a_stale_stage_before_the_asked_one_is_not_served(ready: House) -> None:
       "dim (256) must be divisible by heads (7)"]),
     (["--stage", "all", "--cluster", "local", "--nodes", "2"], ["--nodes", "--cluster slurm"]),
     (["--stage", "all", "--cluster", "slurm"], ["no sbatch on PATH"]),
+    (["--stage", "all", "stages.curv.every=5"], ["stages.curv: there is no stage curv; shard, tokenizer"]),
+    (["--stage", "train", "train.attention=nosuch:Nope", "--stage", "all"],
+     ["train.attention names nosuch:Nope, but there is no module nosuch"]),
     ([], ["No stage is given"]),
     (["--why", "trian"], ["does not know trian"]),
     (["--explain", "train.lrr"], ["There is no setting 'train.lrr'", "train.lr"]),

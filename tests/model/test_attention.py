@@ -1,9 +1,12 @@
-"""Grouped-query attention against the formula, its mask and its cache."""
+"""Grouped-query attention against the formula, the dense mask and the cache."""
 
 import pytest
 import torch
 
-from model.attention import Attention, KeyValueCache, attention_mask
+from model.attention.backend import Documents
+from model.attention.layout import PLAIN, Layout
+from model.attention.module import Attention, KeyValueCache
+from model.attention.sdpa import dense_mask
 from model.config import ModelConfig
 from model.rope import RotaryTable
 
@@ -37,11 +40,12 @@ def test_equals_the_formula(kv_heads, packed):
     x = torch.randn(2, 10, 48, dtype=torch.float64)
     rotation = RotaryTable(config).at(torch.arange(10)[None], torch.float64)
     documents = torch.tensor([[0] * 4 + [1] * 6, [5] * 9 + [7]]) if packed else None
+    layout = Layout(rotation) if documents is None else Layout.of(rotation, PLAIN, Documents(documents), torch.float64)
     allowed = torch.ones(10, 10, dtype=torch.bool).tril().expand(2, 10, 10)
     if documents is not None:
         allowed = allowed & (documents[:, :, None] == documents[:, None, :])
-    actual = attention(x, rotation, attention_mask(10, 0, documents, CPU, torch.float64))
-    assert torch.allclose(actual, by_formula(attention, x, rotation, allowed, heads=6), rtol=0, atol=1e-12)
+    expected = by_formula(attention, x, rotation, allowed, heads=6)
+    assert torch.allclose(attention(x, layout), expected, rtol=0, atol=1e-12)
 
 
 def test_grouped_equals_multi_head_with_repeated_weights():
@@ -53,21 +57,23 @@ def test_grouped_equals_multi_head_with_repeated_weights():
         state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
     multi.load_state_dict(state)
     x = torch.randn(1, 7, 32, dtype=torch.float64)
-    rotation = RotaryTable(ModelConfig(dim=32, heads=4)).at(torch.arange(7)[None], torch.float64)
-    assert torch.allclose(grouped(x, rotation), multi(x, rotation), rtol=0, atol=1e-12)
+    layout = Layout(RotaryTable(ModelConfig(dim=32, heads=4)).at(torch.arange(7)[None], torch.float64))
+    assert torch.allclose(grouped(x, layout), multi(x, layout), rtol=0, atol=1e-12)
 
 
 def test_mask_of_packed_documents():
-    mask = attention_mask(4, 0, torch.tensor([[0, 0, 1, 1]]), CPU)
+    mask = dense_mask(4, 0, torch.tensor([[0, 0, 1, 1]]), CPU)
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask.shape == (1, 1, 4, 4)
     assert (mask[0, 0] == 0).int().tolist() == expected and set(mask.unique().tolist()) == {0, -torch.inf}
 
 
 def test_mask_is_left_out_where_plain_causal_is_meant():
-    assert attention_mask(4, 0, None, CPU) is None
-    assert attention_mask(1, 3, None, CPU) is None
-    continued = attention_mask(2, 3, None, CPU)
+    def mask(length, start):
+        return Layout.causal(None, length, start, CPU, torch.float32).prepared
+
+    assert mask(4, 0) is None and mask(1, 3) is None
+    continued = mask(2, 3)
     assert (continued[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 

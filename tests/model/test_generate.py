@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from model.attention import KeyValueCache
+from model.attention.module import KeyValueCache
 from model.config import ModelConfig
-from model.generate import _draw, generate
+from model.generate import generate
+from model.generation.sampling import Sampling, draw
 from model.llama import Llama, initialise
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
@@ -75,10 +76,10 @@ def test_global_state_is_left_alone(model):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def frequencies(temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None) -> torch.Tensor:
+def frequencies(**settings) -> torch.Tensor:
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    generator = torch.Generator().manual_seed(0)
-    draws = [_draw(logits, temperature, top_p, top_k, generator) for _ in range(4000)]
+    generator, sampling = torch.Generator().manual_seed(0), Sampling(**{"temperature": 1.0, **settings})
+    draws = [draw(logits, sampling, generator) for _ in range(4000)]
     return torch.bincount(torch.tensor(draws), minlength=4) / 4000
 
 
@@ -93,6 +94,9 @@ def frequencies(temperature: float = 1.0, top_p: float = 1.0, top_k: int | None 
         ({"top_k": 1}, [0, 1, 0, 0]),
         ({"top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
         ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0]),
+        ({"min_p": 0.6}, [0, 4 / 7, 0, 3 / 7]),
+        ({"min_p": 1.0}, [0, 1, 0, 0]),
+        ({"top_p": 0.95, "min_p": 0.3}, [0, 4 / 9, 2 / 9, 3 / 9]),
     ],
 )
 def test_sampling_follows_the_settings(settings, expected):
@@ -127,9 +131,10 @@ def test_refusals(model, changes, message):
         generate(model, **(arguments | changes))
 
 
-def test_scores_that_are_no_numbers_are_named(model):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_no_numbers_are_named(model, temperature):
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.norm.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="no numbers"):
-        generate(broken, [[1]], 3, temperature=1.0, top_p=0.9, seed=0, stop_ids=())
+    with pytest.raises(FloatingPointError, match="scores are NaN"):
+        generate(broken, [[1]], 3, temperature=temperature, top_p=0.9, seed=0, stop_ids=())

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.attention.layout import Layout
 from model.config import ModelConfig
 from model.llama import Block, FeedForward, Llama, initialise
 from model.rope import RotaryTable
@@ -75,11 +76,11 @@ def test_feed_forward_is_swiglu():
 def test_block_is_the_identity_without_writers():
     block = Block(CONFIG)
     x = torch.randn(1, 5, 48)
-    rotation = RotaryTable(CONFIG).at(torch.arange(5)[None], torch.float32)
-    assert not torch.equal(block(x, rotation), x)
+    layout = Layout(RotaryTable(CONFIG).at(torch.arange(5)[None], torch.float32))
+    assert not torch.equal(block(x, layout), x)
     torch.nn.init.zeros_(block.attention.wo.weight)
     torch.nn.init.zeros_(block.feed_forward.w2.weight)
-    assert torch.equal(block(x, rotation), x)
+    assert torch.equal(block(x, layout), x)
 
 
 def test_causal():

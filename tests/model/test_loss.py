@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import model.linear
+from model.kernels import ByOnednn
 from model.loss import cross_entropy_sum, token_losses
 
 
@@ -29,12 +30,31 @@ def test_equals_torch(chunk):
         assert torch.allclose(actual, golden, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_z_loss_is_that_of_its_formula(chunk):
+    hidden, weight, labels = example()
+    loss = cross_entropy_sum(hidden, weight, labels, chunk, z_loss=0.03)
+    gradients = torch.autograd.grad(0.25 * loss, (hidden, weight))
+    logits = hidden @ weight.T
+    expected = F.cross_entropy(logits, labels, reduction="sum") + \
+        0.03 * logits.logsumexp(dim=-1)[labels != -100].square().sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13) and loss > cross_entropy_sum(hidden, weight, labels)
+    for actual, golden in zip(gradients, torch.autograd.grad(0.25 * expected, (hidden, weight)), strict=True):
+        assert torch.allclose(actual, golden, rtol=0, atol=1e-13)
+
+
+def test_no_z_loss_is_the_same_to_the_bit():
+    hidden, weight, labels = example(rows=70, dtype=torch.float32)
+    plain, none = (cross_entropy_sum(hidden, weight, labels, 8, **more) for more in ({}, {"z_loss": 0.0}))
+    assert torch.equal(plain, none)
+
+
+@pytest.mark.parametrize("by_onednn", [ByOnednn(), ByOnednn(True, False), ByOnednn(True, True)])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_float32_and_peaked_logits(by_onednn, scale, monkeypatch):
-    if by_onednn and not torch.backends.mkldnn.is_available():
+    if any(by_onednn) and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is without oneDNN")
-    monkeypatch.setattr(model.linear, "ONEDNN_IS_FASTER", by_onednn)
+    monkeypatch.setattr(model.linear, "by_onednn", lambda: by_onednn)
     hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=torch.float32)
     loss = cross_entropy_sum(hidden * scale, weight, labels, 32)
     gradients = torch.autograd.grad(loss, (hidden, weight))

@@ -6,7 +6,8 @@ import sys
 import pydantic
 import pytest
 
-from model.config import PRESETS, ModelConfig, RopeScaling
+from model.config import ModelConfig, RopeScaling
+from model.presets import PRESETS
 
 # Computed once from Meta's params.json files, independently of this code.
 PARAMETERS = {
@@ -21,7 +22,10 @@ PARAMETERS = {
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
     "llama3.3_70b": 70_553_706_496,
+    "tinyllama_1.1b": 1_100_048_384,
 }
+LADDER = {"ladder_1m": 950_912, "ladder_15m": 16_592_320, "ladder_42m": 42_082_816, "ladder_110m": 109_529_856,
+          "ladder_350m": 323_561_088}
 CACHE_BYTES_PER_TOKEN = {
     "llama2_7b": 524_288,
     "llama2_13b": 819_200,
@@ -31,6 +35,7 @@ CACHE_BYTES_PER_TOKEN = {
     "llama3.1_405b": 516_096,
     "llama3.2_1b": 32_768,
     "llama3.2_3b": 114_688,
+    "tinyllama_1.1b": 22_528,
 }
 FFN_WIDTHS = {
     "llama2_7b": 11008,
@@ -55,20 +60,22 @@ TRAINING_FLOPS = {  # name: (sequence length, FLOPs per token with full attentio
 
 
 def test_every_preset_has_a_golden_count():
-    assert PARAMETERS.keys() == PRESETS.keys()
+    assert PARAMETERS.keys() | LADDER.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_the_ladder_grows_in_depth_and_width_alike(name):
+    shape = PRESETS[name].model_copy(update={"vocab_size": 4096 if name == "ladder_1m" else 32000})
+    assert shape.parameter_count == LADDER[name] and shape.problems() == []
+    assert shape.dim == 64 * shape.layers and shape.head_dim == 64
+    size = int(name.removeprefix("ladder_").removesuffix("m")) * 1_000_000
+    assert abs(shape.parameter_count / size - 1) < 0.11
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_count(name):
     assert PRESETS[name].problems() == []
     assert PRESETS[name].parameter_count == PARAMETERS[name]
-
-
-def test_parameter_count_with_explicit_ffn():
-    tiny_llama = ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000)
-    assert tiny_llama.parameter_count == 1_100_048_384
-    assert tiny_llama.kv_cache_bytes(1, 1, 2) == 22_528
-    assert tiny_llama.parameter_count - tiny_llama.non_embedding_parameter_count == 2 * 32000 * 2048
 
 
 def test_tied_matrix_counts_once_but_multiplies():
@@ -135,10 +142,21 @@ def test_counting_needs_the_vocabulary():
         ({"norm_eps": 0.0}, r"norm_eps must be above 0"),
         ({"vocab_size": 0}, r"vocab_size must be above 0"),
         ({"ffn_dim": 512, "ffn_dim_multiplier": 1.3}, r"ffn_dim \(512\) and ffn_dim_multiplier \(1.3\)"),
-        ({"rope_scaling": RopeScaling(factor=0.5)}, r"factor must be at least 1, not 0.5"),
         (
-            {"rope_scaling": RopeScaling(factor=8, low_freq_factor=4)},
+            {"context_length": 16384, "rope_scaling": RopeScaling(factor=0.5)},
+            r"factor must be at least 1, not 0.5",
+        ),
+        (
+            {"context_length": 16384, "rope_scaling": RopeScaling(factor=8, low_freq_factor=4)},
             r"\(4.0\) must be above low_freq_factor",
+        ),
+        (
+            {"context_length": 4096, "rope_scaling": RopeScaling(factor=8)},
+            r"original_context_length \(8192\) must be below context_length \(4096\)",
+        ),
+        (
+            {"context_length": 64, "rope_scaling": RopeScaling(factor=8, original_context_length=64)},
+            r"original_context_length \(64\) must be below context_length \(64\)",
         ),
     ],
 )

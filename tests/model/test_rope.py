@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import PRESETS, ModelConfig, RopeScaling
+from model.config import ModelConfig, RopeScaling
+from model.presets import PRESETS
 from model.rope import RotaryTable, cos_sin, rotary_frequencies, rotate
 
 

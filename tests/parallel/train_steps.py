@@ -1,24 +1,24 @@
-"""Run by the tests under torchrun: optimizer steps on made-up packed data; rank 0 prints losses and norms as JSON."""
+"""What every rank of the matrix does for a case: optimizer steps on made-up packed data, and what came of them."""
 
 import hashlib
-import json
-import sys
-import warnings
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
+import torch._dynamo  # here, not at first use: one process imports for all ranks
 
 from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import pack
-from pipeline.entry import end_process
 from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.training.engines import build_engine
-from pipeline.training.guards import Limits
-from pipeline.training.schedule import learning_rate
+from pipeline.parallel.initial_values import drawn
+from pipeline.training.engines.build import build_engine
+from pipeline.training.guards import StepLimits
+from pipeline.training.optimizers.schedule import learning_rate
+from pipeline.training.precision import DTYPES
 
 SEQUENCES, LENGTH = 8, 48
 LR = 5e-4
@@ -32,42 +32,54 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
-def digest(parts):
-    """Hash of the whole weights that the ranks' pieces make up, in float32; rank 0's answer."""
-    whole = {}
-    for name, pieces in ((name, pieces) for part in parts for name, pieces in part.items()):
-        for piece in pieces:
-            if name.startswith("model."):
-                place = whole.setdefault(name, torch.full(piece.shape, torch.nan))
-                place[tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.tensor.shape, strict=True))] = \
-                    piece.tensor.detach().float()
-    return hashlib.sha256(b"".join(whole[name].numpy().tobytes() for name in sorted(whole))).hexdigest()
+def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, backend=None, severed=None, train=None,
+                parallel=None):
+    """Train on these ranks, of which all call this alike.
 
+    accumulation: micro-batches of a rank in a step. backend: of torch.compile; None: blocks are not compiled. severed:
+    a module whose output is cut off from the graph of gradients, as a fault would.
 
-def main(precision="fp64", steps=12, micro_batch=8, tied=False, train=None, parallel=None):
-    """Train and print."""
-    ranks = start_ranks()
+    Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
+    `gradients`, of the first and the last step, whole, by parameter.
+    """
+    torch._dynamo.reset()  # nothing of the case before
     model = MODEL.model_copy(update={"tied_embeddings": tied})
-    config = Config(model=model, parallel=ParallelConfig(**parallel or {}),
-                    train=TrainConfig(precision=precision, micro_batch=micro_batch, steps=steps, lr=LR,
-                                      warmup_steps=steps // 5, **train or {}))
-    grid = Grid(ranks, config.parallel)
-    share, results = SEQUENCES // grid.data_ranks, []
-    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    engine = build_engine(config, model, grid, dtype, share // micro_batch, seed=0)
-    initial = digest(ranks.collect(engine.pieces()))
+    parallel = ParallelConfig(**parallel or {})
+    grid = Grid(ranks, parallel)
+    share = SEQUENCES // grid.data_ranks
+    config = Config(model=model, parallel=parallel,
+                    train=TrainConfig(precision=precision, micro_batch=share // accumulation, steps=steps, lr=LR,
+                                      warmup_steps=steps // 5, compile=backend is not None, **train or {}))
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend or "inductor")):
+        engine = build_engine(config, model, grid, DTYPES[precision], accumulation, drawn(model, 0))
+    if severed:
+        engine.model.get_submodule(severed).register_forward_hook(lambda module, inputs, output: output.detach())
+    initial = whole(ranks, {name: shards for name, shards in engine.state_shards().items()
+                            if name.startswith("model.")})
+    results, gradients = [], []
     for step in range(steps):
-        batch = pack(windows(step)[grid.data_rank * share:(grid.data_rank + 1) * share])
-        targets = pack(windows(step)).targets
-        result = engine.step(batch.split(micro_batch), share // micro_batch, targets,
-                             learning_rate(step, config.train), Limits())
+        every = windows(step)
+        batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
+        take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
+        engine.before_update = take if step in (0, steps - 1) else lambda: None
+        result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
+                             learning_rate(step, config.train), StepLimits())
         results.append([result.loss, result.grad_norm])
-    if ranks.leads:
-        print(json.dumps({"results": results, "initial": initial}))
-    stop_ranks()
+    return {"results": results, "initial": digest(initial), "gradients": gradients}
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(**json.loads(sys.argv[1]))
-    end_process(0)
+def whole(ranks, mine):
+    """Whole tensors in float64 of the pieces that all ranks hold, by name, on rank 0; NaN where nobody holds one."""
+    copied = {name: [(piece.offset, piece.shape, piece.tensor.detach().double().clone()) for piece in pieces]
+              for name, pieces in mine.items()}
+    found = {}
+    for name, pieces in ((name, pieces) for part in ranks.collect(copied) for name, pieces in part.items()):
+        for offset, shape, tensor in pieces:
+            place = found.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            place[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
+    return {name: tensor.numpy() for name, tensor in sorted(found.items())}
+
+
+def digest(tensors):
+    """Hash of all values as float32."""
+    return hashlib.sha256(b"".join(value.astype(np.float32).tobytes() for value in tensors.values())).hexdigest()

@@ -7,11 +7,11 @@ from pathlib import Path
 from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.loading import save_config
 from pipeline.config.tree import Config
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run, code_hashes
+from pipeline.contract.stages import STAGES
 from pipeline.evaluation.results import DEFINITIONS
 from pipeline.files import write_json
-from pipeline.manifest import Manifest
-from pipeline.run import Run, code_hashes
-from pipeline.stages import STAGES
 
 EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> ``` & | done"
 SOURCES = ("stdlib", "prose")
@@ -47,7 +47,13 @@ COUNTS = {
               "targets": 4_903_110, "restarts": 1, "parameters": 4_327_168, "vocab_size": 8192,
               "epochs": {"all": 0.43}, "plan_sha256": "ab" * 32, "precision": "float32", "ranks": 2,
               "accumulation": 1, "loss": 3.1, "heldout_bpb": {"stdlib": 1.9}, "step_seconds": 172.4},
-    "convert": {"parameters": 4_327_168, "dtype": "float32", "largest_logit_difference": 7.6e-06},
+    "convert": {"parameters": 4_327_168, "dtype": "float32", "tensors_compared": 57,
+                "tokens_compared": 512, "layers_compared": 6, "largest_logit": 31.25,
+                "largest_logit_difference": 4.1e-05, "training_logit_error": 1.62e-05,
+                "transformers_logit_error": 2.37e-05, "single_precision_logit_error": 1.91e-05,
+                "argmax_equal": 511, "argmax_decided": 509, "argmax_wrong": 0, "token_loss": 3.0625,
+                "training_loss_error": 1.1e-05, "transformers_loss_error": 1.3e-05,
+                "single_precision_loss_error": 1.2e-05, "factor": 10.0},
     "evaluate": {"bits_per_byte": 1.93, "device": "cpu", "device_name": None},
 }
 
@@ -132,7 +138,8 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False, text: 
             if name == "tokenizer":
                 write_json(place / "report.json", {
                     "kind": "sentencepiece", "size": 8192, "used": 8192, "special_ids": 256, "pieces": 7679,
-                    "checked": "held-out text", "unused_pieces": 12, "unused_examples": [], "total": tokenizer_entry(),
+                    "checked": "held-out text", "marks_as_spaces": 4321,
+                    "unused_pieces": 12, "unused_examples": [], "total": tokenizer_entry(),
                     "longest_pieces": ["                ", "ValueError"],
                     "sources": {source: tokenizer_entry() for source in SOURCES}})
         manifest.write(run.own_folder(name))

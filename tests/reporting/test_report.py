@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipeline.manifest import read_manifest
+from pipeline.contract.manifest import read_manifest
 from pipeline.reporting.facts import collect
 from pipeline.reporting.render import compose, html, markdown
 from tests.reporting.made_up import EVIL, metrics, results, write_run
@@ -98,6 +98,17 @@ def test_all_results_are_told(complete, page):
     assert "99.0" not in page.text, "the values of steps that were done again"
 
 
+def test_what_the_export_was_compared_with_is_told(complete, page):
+    for figure in ("1.62e-05", "2.37e-05", "1.91e-05", "1.30e-05", "31.25", "3.062", "511"):
+        assert figure in page.text and figure in complete[1], figure
+
+
+def test_characters_that_the_vocabulary_cannot_keep_are_told(complete, page):
+    for form in (page.text, complete[1]):
+        assert "it occurs in 4,321 documents of the text" in form
+        assert "4,321 documents have the character U+2581" in form
+
+
 def test_the_verdict_compares(complete):
     for form in complete:
         assert "59 % less than a unigram byte model, 9 % less than gzip -9 and 2 % less than xz -9" in form
@@ -188,3 +199,32 @@ def test_how_text_was_held_out_and_what_was_cut_is_told(tmp_path, rule, told):
     assert told in text
     assert ("| source | came in | cut in two | trained on |" in text) == (rule == "tail")
     assert ("Came in + cut in two = trained on" in text) == (rule == "tail")
+
+
+def passed(scale, name):
+    return {"documents": 7 * scale, "bytes": 1_234_567 * scale, "changed": 3 * scale,
+            "reasons": {f"{name} was <b>too</b> | much": 5 * scale, "no text was left": 2 * scale}}
+
+
+def test_what_filters_did_is_told_by_name_source_and_reason(tmp_path):
+    run, settings = write_run(tmp_path)
+    before = html(compose(collect(run)))
+    assert "Filters</caption>" not in before
+    manifest = read_manifest(run.own_folder("shard"))
+    for scale, counts in ((3, manifest.counts), (2, manifest.counts["sources"]["stdlib"]),
+                          (1, manifest.counts["sources"]["prose"])):
+        counts["filters"] = {name: passed(scale, name) for name in ("length", "Mine")}
+        counts["dropped"] |= {"length": 7 * scale, "Mine": 7 * scale}
+        counts["documents_in"] += 14 * scale
+    manifest.write(run.own_folder("shard"))
+    settings = settings.model_copy(update={"shard": settings.shard.model_copy(update={"keep_dropped": True})})
+    document = compose(dataclasses.replace(collect(run), config=settings))
+    text, page = markdown(document), Page(html(document))
+    assert "| source | came in | trained on | held out | duplicate | empty | length | Mine | unreadable |" in text
+    assert "Came in = trained on + held out + duplicate + empty + length + Mine + unreadable." in text
+    for row in ("| length | stdlib | 14 | 2.47 MB | 6 |", "| Mine | prose | 7 | 1.23 MB | 3 |",
+                "| Mine | all | 21 | 3.7 MB | 9 |", "| Mine | no text was left | 6 |",
+                "| length | length was &lt;b>too&lt;/b> \\| much | 15 |"):
+        assert row in text.replace("**", ""), row
+    for told in ("225 dropped", "The dropped ones are in shard/dropped", "Mine was <b>too</b> | much"):
+        assert told in page.text, told

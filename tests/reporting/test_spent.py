@@ -9,9 +9,9 @@ import pytest
 from pipeline.files import write_json
 from pipeline.reporting.facts import collect
 from pipeline.reporting.render import compose, html, markdown
+from tests.records.recorded_time import Recorded
+from tests.records.test_goodput import launched
 from tests.reporting.made_up import results, write_run
-from tests.training.recorded_time import Recorded
-from tests.training.test_goodput import launched
 
 
 @pytest.fixture

@@ -17,9 +17,19 @@ import pytest
 
 from tests.slurm.fake_slurm import PROGRAMS
 from tests.slurm.fake_state import marked, opened, signal_all
-from tools.slurm_lab import Lab
+from tests.waiting import HANG_S, wait_for
+from tools.slurm_lab import Lab, missing_programs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def kinds() -> list[str]:
+    """The kind of cluster for tests here: Slurm itself where it is, unless DROVER_FAKE_SLURM is set."""
+    real = not missing_programs() and not os.environ.get("DROVER_FAKE_SLURM")
+    return ["slurm"] if real else ["fake"]
 
 
 class Cluster:
@@ -59,6 +69,9 @@ class Cluster:
     def stop_accounting(self) -> None:
         raise NotImplementedError
 
+    def start_accounting(self) -> None:
+        raise NotImplementedError
+
     def restart_controller(self) -> None:
         self.stop_controller()
         self.start_controller()
@@ -71,8 +84,9 @@ class Cluster:
     def run(self, *command: str | Path, check: bool = True, cwd: Path | None = None,
             variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a program against this cluster."""
-        result = subprocess.run([str(word) for word in command], cwd=cwd, text=True, capture_output=True, timeout=120,
-                                env={**_clean(), **self.environment(), **(variables or {})}, stdin=subprocess.DEVNULL)
+        result = subprocess.run([str(word) for word in command], cwd=cwd, text=True, capture_output=True,
+                                env={**_clean(), **self.environment(), **(variables or {})}, stdin=subprocess.DEVNULL,
+                                timeout=HANG_S)
         assert not check or result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
         return result
 
@@ -90,14 +104,16 @@ class Cluster:
                                                              ).stdout.split() if "=" in word)
         return f"{shown['JobState']} {shown['Reason']}" if shown["JobState"] == "PENDING" else shown["JobState"]
 
-    def wait(self, job: str, *states: str, limit_s: float = 60.0) -> str:
+    def wait(self, job: str, *states: str) -> str:
         """Wait until the state of a job begins with one of `states` (default: any end)."""
-        wanted = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        deadline = time.monotonic() + limit_s
-        while not (state := self.state(job)).startswith(wanted):
-            assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(wanted)}"
-            time.sleep(0.1)
-        return state
+        wanted, ends = states or ENDS, set(ENDS) - set(states)
+
+        def reached() -> str:
+            state = self.state(job)
+            assert state not in ends or state.startswith(wanted), f"job {job} is {state}, not {' or '.join(wanted)}"
+            return state if state.startswith(wanted) else ""
+
+        return wait_for(reached, lambda: f"job {job} is {self.state(job)}, not {' or '.join(wanted)}")
 
 
 class RealCluster(Cluster):
@@ -142,6 +158,9 @@ class RealCluster(Cluster):
     def stop_accounting(self) -> None:
         self.lab.stop_accounting()
 
+    def start_accounting(self) -> None:
+        self.lab.start_accounting()
+
 
 class FakeCluster(Cluster):
     """The programs of tests/slurm/fake_slurm.py in a folder on PATH, and their scheduler.
@@ -179,7 +198,7 @@ class FakeCluster(Cluster):
     def down(self) -> None:
         if (self.folder / "state.json").exists():
             (self.folder / "stop").touch()
-            self.scheduler.wait(30)
+            self.scheduler.wait(HANG_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
@@ -208,6 +227,9 @@ class FakeCluster(Cluster):
 
     def stop_accounting(self) -> None:
         (self.folder / "no_accounting").touch()
+
+    def start_accounting(self) -> None:
+        (self.folder / "no_accounting").unlink(missing_ok=True)
 
 
 def guard(folder: Path) -> subprocess.Popen[bytes]:

@@ -12,38 +12,48 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import UserError
 from tests.conftest import run_stage
-from tests.slurm.clusters import Cluster, FakeCluster, RealCluster
+from tests.slurm.clusters import Cluster, FakeCluster, RealCluster, kinds
 from tests.slurm.faults import Training, clear, write_settings
 from tests.stages.training import curve
 from tools.slurm_lab import missing_programs
 
 NODES = 4
+FAILED: list[str] = []
+"""The first test that needed the lab, if that did not come up."""
 
 
-def kinds() -> list[str]:
-    """The kinds of cluster that this machine can have."""
-    real = not missing_programs() and not os.environ.get("DROVER_FAKE_SLURM")
-    return ["slurm", "fake"] if real else ["fake"]
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A lab that did not come up is told once, with its logs; the other tests that need it are left out."""
+    asked = getattr(item, "callspec", None)
+    names = [*getattr(item, "fixturenames", ()), *(asked.params.values() if asked else ())]
+    if FAILED and ("real_cluster" in names or ("cluster" in names and "slurm" in kinds())):
+        pytest.skip(f"the Slurm lab did not come up: see {FAILED[0]}")
 
 
 def _cluster(kind: str) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Slurm's sockets live inside
     cluster: Cluster = RealCluster(folder / "lab") if kind == "slurm" else FakeCluster(folder / "lab")
+    why = ""
     try:
         cluster.up(NODES)
         yield cluster
+    except UserError as error:
+        FAILED.append(os.environ.get("PYTEST_CURRENT_TEST", "an earlier test").rpartition(" (")[0])
+        why = str(error)
     finally:
         cluster.down()
         shutil.rmtree(folder, ignore_errors=True)
+    if why:
+        pytest.fail(why, pytrace=False)
 
 
 @pytest.fixture(scope="session")
 def real_cluster() -> Iterator[Cluster]:
     """A lab of four nodes with accounting; the test is skipped where Slurm is not installed."""
     if "slurm" not in kinds():
-        missing = ", ".join(missing_programs())
-        pytest.skip(f"Slurm is not installed here: no {missing}" if missing else "DROVER_FAKE_SLURM is set")
+        pytest.skip("Slurm is not installed" if missing_programs() else "DROVER_FAKE_SLURM is set")
     yield from _cluster("slurm")
 
 
@@ -75,19 +85,9 @@ def training(cluster: Cluster, tmp_path: Path, encoded: Path,
     clear(cluster)
 
 
-@pytest.fixture
-def training_elsewhere(cluster: Cluster, tmp_path: Path, encoded: Path,
-                       undisturbed: dict[int, dict[str, Any]]) -> Iterator[Callable[..., Training]]:
-    """Makes the training of a test on two nodes of their own, by a cluster with the settings that are given."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    other = type(cluster)(folder / "lab")
-
-    def make(settings: dict[str, bool], **changes: Any) -> Training:
-        other.up(2, **settings)
-        return Training(other, tmp_path, encoded, undisturbed, **changes)
-
-    try:
-        yield make
-    finally:
-        other.down()
-        shutil.rmtree(folder, ignore_errors=True)
+@pytest.fixture(scope="module")
+def shared_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, encoded: Path,
+               undisturbed: dict[int, dict[str, Any]]) -> Iterator[Training]:
+    """A training that the tests of a file disturb one after another (`faults.in_order`)."""
+    yield Training(cluster, tmp_path_factory.mktemp("run"), encoded, undisturbed)
+    clear(cluster)

@@ -1,7 +1,7 @@
 """A small training as a job of a real Slurm: submitted as users do, disturbed at a known step, and proven afterwards.
 
-Where a fault needs a moment that is known, a rank is made to pause before a step (`pause`): the fault then lands there
-on any machine, however fast or busy.
+Rank 0 is made to wait before some of its steps (`DROVER_FAULTS`), until a test lets it go on or has it asked to end:
+what a test does then lands there on any machine, however fast or busy.
 """
 
 from __future__ import annotations
@@ -9,48 +9,37 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import yaml
 
 from launch.slurm.nodes import is_lost
 from launch.slurm.scheduler import Scheduler
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.state import StageState, read_attempts, read_state
 from pipeline.files import read_json
-from pipeline.manifest import read_manifest
-from pipeline.state import StageState, read_attempts, read_state
+from pipeline.records.checkpoints import complete_checkpoints
+from pipeline.training.fault_injection import GO
 from tests.conftest import REPOSITORY, environment, merged
 from tests.slurm.clusters import Cluster
 from tests.stages.training import curve, difference, lines, proven
+from tests.waiting import HANG_S, wait_for
 from tools.slurm_processes import PROC, process_table, send
 from tools.slurm_settings import user_name
 
 T = TypeVar("T")
-STEPS, EVERY = 40, 8
+STEPS, EVERY = 72, 4
 """Steps of the training, and between two checkpoints."""
+WAITS = range(EVERY + 2, STEPS, EVERY)
+"""Steps before which rank 0 waits: each after another checkpoint."""
 SETTINGS = {
-    "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "heldout_every": 20, "sample_every": 100,
+    "train": {"steps": STEPS, "precision": "fp64", "micro_batch": 4, "heldout_every": 24, "sample_every": 100,
               "checkpoint": {"every_steps": EVERY}},
-    "launch": {"processes": 1, "preflight": False}}
-LIMIT_S = 180.0
-"""For whatever is waited for. Nothing here takes a quarter of it on an idle machine."""
-
-
-def until(condition: Callable[[], T], story: Callable[[], str], what: str) -> T:
-    """Wait until `condition()` gives something, and give that; what to tell of it otherwise."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}\n{story()}"
-        time.sleep(0.1)
-    return found
-
-
-def pause(*steps: int, seconds: float = 3.0, rank: int = 0) -> str:
-    """The switch that makes a rank pause before each of the steps, once in a run."""
-    return "; ".join(f"slow:rank={rank},step={step},seconds={seconds}" for step in steps)
+    "launch": {"processes": 1, "preflight": False, "time": 600}}
 
 
 def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
@@ -64,7 +53,7 @@ def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """What the runner noted at the end of a start: see `pipeline.state.read_attempts`."""
+    """What the runner noted at the end of a start: see `pipeline.contract.state.read_attempts`."""
 
     job: str
     restart: int
@@ -80,14 +69,15 @@ class Training:
 
     Args:
         whole: the curve of the same training that nobody disturbed, by step.
-        faults: what is to happen by itself (pipeline/training/fault_injection.py).
+        faults: what is to happen by itself (pipeline/training/fault_injection.py); by default rank 0 waits.
         changes: of the configuration.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, encoded: Path, whole: dict[int, dict[str, Any]], *,
-                 faults: str = "", **changes: Any) -> None:
-        self.cluster, self.whole = cluster, whole
-        switch = {"launch": {"environment": {"DROVER_FAULTS": faults}}} if faults else {}
+                 faults: str | None = None, **changes: Any) -> None:
+        self.cluster, self.whole, self.broken, self._waited, self._ended = cluster, whole, "", 0, 0
+        waits = "; ".join(f"wait:rank=0,step={step}" for step in WAITS)
+        switch = {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}}
         self.config = write_settings(folder, encoded, **merged(switch, changes))
         self.run = folder / "runs/mini"
         self.environment = {**environment(), **cluster.environment()}
@@ -98,7 +88,7 @@ class Training:
     def launcher(self, *arguments: str, expect: int = 0) -> str:
         """Call launch/submit.py; all that it printed."""
         answer = subprocess.run([sys.executable, "launch/submit.py", *arguments], cwd=REPOSITORY, text=True,
-                                capture_output=True, env=self.environment, timeout=LIMIT_S, check=False)
+                                capture_output=True, env=self.environment, timeout=HANG_S, check=False)
         assert answer.returncode == expect, f"{answer.stdout}{answer.stderr}\n{self.story()}"
         return answer.stdout + answer.stderr
 
@@ -109,14 +99,50 @@ class Training:
 
     def ask(self, *command: str) -> str:
         """Call one of Slurm's programs, which must succeed; its answer."""
-        answer = subprocess.run(command, text=True, capture_output=True, env=self.environment, timeout=LIMIT_S,
+        answer = subprocess.run(command, text=True, capture_output=True, env=self.environment, timeout=HANG_S,
                                 check=False)
         assert answer.returncode == 0, f"{command}: {answer.stderr}\n{self.story()}"
         return answer.stdout.strip()
 
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Wait for `condition()`; if that is in vain, tell what happened."""
-        return until(condition, self.story, what)
+        return wait_for(condition, lambda: f"{what}\n{self.story()}")
+
+    def next(self, condition: Callable[[], T], what: str) -> T:
+        """Wait for what a job brings about, but not when there is none left that could."""
+        def brought() -> T:
+            queue = subprocess.run(["squeue", "--noheader"], text=True, capture_output=True, env=self.environment)
+            gone = queue.returncode == 0 and not queue.stdout.strip()
+            found = condition()
+            assert found or not gone, f"the jobs ended without {what}\n{self.story()}"
+            return found
+
+        return self.until(brought, what)
+
+    def next_wait(self) -> int:
+        """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
+        self._waited = self.next(lambda: next((step for step in WAITS if step > self._waited and
+                                               self._note(step).exists()), 0), "rank 0 to wait before a step")
+        return self._waited
+
+    def go_on(self, *, to_the_end: bool = False) -> None:
+        """Let rank 0 go on from where it waits, to where it does next."""
+        for step in WAITS if to_the_end else [self._waited]:
+            note = self._note(step)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.with_name(note.name + GO).touch()
+
+    def next_end(self) -> Ended:
+        """Wait for the end of another start."""
+        self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
+        return self.ends[-1]
+
+    def next_start(self, count: int) -> dict[str, Any]:
+        """Wait for one start more than `count`; the record of it."""
+        return self.next(lambda: self.starts[count:], "another start")[0]
+
+    def _note(self, step: int) -> Path:
+        return self.run / f"train/faults/wait-rank0-step{step}"
 
     # ---- how it stands
 
@@ -132,18 +158,9 @@ class Training:
         """Whether the job waits in the queue."""
         return f"{job} PENDING" in self.queue()
 
-    def pauses_at(self, step: int, rank: int = 0) -> bool:
-        """Whether the pause before this step has begun."""
-        return (self.run / f"train/faults/slow-rank{rank}-step{step}").exists()
-
-    def wait_for_pause(self, step: int, rank: int = 0) -> None:
-        """Wait until the rank has come to its pause before this step."""
-        self.until(lambda: self.pauses_at(step, rank) or not self.queue(), f"the pause before step {step}")
-        assert self.pauses_at(step, rank), f"the job ended before step {step}\n{self.story()}"
-
     def saved(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
-        return sorted(path.parent for path in (self.run / "train/checkpoints").glob("step-????????/COMPLETE.json"))
+        return complete_checkpoints(self.run / "train")
 
     @property
     def state(self) -> StageState | None:
@@ -171,11 +188,11 @@ class Training:
 
     def runner(self) -> int:
         """Process id of the runner of the train job."""
-        return self._process("launch.slurm.runner")
+        return self._process("launch.slurm.job.runner")
 
     def srun(self) -> int:
         """Process id of the srun that holds the ranks."""
-        return self._process("launch.slurm.rank", "--kill-on-bad-exit=1")
+        return self._process("launch.slurm.job.rank", "--kill-on-bad-exit=1")
 
     def _process(self, *words: str, variable: str = "") -> int:
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
@@ -202,7 +219,8 @@ class Training:
         self.until(lambda: not self.processes(), "nodes without processes")
 
     def finish(self) -> None:
-        """Wait for the end, and check that training is done, as if nobody had disturbed it."""
+        """Go on to the end, and check that training is done, as if nobody had disturbed it."""
+        self.go_on(to_the_end=True)
         self.wait_until_gone()
         state = self.state
         assert state is not None and state.status == "done", self.story()
@@ -227,6 +245,16 @@ class Training:
         return "\n".join([f"{self.run}\n{queue.stdout}{queue.stderr}{nodes}", *texts])
 
 
+def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
+    """For tests that each begin where the one before left a run: once one has failed, none can begin."""
+    if run.broken:
+        pytest.skip(f"the run of these tests failed in {run.broken}")
+    failed = request.session.testsfailed
+    yield run
+    if request.session.testsfailed > failed:
+        run.broken = request.node.name
+
+
 def job_processes(cluster: Cluster) -> set[int]:
     """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
     name = "FAKE_SLURM" if cluster.kind == "fake" else "SLURM_CONF"
@@ -238,13 +266,22 @@ def job_processes(cluster: Cluster) -> set[int]:
 def clear(cluster: Cluster) -> None:
     """Bring back what was stopped, and cancel whatever is left."""
     cluster.start_controller()
+    cluster.start_accounting()
     scheduler = Scheduler({**environment(), **cluster.environment()})
     for node, state in scheduler.node_states(cluster.nodes).items():
         if is_lost(state):
             cluster.start_node(node)
-    cluster.run("scancel", "--user", user_name())
-    for pid in job_processes(cluster):
-        send(pid, signal.SIGKILL)
+
+    def empty() -> bool:
+        """Cancel and kill until nothing is left: a job whose runner is killed may queue itself again."""
+        if not cluster.run("squeue", "--noheader").stdout:
+            return True
+        cluster.run("scancel", "--user", user_name())
+        for pid in job_processes(cluster):
+            send(pid, signal.SIGKILL)
+        return False
+
+    wait_for(empty, lambda: cluster.run("squeue").stdout)
 
 
 def _words(pid: int, name: str) -> list[str]:

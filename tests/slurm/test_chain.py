@@ -1,15 +1,15 @@
 """The whole chain on four nodes, to the report: what a run on one box gives, from code that nobody can change any more.
 
-On a machine with Slurm both the real one and the fake one run it.
+It is submitted, watched and asked about as docs/slurm.md says: every command of that page is typed.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,24 @@ from typing import Any
 import pytest
 
 from launch.slurm.chain import Chain, read_chain, read_chains
-from launch.slurm.snapshot import PARTS
+from launch.slurm.submit.snapshot import PARTS
+from pipeline.contract.manifest import Manifest, read_manifest
+from pipeline.contract.stages import STAGES
+from pipeline.contract.state import read_attempts, read_state
 from pipeline.files import read_json, sha256_file
-from pipeline.manifest import Manifest, read_manifest
-from pipeline.stages import STAGES
-from pipeline.state import read_attempts, read_state
-from pipeline.training.metrics import read_metrics
-from pipeline.training.owed import evaluation_record
+from pipeline.records.metrics import read_metrics
+from pipeline.records.pending_evaluations import evaluation_record
+from pipeline.training.fault_injection import GO
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
 from tests.slurm.clusters import Cluster
-from tests.slurm.conftest import kinds
+from tests.waiting import wait_for
 from tools.audit import audit
 
-LIMIT_S = 400.0
-TOKEN = "hf_nobody_may_write_this_down"
+BLOCK = re.compile(r"<!-- needs a cluster -->\n```bash\n(.*?)```", re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCK.findall((REPOSITORY / "docs/slurm.md").read_text())
+            for line in block.splitlines() if "tools.slurm_lab" not in line]
+"""Of the page, but for those that start and stop a lab: tests/tools/test_slurm_lab.py does that."""
+TOKEN, PASSWORD, KEY = (f"{kind}_nobody_may_write_this_down" for kind in ("hf", "password", "key"))
 OF_ONE_PROCESS = {"STATE.json", "manifest.json", "started.json", "train.log"}
 """Files that tell when and where a stage was run, or of how fast."""
 SETTINGS: dict[str, Any] = {
@@ -41,15 +45,12 @@ BESIDE = [4, 8]
 
 @dataclass
 class Submitted:
-    """A run that was submitted to a cluster from a copy of the repository."""
+    """A run that was submitted to a cluster from `home`, which looks like a checkout."""
 
     cluster: Cluster
-    repository: Path
+    home: Path
     config: Path
-
-    @property
-    def run(self) -> Path:
-        return self.config.parent / "runs" / "mini"
+    run: Path
 
     @property
     def chain(self) -> Chain:
@@ -62,18 +63,14 @@ class Submitted:
         assert manifest is not None, self.story()
         return manifest
 
-    def command(self, script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run one of the launcher's scripts as a user does."""
-        return self.cluster.run(sys.executable, self.repository / "launch" / script, *arguments, check=False,
-                                cwd=self.config.parent, variables={
-                                    "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **variables})
-
-    def submit(self, *overrides: str, **variables: str) -> str:
-        """Submit the whole chain; what was printed."""
-        answer = self.command("submit.py", "--config", self.config, "--stage", "all", "--nodes", "4", "--cluster",
-                              "lab", *overrides, **variables)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-        return answer.stdout
+    def type(self, command: str, **variables: str) -> str:
+        """What a user types, in the home; what was printed."""
+        path = self.cluster.environment().get("PATH", os.environ["PATH"])
+        answer = self.cluster.run("bash", "-c", command, check=False, cwd=self.home, variables={
+            "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PATH": f"{Path(sys.executable).parent}:{path}", **variables})
+        assert answer.returncode == 0, f"{command}\n{answer.stdout}{answer.stderr}\n{self.story()}"
+        assert "Traceback" not in answer.stderr
+        return answer.stdout + answer.stderr
 
     def wait(self) -> None:
         """Wait until no job of the run is in the queue any more, evaluations included."""
@@ -89,36 +86,33 @@ class Submitted:
         return "\n".join(f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
 
-def wait_for(condition: Callable[[], Any], story: Callable[[], str]) -> None:
-    """Wait until `condition()` holds; otherwise fail with the story."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain\n{story()}"
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """The same run on one box with one process, undisturbed; its folder."""
-    config = write_config(tmp_path_factory.mktemp("local"), corpus, **SETTINGS)
-    for stage in STAGES:
+def local(tmp_path_factory: pytest.TempPathFactory, corpus: Path, encoded: Path) -> Path:
+    """The same training and evaluation on one box with one process, undisturbed; its folder."""
+    config = write_config(tmp_path_factory.mktemp("local"), corpus, **SETTINGS, reuse=str(encoded.parent / "runs/mini"))
+    for stage in ("train", "convert", "evaluate"):
         run_stage(stage, config)
     return config.parent / "runs" / "mini"
 
 
-@pytest.fixture(scope="module", params=kinds())
-def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Submitted]:
-    """The chain on a cluster, at its end. The copy that it was submitted from is broken from end to end meanwhile."""
-    cluster = request.getfixturevalue("real_cluster" if request.param == "slurm" else "fake_cluster")
-    folder = tmp_path_factory.mktemp(f"chain-{cluster.kind}")
-    repository = copy_of_the_repository(folder / "copy")
-    submitted = Submitted(cluster, repository, write_config(folder, corpus, **SETTINGS))
-    whole = shutil.copytree(repository, folder / "whole")
-    submitted.submit(HF_TOKEN=TOKEN)
-    for path in (repository / "launch/slurm/runner.py", *(repository / "pipeline").glob("*.py")):
+@pytest.fixture(scope="module")
+def done(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Submitted]:
+    """The page's chain, at its end. What it was submitted from is broken from end to end meanwhile."""
+    home = copy_of_the_repository(tmp_path_factory.mktemp("chain") / "home")
+    secrets = home.parent / "secrets.sh"
+    secrets.touch(0o600)
+    secrets.write_text(f"export MY_PASSWORD={PASSWORD}\n")
+    config = write_config(home, corpus, name="demo", runs_dir="runs", **merged(SETTINGS, {"launch": {
+        "secrets": ["HF_TOKEN"], "setup": [f". {secrets}"]}}))
+    submitted = Submitted(cluster, home, config.rename(home / "configs/demo.yaml"), home / "runs/demo")
+    submitted.type(COMMANDS[0], HF_TOKEN=TOKEN, OUR_KEY=KEY)
+    whole = {path: path.read_text() for path in (home / "launch/slurm/job/runner.py",
+                                                   *(home / "pipeline").glob("*.py"))}
+    for path in whole:
         path.write_text("raise SystemExit('this was edited after the submission')\n")
     submitted.wait()
-    submitted.repository = whole
+    for path, text in whole.items():
+        path.write_text(text)
     yield submitted
     for job in submitted.queued():
         cluster.run("scancel", job)
@@ -160,7 +154,8 @@ def test_what_the_chain_is_made_of(done: Submitted) -> None:
     assert done.manifest("train").execution["world_size"] == 4
 
 
-def test_data_stages_give_the_same_bytes_as_on_one_box(done: Submitted, local: Path) -> None:
+def test_data_stages_give_the_same_bytes_as_on_one_box(done: Submitted, encoded: Path) -> None:
+    local = encoded.parent / "runs/mini"
     for stage in ("shard", "tokenizer", "encode"):
         ours, theirs = (contents(folder / stage) for folder in (done.run, local))
         assert ours == theirs and len(ours) >= 3
@@ -207,50 +202,62 @@ def test_jobs_ran_the_code_of_the_submission(done: Submitted) -> None:
 
 
 def test_no_file_holds_the_shells_secrets(done: Submitted) -> None:
-    holding = [path for path in done.run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert (done.run / "report.html").is_file() and list(done.run.glob("logs/train/*/rank0.out"))
+    holding = [path for path in done.run.rglob("*") if path.is_file()
+               and any(secret.encode() in path.read_bytes() for secret in (TOKEN, PASSWORD, KEY))]
     assert not holding
 
 
 def test_status_tells_that_all_is_done(done: Submitted) -> None:
-    answer = done.command("status.py", "--run", "runs/mini", COLUMNS="150")
-    rows = {line.split()[0]: line.split()[1] for line in answer.stdout.splitlines() if line.split()[:1]}
-    assert answer.returncode == 0 and {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
-    assert "12/12" in answer.stdout and "5." in answer.stdout
-    assert done.command("status.py", "--run", "runs/mini", "--watch", "0.2").returncode == 0
+    shown = done.type("python launch/status.py --run runs/demo", COLUMNS="150")
+    rows = {line.split()[0]: line.split()[1] for line in shown.splitlines() if line.split()[:1]}
+    assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
+    assert "12/12" in shown and "5." in shown
+
+
+def test_the_rest_of_the_page_does_what_it_says(done: Submitted) -> None:
+    assert "--stage all --nodes 4" in COMMANDS[0]
+    before = len(read_chains(done.run))
+    said = {command: done.type(command, HF_TOKEN=TOKEN) for command in COMMANDS[1:]}
+    for part in ("status.py --run runs/demo --watch", "--logs runs/demo train --rank 1", "--stop", "--cancel"):
+        assert any(part in command for command in said), part
+    assert "step 12/12" in next(text for command, text in said.items() if command.endswith("--logs runs/demo train"))
+    assert "--nodes 2" in COMMANDS[-1]
+    assert "nothing to submit: all asked stages are done" in said[COMMANDS[-1]]
+    assert len(read_chains(done.run)) == before
 
 
 def test_the_same_command_again_submits_only_what_is_not_done(done: Submitted) -> None:
-    before = len(read_chains(done.run))
-    assert "nothing to submit: all asked stages are done" in done.submit()
-    assert len(read_chains(done.run)) == before
     shutil.rmtree(done.run / "report")
-    done.submit()
+    done.type(COMMANDS[0], HF_TOKEN=TOKEN)
     assert [job.stage for job in done.chain.jobs] == ["report"]
     done.wait()
     assert done.manifest("report").stage == "report"
 
 
 def test_evaluations_run_beside_training_and_never_hold_it_up(done: Submitted, corpus: Path, tmp_path: Path) -> None:
-    """They are submitted while training still runs, and it ends though none of them can start."""
+    """They are submitted while training waits for them, and it ends though none of them can start."""
     cluster = done.cluster
     barrier = cluster.submit(tmp_path, "true", "--hold")
     config = write_config(tmp_path, corpus, reuse=str(done.run), **merged(SETTINGS, {"launch": {
-        "environment": {"DROVER_FAULTS": "slow:rank=0,step=9,seconds=25"}, "preflight": False,
+        "environment": {"DROVER_FAULTS": "wait:rank=0,step=9"}, "preflight": False,
         "evaluate": {"extra": {"dependency": f"afterany:{barrier}"}}}}))
-    beside = Submitted(cluster, done.repository, config)
-    answer = beside.command("submit.py", "--config", beside.config, "--stage", "train", "--nodes", "2", "--cluster",
-                            "lab")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    beside = Submitted(cluster, done.home, config, tmp_path / "runs/mini")
+    beside.type(f"python launch/submit.py --config {config} --stage train --nodes 1 --cluster lab")
     train = beside.chain.jobs[0].id
-    cluster.wait(train, limit_s=LIMIT_S)
+
+    def evaluations() -> dict[int, str]:
+        return {int(job.name[-8:]): job.id for job in beside.chain.jobs if job.kind == "evaluation"}
+
+    wait_for(lambda: sorted(evaluations()) == BESIDE or not cluster.state(train).startswith(("PEND", "RUN")),
+             beside.story)
+    (beside.run / f"train/faults/wait-rank0-step9{GO}").touch()
+    cluster.wait(train)
     assert cluster.state(train) == "COMPLETED", beside.story()
-    said = Path(beside.chain.jobs[0].log).read_text()
-    jobs = {int(job.name[-8:]): job.id for job in beside.chain.jobs if job.kind == "evaluation"}
+    said, jobs = Path(beside.chain.jobs[0].log).read_text(), evaluations()
     assert sorted(jobs) == BESIDE, beside.story()
     for step, job in jobs.items():
         assert said.index(f"the checkpoint of step {step} is evaluated by job {job}") < said.index("train is done")
         assert cluster.state(job) == "PENDING Dependency" and not evaluation_record(beside.run, step).exists()
-    cluster.run("scancel", barrier)
+    cluster.run("scancel", barrier, *jobs.values())
     beside.wait()
-    assert all(evaluation_record(beside.run, step).exists() for step in BESIDE), beside.story()
-

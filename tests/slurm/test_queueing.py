@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,15 @@ import pytest
 
 from launch.slurm.chain import Chain, read_chain
 from launch.slurm.jobspec import JobSpec
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.stages import STAGES
+from pipeline.contract.state import read_attempts, read_state
 from pipeline.files import sha256_file
-from pipeline.manifest import read_manifest
-from pipeline.stages import STAGES
-from pipeline.state import read_attempts, read_state
-from tests.conftest import REPOSITORY, run_stage, write_config
+from tests.conftest import REPOSITORY, write_config
 from tests.launch.fake_house import House, build_house
 from tests.slurm.clusters import Cluster
+from tests.waiting import wait_for
 
-LIMIT_S = 240.0
 SETTINGS = """\
 name: trial
 tokenizer: {vocab_size: 1024}
@@ -37,7 +36,7 @@ STAGE = '''
 """A stage for tests: a file `<stage>.closed` makes it wait, `<stage>.fails` makes it refuse."""
 import os, signal, sys, time
 from pathlib import Path
-from pipeline.entry import stage_main
+from pipeline.contract.entry import stage_main
 from pipeline.errors import UserError
 from pipeline.files import output_record, write_text
 
@@ -113,38 +112,48 @@ class Site:
 
     def wait(self, condition: Callable[[], Any]) -> None:
         """Wait until a condition holds."""
-        wait_for(condition, self.run)
+        wait_for(condition, lambda: story(self.run))
 
     def wait_until_gone(self) -> None:
         """Wait until nothing is in the queue."""
         wait_until_gone(self.cluster, self.run)
 
 
-def wait_for(condition: Callable[[], Any], run: Path) -> None:
-    """Wait until a condition holds; otherwise fail with what the jobs of the run said."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "\n".join(
-            f"==> {path}\n{path.read_text(errors='replace')[-2000:]}" for path in run.glob("logs/**/*.log"))
-        time.sleep(0.1)
-
-
 def wait_until_gone(cluster: Cluster, run: Path) -> None:
     """Wait until nothing is in the queue."""
-    wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), run)
+    wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), lambda: story(run))
 
 
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Iterator[Site]:
-    """A run of stages with gates; shard, tokenizer and encode are done. Whatever a test leaves is cancelled."""
-    house = build_house(tmp_path)
+def story(run: Path) -> str:
+    """What the jobs of a run said, for a failed assertion."""
+    return "\n".join(f"==> {path}\n{path.read_text(errors='replace')[-2000:]}" for path in run.glob("logs/**/*.log"))
+
+
+def gated_house(folder: Path) -> House:
+    """A house with the stages above."""
+    house = build_house(folder)
     for name in STAGES:
         (house.root / "pipeline" / f"{name}.py").write_text(STAGE.format(name=name))
     (house.work / "config.yaml").write_text(SETTINGS)
     (house.work / "clusters").mkdir()
     shutil.copy(REPOSITORY / "configs/clusters/lab.yaml", house.work / "clusters")
-    found = Site(house, cluster)
-    found.submit("shard,tokenizer,encode", "--cluster", "local")
+    return house
+
+
+@pytest.fixture(scope="module")
+def data_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder in which shard, tokenizer and encode are done."""
+    house = gated_house(tmp_path_factory.mktemp("data_stages"))
+    answer = house.submit("--stage", "shard,tokenizer,encode", "--cluster", "local")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return house.run
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path, data_stages: Path) -> Iterator[Site]:
+    """A run of stages with gates; shard, tokenizer and encode are done. Whatever a test leaves is cancelled."""
+    found = Site(gated_house(tmp_path), cluster)
+    shutil.copytree(data_stages, found.run)
     yield found
     clear(cluster)
 
@@ -161,6 +170,8 @@ def test_a_second_submission_is_refused_and_cancel_removes_the_chain_from_its_en
     site.close("train")
     site.submit("all")
     site.wait(lambda: site.starts("train"))
+    shown = site.cluster.run("scontrol", "--oneliner", "show", "job", site.id("train")).stdout
+    assert f"JobId={site.id('train')} " in shown and "WCKey=submitit" not in shown, "sites refuse keys that nobody has"
     again = site.submit("all", expect=2)
     assert f"in the queue already: {site.id('train')} (trial-train)" in again and "--cancel" in again
     said = site.control("submit.py", "--cancel", "runs/trial")
@@ -187,7 +198,7 @@ def test_two_submitters_never_train_at_once(site: Site) -> None:
     assert site.cluster.state(second) == "PENDING Dependency"
     spec = site.run / "launch/by-hand.json"
     replace(JobSpec.load(Path(site.chain.jobs[0].spec)), name="by-hand").save(spec)
-    third = site.cluster.submit(site.house.work, f"exec {sys.executable} -m launch.slurm.runner '{spec}'",
+    third = site.cluster.submit(site.house.work, f"exec {sys.executable} -m launch.slurm.job.runner '{spec}'",
                                 "--job-name=by-hand", PYTHONPATH=site.chain.code)
     site.cluster.wait(third)
     said = (site.house.work / f"out.{third}").read_text()
@@ -256,11 +267,11 @@ def test_force_rebuilds_a_finished_stage_once_also_when_its_job_is_queued_again(
 
 
 @pytest.fixture
-def tokenized(tmp_path: Path, corpus: Path, cluster: Cluster) -> Iterator[Path]:
+def tokenized(tmp_path: Path, corpus: Path, encoded: Path, cluster: Cluster) -> Iterator[Path]:
     """Config of a real run on the cluster whose shard and tokenizer stages are done."""
-    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.02}, launch={"processes": 1})
+    config = write_config(tmp_path, corpus, launch={"processes": 1})
     for stage in ("shard", "tokenizer"):
-        run_stage(stage, config)
+        shutil.copytree(encoded.parent / "runs/mini" / stage, tmp_path / "runs/mini" / stage)
     yield config
     clear(cluster)
 
@@ -269,44 +280,44 @@ def test_of_an_array_with_a_failed_element_only_that_one_is_done_again(
         cluster: Cluster, tokenized: Path, tmp_path: Path) -> None:
     """One element is killed; what waited for the array goes. The same command does that element, and the rest."""
     mended, wrapper, run = tmp_path / "mended", tmp_path / "wrapper", tmp_path / "runs/mini"
-    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *"--part 2/4"*) [ -e {mended} ] || kill -9 $$;; esac\nexec "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *"--part 1/3"*) [ -e {mended} ] || kill -9 $$;; esac\nexec "$@"\n')
     wrapper.chmod(0o755)
-    command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", tokenized, "--stage", "encode,train",
-               "--cluster", "lab", "launch.encode.array=4", "launch.max_restarts=0", f"launch.wrap=[{wrapper}]",
+    command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", tokenized, "--cluster", "lab",
+               "launch.encode.array=3", "launch.max_restarts=0", f"launch.wrap=[{wrapper}]",
                "launch.preflight=false", "train.steps=2", "train.warmup_steps=1")
 
-    def submitted(*more: str) -> dict[str, str]:
-        cluster.run(*command, *more, cwd=tmp_path)
+    def submitted(stages: str, *more: str) -> dict[str, str]:
+        cluster.run(*command, "--stage", stages, *more, cwd=tmp_path)
         chain = read_chain(run)
         assert chain is not None
         wait_until_gone(cluster, run)
         return {job.kind if job.stage == "encode" else job.stage: job.id for job in chain.jobs}
 
-    first = submitted()
-    elements = {index: cluster.state(f"{first['array']}_{index}") for index in range(4)}
-    assert elements == {0: "COMPLETED", 1: "COMPLETED", 2: "FAILED", 3: "COMPLETED"}
+    first = submitted("encode,train")
+    elements = {index: cluster.state(f"{first['array']}_{index}") for index in range(3)}
+    assert elements == {0: "COMPLETED", 1: "FAILED", 2: "COMPLETED"}
     assert (cluster.state(first["finalise"]), cluster.state(first["train"])) == ("CANCELLED", "CANCELLED")
-    assert "killed by SIGKILL" in (run / f"logs/slurm/{first['array']}_2.log").read_text()
+    assert "killed by SIGKILL" in (run / f"logs/slurm/{first['array']}_1.log").read_text()
     before = made(run)
     assert before and not (run / "train").exists()
 
     mended.touch()
-    second = submitted()
+    second = submitted("encode,train")
     chain = read_chain(run)
-    assert chain is not None and [job.elements for job in chain.jobs if job.kind == "array"] == [(2,)]
+    assert chain is not None and [job.elements for job in chain.jobs if job.kind == "array"] == [(1,)]
     assert {job: cluster.state(job) for job in second.values()} == dict.fromkeys(second.values(), "COMPLETED")
     after = made(run)
     assert {name: after[name] for name in before} == before, "what was done is untouched"
     assert set(after) > set(before) and read_manifest(run / "train") is not None
 
-    third = submitted("--force")
+    third = submitted("encode", "--force")
     hashes = {name: content for name, (_, content) in after.items()}
     rebuilt = made(run)
     assert {name: content for name, (_, content) in rebuilt.items()} == hashes
     assert all(rebuilt[name][0] != after[name][0] for name in after), "all of it was made again"
     starts = [event["job"] for event in read_attempts(run) if event["event"] == "attempt"
               and event["job"].startswith(f"{third['array']}_")]
-    assert sorted(starts) == [f"{third['array']}_{index}" for index in range(4)], "and once"
+    assert sorted(starts) == [f"{third['array']}_{index}" for index in range(3)], "and once"
 
 
 def made(run: Path) -> dict[str, tuple[int, str]]:

@@ -8,17 +8,26 @@ from itertools import pairwise
 
 import pytest
 
+from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_lines
-from pipeline.manifest import read_manifest
 from tests.conftest import run_stage
 from tests.stages.training import curve, difference, events, lines, proven, train_and_kill, train_folder
 
 ZERO = "parallel.engine=deepspeed"
 SEQUENCES = 12
 """Of a batch in the test of many kills: 1, 2, 3 and 4 ranks divide it."""
+FEW = ((2, 1), (2, 1), (2, 1), (3, 1), (4, 2), (4, 2), (1, 1), (1, 1))
+"""(ranks, of which so many share each product) of one start after another, each killed; some twice in a row."""
 LAYOUTS = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (1, 1), (2, 1))
-"""(ranks, of which so many share each product); those that start quickly come twice."""
-KILLS = 20
+"""Of which many are chosen at random; those that start quickly come twice."""
+
+
+def many(kills: int) -> tuple[tuple[int, int], ...]:
+    """Layouts at random, in a quarter of the cases the one before."""
+    chance, found = random.Random(3), [(2, 1)]
+    while len(found) < kills:
+        found.append(found[-1] if chance.random() < 0.25 else chance.choice(LAYOUTS))
+    return tuple(found)
 
 
 def test_a_run_changes_its_engine_at_checkpoints(fresh):
@@ -52,24 +61,23 @@ def test_a_run_changes_its_engine_at_checkpoints(fresh):
     assert len(texts[0]) == 12 and texts[0] == texts[1]
 
 
-def test_20_kills_at_random_steps_on_random_ranks_leave_the_curve_as_it_was(fresh):
+@pytest.mark.parametrize("layouts", [FEW, pytest.param(many(20), marks=pytest.mark.soak)], ids=["8", "20"])
+def test_kills_at_random_steps_on_random_ranks_leave_the_curve_as_it_was(fresh, layouts):
     """In float64, where other sums in another order differ by some 1e-15. On equal ranks no bit does."""
-    chance, layout, attempts = random.Random(3), (2, 1), []
+    chance, attempts = random.Random(3), []
     settings = ["train.precision=fp64", "train.steps=80", f"train.batch_tokens={64 * SEQUENCES}",
                 "train.checkpoint.every_steps=3", "train.checkpoint.keep=1", "train.heldout_every=40",
                 "train.sample_every=100"]
-    for _ in range(KILLS):
-        ranks, tp = layout
+    for ranks, tp in layouts:
         before = lines(fresh)
         done = max((record["step"] for record in before), default=0)
         train_and_kill(fresh, *settings, f"parallel.tp={tp}", f"train.micro_batch={SEQUENCES * tp // ranks}",
                        ranks=ranks, after_step=min(done + chance.randrange(4), 78))
-        attempts.append((layout, {record["step"]: record for record in lines(fresh)[len(before):]}))
-        layout = layout if chance.random() < 0.25 else chance.choice(LAYOUTS)
+        attempts.append(((ranks, tp), {record["step"]: record for record in lines(fresh)[len(before):]}))
     run_stage("train", fresh, *settings, "train.micro_batch=12")
     run_stage("train", fresh, "name=whole", *settings, "train.micro_batch=12")
     assert proven(fresh)
-    assert len(events(fresh, "start") + events(fresh, "resume")) == KILLS + 1
+    assert len(events(fresh, "start") + events(fresh, "resume")) == len(layouts) + 1
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert {record["step"] for record in lines(fresh)} == set(whole)
     assert all(record["samples"] == whole[record["step"]]["samples"] for record in lines(fresh))

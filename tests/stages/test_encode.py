@@ -13,17 +13,17 @@ import pytest
 import yaml
 
 from pipeline.config.data import EncodeConfig
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard, open_shards
 from pipeline.encode import chosen_dtype, counted, encode, prove, reconcile
-from pipeline.entry import stage_main
 from pipeline.errors import UserError
 from pipeline.files import write_json
-from pipeline.manifest import read_manifest
 from pipeline.shard import shard
-from pipeline.tokenizer import make_vocabulary
-from pipeline.vocabulary.base import reads_back
-from pipeline.vocabulary.kinds import load_vocabulary
+from pipeline.tokenization.base import reads_back
+from pipeline.tokenization.kinds import load_tokenizer
+from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command, write_config
 
 
@@ -44,7 +44,7 @@ def copy(encoded, tmp_path):
 def run(capsys):
     """Run a stage in this process, with one worker; its standard output and error."""
     def run_stage_here(stage, config, *overrides, expect=0):
-        body = {"shard": shard, "tokenizer": make_vocabulary, "encode": encode}[stage]
+        body = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode}[stage]
         status = stage_main(stage, body, ["--config", str(config), *overrides, "launch.processes=1"])
         told = capsys.readouterr()
         assert status == expect, told.err
@@ -54,7 +54,7 @@ def run(capsys):
 
 def test_every_document_comes_back_from_its_tokens(encoded):
     run = run_folder(encoded)
-    vocabulary = load_vocabulary(run / "tokenizer")
+    vocabulary = load_tokenizer(run / "tokenizer")
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
     assert len(tokens.outputs) == len([record for record in text.outputs if record["split"] != "rejected"]) > 1
     for split in ("train", "heldout"):
@@ -154,7 +154,7 @@ def test_a_changed_text_shard_is_refused(run, copy):
     data[600] ^= 1
     path.write_bytes(data)
     told = run("encode", copy, "--force", expect=2)
-    assert f"{path} is not the shard that the stage shard committed" in told.err
+    assert f"{path} is not what the stage shard committed" in told.err
 
 
 def test_a_vocabulary_that_was_exchanged_is_refused(copy):
@@ -163,7 +163,7 @@ def test_a_vocabulary_that_was_exchanged_is_refused(copy):
     data[-1] ^= 1
     path.write_bytes(data)
     told = run_stage("encode", copy, "--force", expect=2)
-    assert "is not the file that" in told.stderr
+    assert f"{path} is not what the stage tokenizer committed" in told.stderr
 
 
 def test_too_narrow_a_type_is_refused_with_the_numbers():
@@ -178,7 +178,7 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
     (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
     run = run_folder(copy)
-    vocabulary = load_vocabulary(run / "tokenizer")
+    vocabulary = load_tokenizer(run / "tokenizer")
     record = read_manifest(run / "encode").outputs[0]
     source = shard_records(read_manifest(run / "shard"), "train")[0]
     texts = {0: next(read_shard(run / "shard", source)).text}

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_json
-from pipeline.manifest import read_manifest
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import (
     curve,
@@ -23,8 +23,8 @@ from tests.stages.training import (
     run_with_faults,
     start,
     train_folder,
-    wait_for,
 )
+from tests.waiting import HANG_S, wait_for
 from tools.audit import audit
 
 ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100", "train.guards.spike=rollback",
@@ -95,8 +95,8 @@ def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
 
 def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     """Of three copies two agree. Nothing of it was saved: the same command goes on as if it had not been."""
-    settings = ["parallel.dp_replicate=3", "train.batch_tokens=768", "train.guards.replica_hash_every=5",
-                "train.checkpoint.every_steps=8"]
+    settings = ["parallel.dp_replicate=3", "train.batch_tokens=768", "train.micro_batch=4",
+                "train.guards.replica_hash_every=5", "train.checkpoint.every_steps=8"]
     run_stage("train", fresh, "name=whole", *settings, ranks=3)
     result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)
     assert "bit 22 of element" in result.stdout
@@ -122,7 +122,7 @@ def test_ranks_that_are_slow_end_or_hang_cost_time_and_nothing_else(fresh):
     command[2:3] = ["launch.agent", str(fresh.parent / "agent.log")]
     for status in (13, 128 + signal.SIGKILL):
         ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": faults}, check=False,
-                               capture_output=True, text=True, timeout=120)
+                               capture_output=True, text=True, timeout=HANG_S)
         assert ended.returncode == status, ended.stderr
     assert lines(fresh)[1]["step_s"] > 1
     process = start(fresh, ranks=2, faults=faults)

@@ -5,22 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
+from pathlib import Path
 
-from pipeline.training.hangs import HUNG_STATUS, hang_folder, judge_hang, read_hang
+from pipeline.records.hangs import HUNG_STATUS, hang_folder, judge_hang, read_hang
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.test_stopping import LONG, rank_process
-from tests.stages.training import curve, kill, lines, start, train_folder, wait_for
+from tests.stages.test_stopping import LONG
+from tests.stages.training import curve, kill, lines, rank_process, start, train_folder
+from tests.waiting import HANG_S, wait_for
 
-SETTINGS = ["train.batch_tokens=768", "train.guards.hang_minutes=0.1"]
+SETTINGS = ["train.batch_tokens=768", "train.micro_batch=4"]
+
+
+def patience(config: Path, *settings: str, ranks: int, least_s: float) -> str:
+    """The setting of a limit that no healthy step reaches here: twice what a whole run of a few steps takes."""
+    began = time.monotonic()
+    run_stage("train", config, "name=pace", *settings, "train.steps=4", ranks=ranks)
+    return f"train.guards.hang_minutes={max(least_s, 2 * (time.monotonic() - began)) / 60}"
 
 
 def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on(fresh):
     """Under the agent of the launcher, whose exit status is a rank's own."""
-    command = stage_command("train", fresh, *SETTINGS, ranks=3)
+    settings = [*SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6)]
+    command = stage_command("train", fresh, *settings, ranks=3)
     command[2:3] = ["launch.agent", str(fresh.parent / "agent.log")]
     ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": "hang:rank=1,step=6"},
-                           check=False, capture_output=True, text=True, timeout=120)
+                           check=False, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == HUNG_STATUS, ended.stderr
     assert "train hangs on rank 1" in ended.stderr and "after step 5" in ended.stderr
     folder = hang_folder(train_folder(fresh), "local.0.0")
@@ -34,14 +45,14 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on
     found = judge_hang(folder, 3)
     assert found.late == ((1, os.uname().nodename),)
     assert "before_step > hang (pipeline/training/fault_injection.py)" in found.text and "ranks 0, 2" in found.text
-    run_stage("train", fresh, *SETTINGS, ranks=3)
+    run_stage("train", fresh, *settings, ranks=3)
     assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
 
 
 def test_a_process_that_is_stopped_is_named_although_it_writes_nothing(fresh):
-    process = start(fresh, *LONG, *SETTINGS, ranks=3)
+    process = start(fresh, *LONG, *SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6), ranks=3)
     try:
-        wait_for(lambda: len(lines(fresh)) > 3)
+        wait_for(lambda: len(lines(fresh)) > 3, of=process)
         late = rank_process(process.pid, 2)
         os.kill(late, signal.SIGSTOP)
         folder = hang_folder(train_folder(fresh), "local.0.0")
@@ -50,13 +61,13 @@ def test_a_process_that_is_stopped_is_named_although_it_writes_nothing(fresh):
         assert found.late == ((2, os.uname().nodename),) and "rank 2 (" in found.text and "left no record" in found.text
         with suppress(ProcessLookupError):
             os.kill(late, signal.SIGKILL)
-        process.wait(60)
+        process.wait(HANG_S)
     finally:
         kill(process)
 
 
 def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh):
     """A step that is slow, but not by so much, is none either."""
-    run_stage("train", fresh, "train.guards.hang_minutes=0.05", "train.checkpoint.background=false",
+    run_stage("train", fresh, patience(fresh, ranks=1, least_s=3), "train.checkpoint.background=false",
               DROVER_FAULTS="slow:rank=0,step=9,seconds=2")
     assert not (train_folder(fresh) / "hangs").exists()

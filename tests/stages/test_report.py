@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.loading import save_config
-from pipeline.entry import stage_main
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
 from pipeline.files import write_json
-from pipeline.manifest import read_manifest
 from pipeline.report import report
 from tests.reporting.made_up import results, write_run
 

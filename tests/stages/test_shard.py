@@ -14,10 +14,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.entry import stage_main
-from pipeline.manifest import read_manifest
 from pipeline.shard import shard
+from tests.waiting import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,17 @@ def start(config, *overrides):
                              *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def kill_at(process, units, goal, rest_s=0.0):
+    """Kill the stage `rest_s` seconds after `goal` of its units are recorded in `units`; its exit status, which tells
+    whether it had ended by itself."""
+    while process.poll() is None and len(list(units.glob("*.json"))) < goal:
+        time.sleep(0.002)
+    time.sleep(rest_s)
+    process.kill()
+    process.communicate()
+    return process.returncode
+
+
 def test_counts_shards_and_order(corpus, capsys):
     assert run(corpus) == 0
     out = capsys.readouterr().out
@@ -113,7 +125,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place(corpus, tmp_pa
     (tmp_path / "in").rename(moved)
     process = start(corpus, "name=b", "launch.processes=3", f"shard.sources.0.paths=['{moved}/web/*.jsonl']",
                     f"shard.sources.1.paths=['{moved}/books/*.jsonl']")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
     one, other = read_manifest(folder_of(corpus)), read_manifest(folder_of(corpus, "b"))
@@ -126,17 +138,11 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(corpus):
     killed = []
     for phase, share in [("read", 0.1), ("read", 0.6), ("write", 0.1), ("write", 0.6)]:
         process = start(corpus, "name=b", "launch.processes=2")
-        done = folder_of(corpus, "b") / "units" / phase
         goal = share * (12 if phase == "read" else len(hashes(folder_of(corpus))) - 1)
-        while process.poll() is None and len(list(done.glob("*.json"))) < goal:
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.005))
-        process.kill()
-        process.communicate()
-        killed.append(process.returncode)
+        killed.append(kill_at(process, folder_of(corpus, "b") / "units" / phase, goal, rng.uniform(0, 0.005)))
     assert killed.count(-signal.SIGKILL) >= 3, "too few attempts were killed in the middle of their work"
     process = start(corpus, "name=b")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
     assert read_manifest(folder_of(corpus, "b")).outputs == read_manifest(folder_of(corpus)).outputs
@@ -302,7 +308,7 @@ def test_the_shards_of_this_pythons_library(tmp_path):
     """The demo's own corpus, as the demo runs it: as a script, with workers."""
     config = write_config(tmp_path, [{"kind": "stdlib"}], shard_mb=4)
     process = start(config, "launch.processes=2")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     counts = read_manifest(folder_of(config)).counts
     assert counts["train"] > 400 and counts["heldout"] >= 1 and counts["rejected"] == 0

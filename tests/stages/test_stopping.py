@@ -7,18 +7,13 @@ import signal
 import subprocess
 from pathlib import Path
 
-from pipeline.state import STOP, read_state
+from pipeline.contract.state import STOP, read_state
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, descendants, events, kill, lines, start, train_folder, wait_for
+from tests.stages.training import curve, events, kill, lines, rank_process, start, train_folder
+from tests.waiting import HANG_S, wait_for
 
 LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",
         "train.sample_every=100000"]
-
-
-def rank_process(pid: int, rank: int) -> int:
-    """The process of a rank among those below `pid`."""
-    return next(below for below in descendants(pid)
-                if f"RANK={rank}".encode() in Path(f"/proc/{below}/environ").read_bytes().split(b"\0"))
 
 
 def stopped(config: Path) -> int:
@@ -30,12 +25,12 @@ def stopped(config: Path) -> int:
 
 
 def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
-    settings = [*LONG, "train.batch_tokens=768"]
+    settings = [*LONG, "train.batch_tokens=768", "train.micro_batch=4"]
     process = start(fresh, *settings, ranks=3)
     try:
-        wait_for(lambda: lines(fresh))
+        wait_for(lambda: lines(fresh), of=process)
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
-        process.wait(60)
+        process.wait(HANG_S)
     finally:
         kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
@@ -48,11 +43,11 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
 def test_the_file_stops_with_its_words_and_for_good(fresh):
     process = start(fresh, *LONG)
     try:
-        wait_for(lambda: lines(fresh))
+        wait_for(lambda: lines(fresh), of=process)
         file = train_folder(fresh).parent / STOP
         file.parent.mkdir(parents=True)
         file.write_text("maintenance\nat five\n")
-        process.wait(60)
+        process.wait(HANG_S)
     finally:
         kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
@@ -78,7 +73,7 @@ def test_signals_that_came_blocked_wait_until_training_hears_them(fresh):
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]))
     try:
         process.send_signal(signal.SIGUSR2)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=HANG_S)
     finally:
         kill(process)
     assert process.returncode == 130 and "stopped after step 1 (SIGUSR2)" in said

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import yaml
 
-from pipeline.entry import stage_main
-from pipeline.manifest import read_manifest
-from pipeline.tokenizer import make_vocabulary
-from pipeline.vocabulary.kinds import load_vocabulary
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
+from pipeline.tokenization.kinds import load_tokenizer
+from pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
-from tests.vocabulary.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
+from tests.tokenization.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def copy(sharded, tmp_path):
 def run(capsys):
     """Run the stage in this process, with one worker; its standard output and error."""
     def run_stage_here(config, *overrides, expect=0):
-        status = stage_main("tokenizer", make_vocabulary, ["--config", str(config), *overrides, "launch.processes=1"])
+        status = stage_main("tokenizer", make_tokenizer, ["--config", str(config), *overrides, "launch.processes=1"])
         told = capsys.readouterr()
         assert status == expect, told.err
         return told
@@ -74,6 +74,15 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert report["total"]["round_trip_failures"] == report["total"]["hugging_face_failures"] == 0
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
     assert "| odd |" in (folder / "report.md").read_text()
+    marks, kept = shard["documents_with_u2581"], shard["train"] + shard["heldout"]
+    assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > odd["literal_marks"]
+    assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
+    assert f"comes back as a space: {marks} of all" in (folder / "report.md").read_text()
+
+
+def test_a_vocabulary_that_keeps_u2581_has_nothing_to_tell(run, copy):
+    assert "U+2581" not in run(copy, "tokenizer.kind=byte").out
+    assert read_manifest(stage_folder(copy)).counts["documents_with_u2581_as_space"] == 0
 
 
 def test_the_outputs_do_not_depend_on_processes_or_on_which_run_it_was(run, copy):
@@ -99,7 +108,7 @@ def test_a_lost_output_alone_is_made_again(run, copy):
 @pytest.mark.parametrize("kind", ["byte", "char"])
 def test_small_vocabularies(run, copy, kind):
     run(copy, f"tokenizer.kind={kind}")
-    vocabulary = load_vocabulary(stage_folder(copy))
+    vocabulary = load_tokenizer(stage_folder(copy))
     assert vocabulary.kind == kind and vocabulary.size % 128 == 0
     report = json.loads((stage_folder(copy) / "report.json").read_text())
     assert report["total"]["round_trip_failures"] == 0
@@ -111,7 +120,7 @@ def test_small_vocabularies(run, copy, kind):
                                             ("bpe", "sentencepiece")])
 def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):  # noqa: F811
     run(copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
-    assert load_vocabulary(stage_folder(copy)).sha256 == vocabularies[name].sha256
+    assert load_tokenizer(stage_folder(copy)).sha256 == vocabularies[name].sha256
     assert read_manifest(stage_folder(copy)).fingerprint["files"]["tokenizer"] == vocabularies[name].sha256
     elsewhere = copy.parent / "moved"
     shutil.copyfile(files[name], elsewhere)
@@ -138,4 +147,4 @@ def test_a_tokenizer_that_loses_text_is_not_committed(run, copy, tmp_path, byte_
     lossy.save(str(tmp_path / "tokenizer.json"))
     told = run(copy, "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json",
                      expect=2)
-    assert "The vocabulary loses text" in told.err and read_manifest(stage_folder(copy)) is None
+    assert "The tokenizer loses text" in told.err and read_manifest(stage_folder(copy)) is None

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_lines
-from pipeline.manifest import read_manifest
-from pipeline.training.metrics import read_metrics
+from pipeline.records.checkpoints import complete_checkpoints, step_of
+from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, descendants, train_and_kill, train_folder, wait_for
+from tests.stages.training import curve, descendants, train_and_kill, train_folder
+from tests.waiting import wait_for
 
 
 def test_workers_end_when_their_agent_is_killed(fresh):
@@ -34,7 +36,7 @@ def test_workers_end_when_their_agent_is_killed(fresh):
 
 
 def test_a_run_trains_and_says_so(fresh):
-    run_stage("train", fresh, ranks=2)
+    run_stage("train", fresh, ranks=2, cold=True)
     metrics, folder = read_metrics(train_folder(fresh) / "metrics.jsonl"), train_folder(fresh)
     assert [record["step"] for record in metrics] == list(range(1, 13))
     assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]
@@ -53,7 +55,7 @@ def test_a_run_trains_and_says_so(fresh):
     assert "up to date" in run_stage("train", fresh).stdout
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_kill_9_and_continue_gives_the_same_curve_to_the_last_bit(fresh, seed):
     """Two ranks, several kills at random steps, over an epoch boundary."""
     overrides = ["train.steps=70", "train.heldout_every=20", "train.warmup_steps=5"]
@@ -116,7 +118,7 @@ def test_a_run_continues_on_another_number_of_ranks(fresh):
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
     run_stage("train", fresh, "name=whole", "train.steps=16")
     train_and_kill(fresh, "train.steps=16", ranks=1, after_step=9)
-    newest = sorted(path for path in (train_folder(fresh) / "checkpoints").glob("step-*") if path.suffix != ".tmp")[-1]
+    newest = complete_checkpoints(train_folder(fresh))[-1]  # a kill may leave one without a marker
     victim = next(newest.glob("*.safetensors"))
     if damage == "flip":
         content = bytearray(victim.read_bytes())
@@ -195,9 +197,8 @@ def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
     """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
     settings = ["train.steps=40", "train.checkpoint.every_steps=4", "train.checkpoint.keep=2"]
     train_and_kill(fresh, *settings, ranks=1, after_step=13)
-    newest = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-1]
+    before, newest = complete_checkpoints(train_folder(fresh))[-2:]
     os.truncate(next(newest.glob("*.safetensors")), 10)
-    before = sorted((train_folder(fresh) / "checkpoints").glob("step-????????"))[-2]
     train_and_kill(fresh, *settings, "train.checkpoint.keep=1", ranks=1, after_step=int(newest.name[5:]) + 1)
     sound = [path.name for path in (train_folder(fresh) / "checkpoints").glob("step-????????")
              if (path / "COMPLETE.json").is_file()]
@@ -210,7 +211,7 @@ def test_a_kill_between_checkpoint_and_log_loses_no_line(fresh):
     run_stage("train", fresh, "name=whole")
     train_and_kill(fresh, ranks=1, after_step=9)
     path = train_folder(fresh) / "metrics.jsonl"
-    newest = max(int(folder.name[5:]) for folder in (train_folder(fresh) / "checkpoints").glob("step-????????"))
+    newest = step_of(complete_checkpoints(train_folder(fresh))[-1])
     lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < newest]
     path.write_text("".join(line + "\n" for line in lines))
     run_stage("train", fresh)
@@ -234,7 +235,7 @@ def test_steps_beyond_which_a_run_already_is_are_refused(fresh):
 
 def test_what_only_one_rank_knows_is_heard(fresh, encoded):
     """An error that befalls rank 1 alone: its sentence reaches the terminal."""
-    code = ("import os, sys\nfrom pipeline.entry import stage_main\nfrom pipeline.errors import UserError\n"
+    code = ("import os, sys\nfrom pipeline.contract.entry import stage_main\nfrom pipeline.errors import UserError\n"
             "def body(work):\n    from pipeline.parallel.ranks import start_ranks\n    ranks = start_ranks()\n"
             "    if ranks.rank == 1:\n        raise UserError('the cable of rank 1 is loose')\n    ranks.barrier()\n"
             "sys.exit(stage_main('train', body))\n")
@@ -263,11 +264,9 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
 def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(fresh):
     """The file size limit of the process stands in for the disk: writing beyond it fails like a full one."""
     run_stage("train", fresh, "name=whole")
-    process = subprocess.run(
-        stage_command("train", fresh, "train.checkpoint.every_steps=4"), cwd=REPOSITORY, env=environment(), text=True,
-        capture_output=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
-    assert process.returncode == 2 and "full" in process.stderr, process.stdout + process.stderr
+    result = run_stage("train", fresh, "train.checkpoint.every_steps=4", expect=2,
+                       limits={resource.RLIMIT_FSIZE: 100_000})
+    assert "full" in result.stderr, result.stdout + result.stderr
     assert not list((train_folder(fresh) / "checkpoints").glob("*"))
     run_stage("train", fresh)
     assert curve(fresh) == curve(fresh, "whole")

@@ -6,15 +6,16 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import read_lines
-from pipeline.training.metrics import read_metrics
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from pipeline.records.metrics import read_metrics
+from tests.conftest import run_stage, start_stage
+from tests.waiting import wait_for
+from tests.warm import WarmProcess
 from tools.audit import audit
 
 CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
@@ -55,19 +56,25 @@ def proven(config: Path, name: str = "mini") -> bool:
 
 def descendants(pid: int) -> list[int]:
     """Every process below `pid`: the elastic agent's workers are in sessions of their own."""
-    children = [int(child) for thread in Path(f"/proc/{pid}/task").iterdir()
-                for child in (thread / "children").read_text().split()]
+    children = []
+    with suppress(OSError):  # threads and processes end while they are looked at
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                children += [int(child) for child in (thread / "children").read_text().split()]
     return children + [deeper for child in children for deeper in descendants(child)]
 
 
-def start(config: Path, *overrides: str, ranks: int = 1, faults: str = "") -> subprocess.Popen[bytes]:
-    """Training in the background, without a word; end it with `kill`."""
-    return subprocess.Popen(stage_command("train", config, *overrides, ranks=ranks), cwd=REPOSITORY,
-                            env={**environment(), "DROVER_FAULTS": faults}, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL)
+def rank_process(pid: int, rank: int) -> int:
+    """The process of a rank among those below `pid`, by the name that tests/warm.py gives it."""
+    return next(below for below in descendants(pid) if Path(f"/proc/{below}/comm").read_text().strip() == f"rank{rank}")
 
 
-def kill(process: subprocess.Popen[bytes], how: int = signal.SIGKILL) -> None:
+def start(config: Path, *overrides: str, ranks: int = 1, faults: str = "", **limits: Any) -> WarmProcess:
+    """Training in the background; end it with `kill`. limits: see start_stage."""
+    return start_stage("train", config, *overrides, ranks=ranks, DROVER_FAULTS=faults, **limits)
+
+
+def kill(process: WarmProcess | subprocess.Popen[str], how: int = signal.SIGKILL) -> None:
     """Signal a process and everything below it, and wait for its end."""
     for pid in [process.pid, *descendants(process.pid)] if process.poll() is None else ():
         with suppress(ProcessLookupError):
@@ -81,14 +88,12 @@ def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, h
 
     log: `events` waits for a checkpoint of such a step instead.
     """
-    path, deadline = train_folder(config) / f"{log}.jsonl", time.monotonic() + 120
+    path = train_folder(config) / f"{log}.jsonl"
     earlier = len(_lines_so_far(path))
     process = start(config, *overrides, ranks=ranks)
     try:
-        while not any(record["step"] >= after_step for record in map(json.loads, _lines_so_far(path)[earlier:])
-                      if record.get("event", "checkpoint") == "checkpoint"):
-            assert time.monotonic() < deadline and process.poll() is None, "training did not get that far"
-            time.sleep(0.01)
+        wait_for(lambda: any(record["step"] >= after_step for record in map(json.loads, _lines_so_far(path)[earlier:])
+                             if record.get("event", "checkpoint") == "checkpoint"), of=process)
     finally:
         kill(process, how)
 
@@ -96,14 +101,6 @@ def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, h
 def _lines_so_far(path: Path) -> list[bytes]:
     """The whole lines of a file that is written to, in one read: a start may just be cutting off half a line."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
-    """Wait until `condition()` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def run_with_faults(config: Path, faults: str, *overrides: str, ranks: int = 1,

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import load_config, save_config
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import Work
 from pipeline.files import write_json
-from pipeline.run import Run
-from pipeline.training.checkpoint import FORMAT, MARKER
-from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.session import open_training_data
-from pipeline.work import Work
+from pipeline.records.checkpoints import FORMAT, MARKER
+from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from pipeline.training.training_data import open_training_data
 
 BATCH, STEPS, EVERY = 16, 30, 5
 
@@ -33,6 +33,7 @@ class Recorded:
         self.plan = open_training_data(Work(run, "train", {})).order.plan_sha256
         self.lines: list[dict[str, Any]] = []
         self.events, self.checkpoints = ["start"], {0: (0, 0)}
+        self.place: dict[str, Any] = {"ranks": 1}
         self.unsound, self.spikes, self.kills = unsound, list(spikes), list(kills)
         while not self.attempt(stop_after):
             pass
@@ -68,7 +69,7 @@ class Recorded:
 
     def write(self) -> None:
         """The files, as they are on the disk of such a run."""
-        for name, records in (("metrics", self.lines), ("events", [{"event": event, "ranks": 1}
+        for name, records in (("metrics", self.lines), ("events", [{"event": event, **self.place}
                                                                    for event in self.events])):
             (self.train / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         for step, (cursor, skipped) in list(self.checkpoints.items())[1:]:

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 from pipeline.config.loading import load_config
+from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.data.exclusion import Excluded
-from pipeline.manifest import Manifest, read_manifest
-from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from pipeline.files import read_lines
+from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from tests.conftest import run_stage, write_config
 from tests.stages.training import train_and_kill
 from tests.tools.recorded import Recorded
@@ -23,7 +24,7 @@ def disturbed(tmp_path_factory, encoded):
     folder = tmp_path_factory.mktemp("disturbed")
     sources = [source.model_dump() for source in load_config(encoded).shard.sources]
     config = write_config(folder, encoded.parent, reuse=str(encoded.parent / "runs/mini"), shard={"sources": sources})
-    settings = ["train.steps=70", "train.heldout_every=100", "train.sample_every=100"]
+    settings = ["train.steps=70", "train.heldout_every=100", "train.sample_every=100", "train.deterministic=true"]
     train_and_kill(config, *settings, ranks=2, after_step=10)
     train_and_kill(config, *settings, ranks=1, after_step=31)
     run_stage("train", config, *settings, ranks=1)
@@ -47,7 +48,9 @@ def damaged(disturbed, tmp_path, change):
 def test_a_run_with_kills_and_other_ranks_is_proven(disturbed, capsys):
     found = audit(disturbed)
     assert found.faults == [] and found.steps == 70 and found.samples == 70 * 16 and found.restarts == 2
-    assert found.checkpoints == 2
+    assert found.checkpoints == 2 and found.tolerance > 0 and "computed on other ranks" in found.lines()[1]
+    starts = [event for event in read_lines(disturbed / "train/events.jsonl") if event["event"] in ("start", "resume")]
+    assert [event["deterministic"] for event in starts] == [True] * 3
 
 
 @pytest.mark.parametrize("change, expected", [
@@ -142,6 +145,54 @@ def test_planted_faults_around_rollbacks_are_named(tmp_path, encoded, plant, exp
     recorded.write()
     assert main(["--run", str(recorded.folder)]) == 1
     assert expected in capsys.readouterr().out
+
+
+GPU = {"ranks": 1, "device": "NVIDIA H100 80GB HBM3"}
+"""Where the attempts of older runs were; newer ones say also whether they were deterministic."""
+
+
+@pytest.mark.parametrize("place, factor, allowed", [
+    ({"ranks": 1}, 1 + 1e-12, "0"),
+    ({"ranks": 1, "device": "cpu"}, 1 + 1e-12, "0"),
+    ({"ranks": 1, "device": "cpu", "deterministic": True}, 1 + 1e-12, "0"),
+    ({**GPU, "deterministic": True}, 1 + 1e-12, "0"),
+    ({**GPU, "deterministic": False}, 1.02, "1e-02"),
+    (GPU, 1.02, "1e-02"),
+])
+def test_a_repeated_step_must_be_as_equal_as_the_device_makes_it(tmp_path, encoded, place, factor, allowed):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    recorded.place = place
+    recorded.write()
+    assert audit(recorded.folder).faults == []
+    edit(recorded, 12, loss=next(line for line in recorded.lines if line["step"] == 12)["loss"] * factor)
+    recorded.write()
+    found = audit(recorded.folder)
+    assert found.tolerance == float(allowed) and "step 12 was done twice with different loss" in found.faults[0]
+
+
+@pytest.mark.parametrize("place", [{**GPU, "deterministic": False}, GPU])
+def test_repeated_steps_on_a_device_that_is_not_deterministic_are_no_faults(tmp_path, encoded, place):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    recorded.place = place
+    edit(recorded, 12, loss=next(line for line in recorded.lines if line["step"] == 12)["loss"] / 1.004)
+    recorded.write()
+    found = audit(recorded.folder)
+    assert found.faults == [] and found.largest == pytest.approx(0.004)
+    assert found.lines()[-2] == ("repeated steps: not deterministic on this device (NVIDIA H100 80GB HBM3; "
+                                 "train.deterministic=true makes it so); their losses differ by at most 4.0e-03 of the "
+                                 "loss (1e-02 is allowed)")
+    assert found.lines()[-1].endswith("repeated steps gave the same loss, within 1e-02")
+
+
+def test_an_attempt_on_a_cpu_that_says_so_is_as_one_before_that_did_not(tmp_path, encoded):
+    recorded = Recorded(tmp_path / "mini", encoded)
+    recorded.place = {"ranks": 1, "device": "cpu"}
+    recorded.write()
+    path = recorded.train / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events[-1]["deterministic"] = True
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert audit(recorded.folder).tolerance == 0.0
 
 
 @pytest.mark.parametrize("name, counted, logged", [("skipped", 3, 1), ("rollbacks", 1, 2), ("samples", 500, 512)])

@@ -14,13 +14,15 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import REPOSITORY, environment
+from tests.waiting import HANG_S
 from tools.bench_gpu import CASES, Case, Suite
 from tools.gpu_tables import derived, write_tables
 
 
 def run(folder, *arguments):
     return subprocess.run(["sh", "tools/bench_gpu.sh", *arguments], cwd=REPOSITORY, text=True, capture_output=True,
-                          env={**environment(), "PYTHON": sys.executable, "OUT": str(folder)}, timeout=300, check=False)
+                          env={**environment(), "PYTHON": sys.executable, "OUT": str(folder)}, timeout=HANG_S,
+                          check=False)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_mfu_is_taken_of_both_counts_and_both_peaks(tmp_path):
 
 def test_a_case_that_fails_dies_or_hangs_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
-    suite, good = Suite(tmp_path, 5, True, None), Case("good", "matrix", 1)
+    suite, good = Suite(tmp_path, 60, True, None), Case("good", "matrix", 1)
     suite.ready_worker()
 
     def kill_the_worker():

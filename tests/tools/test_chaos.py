@@ -1,20 +1,23 @@
-"""The soak: a short one on a real lab, and what decides about it."""
+"""What decides about a soak, and what it does all along; tests/slurm/test_soak.py makes a short one."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+from collections import Counter
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pipeline.files import read_lines
-from tests.conftest import REPOSITORY, environment
-from tools.chaos_faults import FAULTS, order
-from tools.slurm_lab import missing_programs
+from tests.tools.chaos_line import chaos
+from tools import chaos as soak
+from tools.chaos_faults import FAULTS, Missed, order
+from tools.chaos_run import SoakRun
+from tools.slurm_lab import Lab
 
 SEED = 41
-"""Begins with a killed rank, a damaged checkpoint and a lost node."""
 
 
 def test_every_fault_comes_once_before_any_comes_again_and_a_seed_repeats_the_order() -> None:
@@ -29,20 +32,68 @@ def test_a_soak_needs_a_lab_that_is_up(tmp_path: Path) -> None:
     assert answer.returncode == 2 and "tools.slurm_lab up 4" in answer.stderr and "Traceback" not in answer.stderr
 
 
-@pytest.mark.skipif(bool(missing_programs(accounting=False)), reason="needs a real Slurm on this machine")
-def test_training_comes_through_a_minute_and_a_half_of_faults(tmp_path: Path) -> None:
-    answer = chaos("--minutes", "1.5", "--seed", str(SEED), "--keep", "--folder", str(tmp_path))
-    assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]
-    log = list(read_lines(tmp_path / "chaos.jsonl"))
-    faults = [line["kind"] for line in log if line["event"] in ("fault", "missed")]
-    assert faults and faults == order(SEED, len(faults))
-    assert log[-1]["event"] == "done" and (tmp_path / "runs/soak/report.html").is_file()
-    for word in ("proven: every sample was used exactly once", "of the undisturbed ones", "goodput", "all holds"):
-        assert word in answer.stdout
+def trained(folder: Path, name: str, steps: int = 3, **last: float) -> None:
+    """The log of a training, whose last step may differ."""
+    path = folder / "runs" / name / "train/metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    lines = [{"step": step, "loss": 5.0 - step, "grad_norm": 1.0} for step in range(1, steps + 1)]
+    path.write_text("".join(json.dumps({**line, **(last if line is lines[-1] else {})}) + "\n" for line in lines))
 
 
-def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the soak's command line to its end."""
-    variables = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "SBATCH"))}
-    return subprocess.run([sys.executable, "-m", "tools.chaos", *arguments], cwd=REPOSITORY, env=variables, text=True,
-                          capture_output=True, stdin=subprocess.DEVNULL, timeout=550, check=False)
+@pytest.mark.parametrize(("other", "audited", "report", "problems"), [
+    ({}, [], "goodput", []),
+    ({"loss": 2.0000001}, [], "goodput", ["step 3 differs from the undisturbed one by 5.0e-08 (bound 1e-09)"]),
+    ({"loss": float("nan")}, [], "goodput", ["step 3 differs from the undisturbed one by inf (bound 1e-09)"]),
+    ({"steps": 2}, [], "goodput", ["3 steps were logged, 2 undisturbed"]),
+    ({}, ["step 2 has no line"], "goodput", ["step 2 has no line"]),
+    ({}, [], "words", ["the report does not state the goodput"])])
+def test_the_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: dict[str, Any], audited: list[str],
+                     report: str, problems: list[str]) -> None:
+    trained(tmp_path, "undisturbed", **other)
+    trained(tmp_path, "soak")
+    (tmp_path / "runs/soak/report.html").write_text(report)
+    spent = SimpleNamespace(share=0.5, wall_s=60.0, lost={"restarts": 30.0})
+    monkeypatch.setattr(soak, "audit", lambda run: SimpleNamespace(faults=audited, lines=lambda: ["all proven"]))
+    monkeypatch.setattr(soak, "goodput", lambda run: spent)
+    found = soak.judge(SoakRun(tmp_path, Lab(tmp_path / "lab"), 4), Counter({"warn": 2}), 60.0)
+    assert list(found.problems) == problems
+    said = "\n".join(found.lines)
+    assert "2: warn 2" in said and "samples      all proven" in said and "50.0%" in said
+
+
+def test_faults_come_in_their_order_until_training_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Training:
+        """One that has another checkpoint whenever it is looked at, and is done after four faults."""
+
+        logged: list[tuple[str, str]] = []
+
+        def wait_for_steps(self) -> bool:
+            return len(self.logged) < 4
+
+        def saved(self) -> list[object]:
+            return [object()]
+
+        def manifest(self, stage: str) -> None:
+            return None
+
+        def step(self) -> int:
+            return 7
+
+        def log(self, event: str, kind: str, at_step: int, what: str) -> None:
+            self.logged.append((event, kind))
+
+    def fault(name: str, run: Training, dice: Random) -> str:
+        if name == order(SEED, 3)[2]:
+            raise Missed("nothing there")
+        happened.append(name)
+        return "done"
+
+    for name in FAULTS:
+        monkeypatch.setitem(FAULTS, name, lambda run, dice, name=name: fault(name, run, dice))
+    monkeypatch.setattr(soak.time, "sleep", lambda seconds: None)
+    run = Training()
+    counted = soak.disturb(run, 1e9, SEED)  # type: ignore[arg-type]
+    assert run.logged == [("missed" if number == 2 else "fault", name) for number, name in enumerate(order(SEED, 4))]
+    assert counted == Counter(happened) and len(happened) == 3

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from pipeline.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.waiting import wait_for
 from tools import slurm_lab
 from tools.slurm_lab import Lab, missing_programs
 from tools.slurm_processes import Daemons, process_table
@@ -35,11 +35,11 @@ def short_folder() -> Iterator[Path]:
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True)
 
 
 def ask(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env={**os.environ, **lab.environment()}, cwd=lab.folder, text=True, timeout=60,
+    return subprocess.run(words, env={**os.environ, **lab.environment()}, cwd=lab.folder, text=True,
                           capture_output=True)
 
 
@@ -57,10 +57,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def until(path: Path, words: str) -> str:
-    deadline = time.monotonic() + 60
-    while not path.exists() or words not in path.read_text():
-        assert time.monotonic() < deadline, f"{path} does not say {words!r}"
-        time.sleep(0.05)
+    wait_for(lambda: path.exists() and words in path.read_text(), lambda: f"{path} does not say {words!r}")
     return path.read_text()
 
 
@@ -81,13 +78,12 @@ def test_two_labs_live_side_by_side_and_go_without_a_trace(short_folder):
         assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
     assert "Requested operation is presently disabled" in until(second.folder / "out", "refused 1")
 
-    deadline = time.monotonic() + 60
-    while not ask(first, "sacct", "--noheader", "--jobs=1").stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: ask(first, "sacct", "--noheader", "--jobs=1").stdout, lambda: "sacct knows no job")
     assert ask(second, "sacct").returncode == 1
     first.stop_accounting()
     assert ask(first, "sacct").returncode == 1 and ask(first, "squeue", "--noheader").stdout
+    first.start_accounting()
+    assert ask(first, "sacct", "--noheader", "--jobs=1").stdout
     assert "n2             idle" in command("status", "--folder", first.folder).stdout
 
     assert len(processes_of(first.folder)) > 4 and len(processes_of(second.folder)) > 4
@@ -105,20 +101,65 @@ def test_two_labs_live_side_by_side_and_go_without_a_trace(short_folder):
 def test_a_killed_node_takes_all_with_it_and_comes_back(short_folder):
     lab = Lab(short_folder / "a")
     lab.up(2, accounting=False)
-    script = "srun --ntasks=2 bash -c '(sleep 301 &); setsid sleep 302 & echo up; exec sleep 303'"
+    script = "srun --ntasks=2 bash -c '(sleep 301 &); setsid sleep 302 & echo up; sleep 303; touch outlived'"
     ask(lab, "sbatch", "--no-requeue", "--nodes=2", "--output=out", f"--wrap={script}")
     until(lab.folder / "out", "up\nup")
     before = {node: lab.daemons.job_processes([node]) for node in lab.nodes}
     assert [len(before[node]) >= 4 for node in lab.nodes] == [True, True]  # the step daemon and three sleepers
-    lab.kill_node("n2")
+    lab.kill_node("n2", told=False)
+    assert not (lab.folder / "outlived").exists(), "a process saw another one die"
     assert lab.daemons.job_processes(["n2"]) == set() and before["n1"] & lab.daemons.job_processes(["n1"])
     assert lab.daemons.running("slurmd-n2") is None and lab.daemons.running("slurmd-n1")
     lab.start_node("n2")
     assert lab.daemons.running("slurmd-n2")
     done = ask(lab, "srun", "--nodelist=n2", "--ntasks=1", "sh", "-c", "echo $SLURMD_NODENAME")
     assert done.stdout == "n2\n", done.stderr
+    lab.kill_node("n2")
+    assert lab.node_states()["n2"].startswith("down"), "the controller was told"
+    lab.start_node("n2")
+    assert lab.node_states()["n2"] == "idle"
     with pytest.raises(UserError, match="no node n3; it has n1, n2"):
         lab.kill_node("n3")
+
+
+class Unlucky(Lab):
+    """A lab without daemons, which fails while it is brought up, `failures` times."""
+
+    def __init__(self, folder: Path, failures: int) -> None:
+        super().__init__(folder)
+        self.failures, self.tries = failures, 0
+
+    def _start_munge(self) -> None:
+        self.tries += 1
+        self.daemons.start("munged", ["sh", "-c", f"echo words of try {self.tries}; exec sleep 600"], os.environ)
+        until(self.folder / "log/munged.out", f"try {self.tries}")
+        if self.tries <= self.failures:
+            self.daemons.start("slurmctld", ["false"], os.environ)
+            self._wait("nothing", lambda: False)
+
+    def _start_controller(self) -> None:
+        pass
+
+    def _start_slurmd(self, node: str) -> None:
+        pass
+
+    def node_states(self) -> dict[str, str]:
+        return {"n1": "idle"}
+
+
+def test_a_lab_that_does_not_come_up_is_tried_once_more_and_then_fails_with_its_logs(
+        monkeypatch, short_folder, capsys):
+    monkeypatch.setattr(slurm_lab, "_which", lambda program: f"/usr/sbin/{program}")
+    lab = Unlucky(short_folder / "a", 1)
+    lab.up(1, accounting=False)
+    assert lab.tries == 2 and lab.daemons.running("munged")
+    assert "waited for nothing: slurmctld died" in (said := capsys.readouterr().err) and "Trying once more" in said
+    lab.down()
+    lab = Unlucky(short_folder / "b", 2)
+    with pytest.raises(UserError, match=r"(?s)waited for nothing: slurmctld died.*==> munged\nwords of try 2") as found:
+        lab.up(1, accounting=False)
+    assert lab.tries == 2 and "try 1" not in str(found.value) and not processes_of(lab.folder)
+    assert (lab.folder / "log/munged.out").exists(), "the logs stay"
 
 
 def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import signal
 import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeline.errors import UserError
 from pipeline.training.fault_injection import EXIT_STATUS, KINDS, SWITCH, Fault, Faults, flip_bit, parse_faults
+from tests.waiting import HANG_S, wait_for
 
 
 def child(folder, rank):
@@ -33,13 +34,25 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setenv(SWITCH, switch)
         process = multiprocessing.get_context("fork").Process(target=child, args=(tmp_path, rank))
         process.start()
+        processes.append(process)
         return process
-    return begin
+
+    processes: list[multiprocessing.process.BaseProcess] = []
+    yield begin
+    for process in processes:
+        process.kill()
 
 
-def ended(process, seconds=60):
+def ended(process, seconds=HANG_S):
     process.join(seconds)
     return process.exitcode
+
+
+def ignored(pid):
+    """Signals that a process ignores, bit by bit."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 64) if mask >> (number - 1) & 1}
 
 
 def test_the_switch_is_read_with_all_its_options():
@@ -47,6 +60,17 @@ def test_the_switch_is_read_with_all_its_options():
     assert parse_faults(text) == [
         Fault("kill", 1, 5), Fault("slow", 0, 3, seconds=0.5), Fault("flip", 2, 9, bit=31, again=1)]
     assert parse_faults("") == []
+
+
+def test_a_rank_that_waits_goes_on_when_told_or_asked_to_end(start, tmp_path):
+    process, faults = start("wait:rank=0,step=2; wait:rank=0,step=3"), tmp_path / "train/faults"
+    wait_for(lambda: (faults / "wait-rank0-step2").exists() or not process.is_alive())
+    assert (tmp_path / "said").read_text().endswith("\nstep 1\ninjected fault: wait on rank 0 at step 2\n")
+    (faults / "wait-rank0-step2.go").touch()
+    wait_for(lambda: (faults / "wait-rank0-step3").exists() or not process.is_alive())
+    process.terminate()
+    assert ended(process) == 77, "its own handler heard it"
+    assert (tmp_path / "said").read_text().endswith("\nstep 2\ninjected fault: wait on rank 0 at step 3\n")
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -79,15 +103,12 @@ def test_a_fault_is_another_ranks_business(tmp_path, start):
 
 
 def test_a_hanging_process_ignores_all_but_sigkill(tmp_path, start):
-    process, deadline = start("hang:rank=0,step=2"), time.monotonic() + 60
-    while not (tmp_path / "train/faults/hang-rank0-step2").exists():
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.5)  # the signals are shut out right after the file is there
+    process = start("hang:rank=0,step=2")
+    wait_for(lambda: {signal.SIGTERM, signal.SIGUSR2} <= ignored(process.pid) or not process.is_alive())
     process.terminate()
     assert ended(process, 1) is None
     process.kill()
-    assert ended(process, 10) == -signal.SIGKILL
+    assert ended(process) == -signal.SIGKILL
 
 
 def test_a_spoiled_loss_is_spoiled_in_its_step_only_and_once(tmp_path):

@@ -14,8 +14,8 @@ from pipeline.config.guarding import GuardConfig
 from pipeline.config.section import identity
 from pipeline.data.exclusion import Excluded, sample_numbers
 from pipeline.errors import UserError
+from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, is_abandoned, read_rollbacks
 from pipeline.training.guards import UNLIMITED, Guards, json_number
-from pipeline.training.rollbacks import Rollback, add_rollback, excluded_by, is_abandoned, read_rollbacks
 
 NAN, INF = math.nan, math.inf
 HERE = [(64, 80)]

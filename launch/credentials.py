@@ -1,0 +1,164 @@
+"""What must not be written to files: others read a run's configuration, its jobs' scripts and their copy of the code.
+
+A setting is judged by its value (tokens of known forms, passwords in addresses, values of the shell's own secrets) and
+by its name: whole words, so that TOKENIZERS_PARALLELISM is no token. No message holds a value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.section import flatten
+from pipeline.config.tree import Config
+from pipeline.contract.stages import STAGES
+
+_START = r"(?<![A-Za-z0-9_-])"
+KNOWN = {
+    "a Hugging Face token": rf"{_START}hf_(?:[A-Za-z0-9]{{30,}}|(?=[A-Za-z]*[0-9])[A-Za-z0-9]{{12,}})",
+    "an API key": rf"{_START}(?:sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{{16,}}|[sr]k_live_[A-Za-z0-9]{{16,}}|"
+                  rf"nvapi-[A-Za-z0-9_-]{{20,}}|AIza[A-Za-z0-9_-]{{30,}})",
+    "a GitHub token": rf"{_START}(?:gh[pousr]_[A-Za-z0-9]{{16,}}|github_pat_\w{{20,}})",
+    "a GitLab token": rf"{_START}gl(?:pat|dt|rt|cbt|ptt|agent)-[A-Za-z0-9_-]{{12,}}",
+    "an AWS key": rf"{_START}(?:AKIA|ASIA)[A-Z0-9]{{16}}(?![A-Za-z0-9])",
+    "a Slack token": rf"{_START}xox[abeoprs]-[A-Za-z0-9-]{{10,}}",
+    "a package registry's token": rf"{_START}(?:npm_[A-Za-z0-9]{{30,}}|pypi-[A-Za-z0-9_-]{{30,}}|"
+                                  rf"dckr_pat_[A-Za-z0-9_-]{{20,}})",
+    "a signed token (JWT)": rf"{_START}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]*",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^\s/@:'\"{}$]*:(?![$<{*])[^\s/@'\"]+@",
+    "a header with a credential": r"(?i:authorization)\s*:\s*(?i:bearer|basic|token)\s+(?!\$)[^\s'\"]{8,}",
+}
+"""Forms of values that are secrets under any name."""
+_KNOWN = {what: re.compile(pattern) for what, pattern in KNOWN.items()}
+PASSWORDS = frozenset(("SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "CREDENTIAL",
+                       "CREDENTIALS"))
+"""Words of names whose values are secrets, whatever they look like."""
+TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
+"""Those, and words of names whose values are if they are no number, switch or path."""
+AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
+                       "SESSION", "SIGNATURE", "TOKENS"}
+"""Those, and words of names whose values are if they look random."""
+LEAST_ENTROPY = 3.0
+"""Bits per character of a value that looks random; of a word or a host's name it is less, or the value is short."""
+_ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
+_GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
+_HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
+                       r"[$`].*")
+"""Nothing, numbers, switches, paths, and what the shell will put there."""
+LEAST_SHARED = 8
+"""Characters of a secret of the shell by which it is recognised elsewhere."""
+LARGEST = 1 << 20
+"""Bytes of a file that is looked at; configurations and code are smaller."""
+WAY = ("Set {name} in the shell that submits (`export {name}=...`) and put the name alone into launch.secrets; or "
+       "write it into a file that only you can read (chmod 600) and let launch.setup source that file")
+NO_SECRET = "; if it is no secret, say so: launch.not_secrets=[{name}]"
+
+
+def credential_problems(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Every setting that looks like a secret, with the way on.
+
+    environment: of the shell that submits.
+    """
+    launch, found = config.launch, []
+    for name, value in launch.environment.items():
+        if what := known_form(value):
+            found.append(f"launch.environment holds {name}, which looks like a secret ({what}): it would be written to "
+                         f"files. {WAY.format(name=name)}.")
+        elif name not in launch.not_secrets and is_secret(name, value):
+            found.append(f"launch.environment holds {name}, which looks like a secret: it would be written to files. "
+                         f"{WAY.format(name=name)}{NO_SECRET.format(name=name)}.")
+    for where, text in _commands(config):
+        if what := known_form(text):
+            found.append(f"{where} holds what looks like a secret ({what}): it would be written to files. "
+                         f"{WAY.format(name='NAME')}.")
+        for name, value in assigned(text):
+            if name not in launch.not_secrets and is_secret(name, value):
+                found.append(f"{where} holds what looks like a secret, {name}: it would be written to files. "
+                             f"{WAY.format(name=_variable(name))}{NO_SECRET.format(name=name)}.")
+    said = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
+    settings = {key: str(value) for key, value in flatten(config.model_dump(mode="json")).items()
+                if value is not None and not isinstance(value, bool)}
+    found += [f"{key} holds what looks like a secret ({what}): it would be written to the run's configuration. Take it "
+              f"out; give it to the job in a variable (launch.secrets), or in a file that only you can read."
+              for key, value in settings.items() if not said.match(key) and (what := known_form(value))]
+    for name, secret in _of_the_shell(environment, launch.secrets):
+        found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
+                  f"{name} into launch.secrets." for key, value in settings.items() if secret in value]
+    return found
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is a secret by its name, as far as its value does not tell otherwise."""
+    words, value = words_of(name), value.strip().strip("\"'")
+    if value[:1] in ("$", "`", ""):
+        return False
+    if words & PASSWORDS:
+        return not re.match(r"[~.]?/", value)
+    if _HARMLESS.fullmatch(value):
+        return False
+    last = re.split(r"[_-]", name.upper())[-1]
+    return bool(words & TOKENS) or last == "KEY" or bool(words & AUTHORISED and is_random(value))
+
+
+def is_random(value: str) -> bool:
+    """Whether a value looks drawn at random: long, letters and digits, no character much more common than others."""
+    if len(value) < 16 or re.search(r"\s", value) or not (re.search(r"[0-9]", value) and re.search(r"[A-Za-z]", value)):
+        return False
+    shares = [count / len(value) for count in Counter(value).values()]
+    return -sum(share * math.log2(share) for share in shares) >= LEAST_ENTROPY
+
+
+def known_form(text: str) -> str:
+    """What kind of secret a text holds; empty if none of a known form."""
+    return next((what for what, pattern in _KNOWN.items() if pattern.search(text)), "")
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name, in capitals: of `HF_TOKEN`, `apiKey` or `api-key`."""
+    split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    words = [word for word in re.split(r"[^A-Za-z0-9]+", split.upper()) if word]
+    return {*words, *("APIKEY" for pair in pairwise(words) if pair == ("API", "KEY"))}
+
+
+def assigned(command: str) -> Iterator[tuple[str, str]]:
+    """Names and values in a command: `NAME=value`, `--name value`."""
+    yield from _ASSIGNED.findall(command)
+    yield from _GIVEN.findall(command)
+
+
+def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
+    """Files, relative to `folder`, that hold a secret of a known form, and its kind."""
+    found = {}
+    for name in names:
+        path = folder / name
+        if path.stat().st_size <= LARGEST and (what := known_form(path.read_text(errors="replace"))):
+            found[name.as_posix()] = what
+    return found
+
+
+def _commands(config: Config) -> Iterator[tuple[str, str]]:
+    launch = config.launch
+    for name, lines in (("setup", launch.setup), ("wrap", [" ".join(launch.wrap)])):
+        for line in lines:
+            yield f"launch.{name}", line
+    extras: list[tuple[str, Mapping[str, Any] | None]] = [("launch.extra", launch.extra)]
+    extras += [(f"launch.{stage}.extra", launch.of(stage).extra) for stage in STAGES]
+    for where, extra in extras:
+        for key, value in (extra or {}).items():
+            yield where, f"{key}={value}" if key != "export" else str(value)
+
+
+def _variable(name: str) -> str:
+    return name.replace("-", "_").upper()
+
+
+def _of_the_shell(environment: Mapping[str, str], secrets: Iterable[str]) -> list[tuple[str, str]]:
+    """Variables of the shell that are secrets, named so or by their looks."""
+    return [(name, value) for name, value in environment.items() if len(value) >= LEAST_SHARED
+            and (name in secrets or known_form(value) or (words_of(name) & TOKENS and is_random(value)))]

@@ -1,0 +1,1 @@
+"""How runs stand, local ones and those on Slurm."""

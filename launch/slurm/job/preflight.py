@@ -1,0 +1,283 @@
+"""A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
+
+`launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks wrote, and when
+the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. Blamed is a
+node only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause
+that they share, and so has what they see in the shared run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from statistics import median
+
+from launch.slurm.job.node_trial import CLOCK, CLOCK_S, FOLDER, SPACE, Problem, Report
+from launch.slurm.job.srun import run_step, srun_command
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.nodes import few, named
+from pipeline.files import read_json
+
+BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
+"""Time for the trial where `launch.preflight_s` says nothing: all ranks import from one file system at once."""
+QUIET_S = 60.0
+"""Who is missing is stuck, not slow, once nothing has come for so long and for as long as everything else took to come.
+"""
+FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
+"""Less than this above the median is not slow, whatever the factor says: on a shared CPU a small time doubles for no
+reason."""
+MEASURED = {"product_s": "a matrix product", "pair_s": "an exchange with another node"}
+TOLD = {**MEASURED, "reduce_s": "an all-reduce"}
+"""What nodes are judged by, and what is told besides: in an all-reduce everyone takes as long as the slowest."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What preflight found.
+
+    bad: nodes with the reason. told: lines to say. everywhere: it is not the nodes: no strikes, and no other nodes
+    would help; `reason` is the whole sentence then.
+    """
+
+    bad: dict[str, str]
+    told: list[str]
+    everywhere: bool = False
+    reason: str = ""
+
+
+@dataclass
+class Judgement:
+    """bad: nodes to blame. shared: nodes that saw what ends the job although no node is to blame; `because` says why
+    none is. told: what else there is to say."""
+
+    bad: dict[str, Problem] = field(default_factory=dict)
+    shared: dict[str, Problem] = field(default_factory=dict)
+    because: str = ""
+    told: list[str] = field(default_factory=list)
+
+
+def allowed_s(nodes: int) -> float:
+    """Seconds that the trial of so many nodes may take where nothing is set."""
+    return min(LONGEST_S, BASE_S + PER_NODE_S * nodes)
+
+
+def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each: Callable[[], bool],
+                  nodes: Sequence[str]) -> Found:
+    """Try the nodes of this job; for the runner, before the first start."""
+    limit_s = spec.preflight_s or allowed_s(spec.nodes)
+    began, said, arrivals = time.monotonic(), list[str](), Arrivals(folder, places(spec, nodes))
+    command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", str(folder),
+                                          spec.run, f"{limit_s:.0f}"])
+
+    def goes_on() -> bool:
+        arrivals.look()
+        return each() and time.monotonic() - began < limit_s and not arrivals.are_over
+
+    end = run_step(command, environment, folder, goes_on, said.append)
+    reports = read_reports(folder)
+    seconds = time.monotonic() - began
+    if not reports:  # nothing ran: the start of training will tell why
+        return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
+    found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), arrivals.lasted_s, arrivals.quiet_s)
+    return _told(found, reports, nodes, seconds, end.cause)
+
+
+def _told(found: Judgement, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> Found:
+    there = {*nodes, *(report.node for report in reports)}
+    if found.shared:
+        first = next(iter(found.shared.values())).text
+        reason = f"{first} ({_counted(len(found.shared), len(there))}; {found.because})"
+        return Found(_texts(found.shared), [*found.told, reason], True, reason)
+    if found.bad:
+        lines = [*found.told, *(f"{node} is bad: {problem.text}" for node, problem in sorted(found.bad.items()))]
+        return Found(_texts(found.bad), lines)
+    if not all(report.finished for report in reports) or len({report.node for report in reports}) < len(there):
+        because = f" ({cause})" if cause else ""
+        return Found({}, [*found.told, f"after {seconds:.0f} s{because} no node can be blamed; going on"])
+    values = {what: [value for report in reports if (value := getattr(report, name)) is not None]
+              for name, what in TOLD.items()}
+    times = [f"{what} {1000 * median(found):.1f} ms" for what, found in values.items() if found]
+    return Found({}, [*found.told, f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s "
+                                   f"({', '.join(times)})"])
+
+
+def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
+    """The node of each rank, as Slurm distributes them (in blocks)."""
+    return [nodes[min(rank // spec.tasks_per_node, len(nodes) - 1)] for rank in range(spec.ranks)] if nodes else []
+
+
+def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[str] = (), lasted_s: float = 0.0,
+          quiet_s: float = inf) -> Judgement:
+    """Which nodes are bad.
+
+    Args:
+        reports: of the ranks that wrote one.
+        factor: how much longer than the median is too slow.
+        nodes: the node of each rank, as far as it is known.
+        lasted_s: for how long reports were written. quiet_s: for how long none was, up to the end.
+    """
+    there, result = {*nodes, *(report.node for report in reports)}, Judgement()
+    _judge_problems(reports, len(there), result)
+    if result.shared:
+        return result
+    missing = sorted(set(range(ranks)) - {report.rank for report in reports})
+    silent = {nodes[rank]: Problem("silent", "it did not report") for rank in missing if rank < len(nodes)}
+    finished = [report for report in reports if report.finished]
+    unfinished = {report.node: Problem("network", "its ranks did not come to the end with the others")
+                  for report in reports if not report.finished}
+    if not _is_stuck(lasted_s, quiet_s):
+        if missing:
+            result.told.append(f"not all nodes have answered yet: {named(silent) or f'{len(missing)} ranks'} "
+                               f"({_counted(len(silent), len(there))}); slow is not sick, so none gets a strike "
+                               f"(launch.preflight_s gives them more time)")
+    else:
+        _blame_few(silent, there, "did not report", result)
+        if 2 * len(finished) > ranks:  # where most are not done it is not the few
+            _blame_few(unfinished, there, "did not come to the end", result)
+    _judge_clocks(finished, there, result)
+    for name, what in MEASURED.items():
+        if name == "product_s" or len(there) > 2:  # of two nodes nobody knows whose the link is
+            _judge_times([report for report in finished if report.node not in result.bad], name, what, factor, there,
+                         result)
+    return result
+
+
+def _is_stuck(lasted_s: float, quiet_s: float) -> bool:
+    """Whether who is missing by now is not just slower than the others."""
+    return quiet_s >= max(QUIET_S, lasted_s)
+
+
+def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) -> None:
+    """What the nodes found of themselves; what is the run folder's fault, or too many nodes', is set apart."""
+    seen: dict[str, dict[str, Problem]] = {}
+    for report in reports:
+        for problem in report.problems:
+            seen.setdefault(problem.kind, {}).setdefault(report.node, problem)
+    for kind, found in seen.items():
+        many = len(found) > few(count) or 2 * len(found) > count
+        if kind == SPACE or (kind == FOLDER and many):
+            result.shared, result.because = found, "the folder is shared, so no node is to blame"
+            return
+        if kind == CLOCK and many:
+            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values())).text} "
+                               f"({_counted(len(found), count)})")
+        else:
+            for node, problem in found.items():
+                result.bad.setdefault(node, problem)
+    if len(result.bad) > few(count):
+        result.shared, result.bad = result.bad, {}
+        result.because = (f"{named(result.shared)}; {_common(few(count), count)}. Look at these nodes; if it is they "
+                          f"after all, leave them out with launch.exclude and submit the same command again")
+
+
+def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement) -> None:
+    times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
+    if len(times) < 2:
+        return
+    middle = median(times.values())
+    off = {node: Problem(CLOCK, f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}")
+           for node, at in times.items() if abs(at - middle) > CLOCK_S}
+    _blame_few(off, there, "differ in their clocks", result)
+
+
+def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, there: set[str],
+                 result: Judgement) -> None:
+    times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
+    if len(times) < 2:
+        return
+    middle, floor = median(value for _, value in times), min(FLOORS_S[report.device] for report in reports)
+    slow = {node: Problem("slow", f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
+                                  f"{1000 * middle:.0f} ms")
+            for node, value in times if value > factor * middle and value - middle > floor}
+    _blame_few(slow, there, f"took too long for {what}", result)
+
+
+def _blame_few(found: Mapping[str, Problem], there: set[str], what: str, result: Judgement) -> None:
+    """Blame these nodes if they are few, with those that are blamed already, and less than half; else say so."""
+    together = {*found, *result.bad}
+    if found and (len(together) > few(len(there)) or 2 * len(found) >= len(there)):
+        result.told.append(f"{_counted(len(found), len(there))} {what} ({named(found)}): "
+                           f"{_common(few(len(there)), len(there))}")
+        return
+    for node, problem in found.items():
+        result.bad.setdefault(node, problem)
+
+
+def _common(most: int, count: int) -> str:
+    return f"of {count} nodes at most {most} can be at fault at once, more have a cause in common: no strikes"
+
+
+def _counted(some: int, count: int) -> str:
+    return f"{some} of {count} node{'s' if count > 1 else ''}"
+
+
+def _texts(problems: Mapping[str, Problem]) -> dict[str, str]:
+    return {node: problem.text for node, problem in problems.items()}
+
+
+class Arrivals:
+    """When the ranks' reports came.
+
+    Args:
+        folder: where they are written.
+        nodes: the node of each rank.
+    """
+
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+        self._folder, self._nodes = folder, nodes
+        self._began = self._last = time.monotonic()
+        self._next, self._newest = 0.0, 0
+        self._ranks: set[int] = set()
+
+    def look(self) -> None:
+        """Note what has come, not more often than once a second; of thousands of ranks, less often."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        with os.scandir(self._folder) as entries:
+            found = {entry.name: entry for entry in entries if entry.name.startswith("rank-")}
+        ranks = {int(name[5:-5]) for name in found if name.endswith(".json")}
+        newest = max((_written_ns(entry) for name, entry in found.items() if name.endswith(".json")), default=0)
+        if ranks != self._ranks or newest > self._newest:
+            self._ranks, self._newest, self._last = ranks, newest, now
+        self._next = now + 1 + len(ranks) / 1000
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from the start to the last report."""
+        return self._last - self._began
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last report."""
+        return max(0.0, time.monotonic() - self._last)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether it is of no use to wait for the few nodes that have written nothing."""
+        silent = {node for rank, node in enumerate(self._nodes) if rank not in self._ranks}
+        return bool(self._ranks and silent) and len(silent) <= few(len(set(self._nodes))) \
+            and self.quiet_s >= 2 * max(QUIET_S, self.lasted_s)
+
+
+def _written_ns(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """What the ranks wrote so far."""
+    found = []
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            record = read_json(path)
+            found.append(Report(**{**record, "problems": [Problem(*problem) for problem in record["problems"]]}))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return found

@@ -1,0 +1,52 @@
+"""What a start of a stage left in the run folder: its last word, its manifest, checkpoints, the account of a hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.slurm.job.allocation import Allocation
+from launch.slurm.jobspec import JobSpec
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.state import StageState, read_state
+from pipeline.records.checkpoints import complete_checkpoints, step_of
+from pipeline.records.hangs import Hang, hang_folder, judge_hang, read_hang
+
+
+def last_word(spec: JobSpec, here: Allocation, restart: int, start: int) -> StageState | None:
+    """The stage's last word, if it is of that start of this job; elements of arrays have none."""
+    state = read_state(spec.folder) if here.index is None else None
+    mine = (here.job, restart, start)
+    return state if state and (state.job, state.restart, state.attempt) == mine else None
+
+
+def was_killed(spec: JobSpec, here: Allocation, restart: int) -> bool:
+    """Whether the job's script found that the runner of that restart had been killed (exit status 137): it says so
+    before it queues the job again."""
+    return (Path(spec.run) / "launch" / f"killed.{here.job}.{restart}").exists()
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest`, beside the folder of a start's logs, lead there."""
+    temporary = folder.with_name(f"latest.{folder.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.replace(folder.with_name("latest"))
+
+
+def is_committed(spec: JobSpec, here: Allocation) -> bool:
+    """Whether the manifest is there; for an element of an array, the record that its part is done."""
+    if here.index is not None:
+        records = (spec.folder / "units" / "parts").glob(f"*.{here.index}-of-{spec.parts}.json")
+        return any(records) or read_manifest(spec.folder) is not None
+    return read_manifest(spec.folder) is not None
+
+
+def newest_step(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint in a stage's folder; None if there is none."""
+    return max(map(step_of, complete_checkpoints(folder)), default=None)
+
+
+def hang_of(spec: JobSpec, here: Allocation, start: int) -> Hang | None:
+    """Who was late when training hung in that start; None if it did not."""
+    folder = hang_folder(spec.folder, f"{here.job}.{here.restart}.{start}")
+    return judge_hang(folder, spec.ranks) if read_hang(folder) else None

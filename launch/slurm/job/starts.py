@@ -1,0 +1,158 @@
+"""The starts of a stage by one job: numbered, recorded in `launch/attempts.jsonl`, run, and judged when they end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from launch.slurm.job.allocation import Allocation
+from launch.slurm.job.blame import Blame
+from launch.slurm.job.decisions import Decision, Outcome, fruitless
+from launch.slurm.job.srun import StepEnd, last_words, run_child, run_step, srun_command
+from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.scheduler import Scheduler
+from launch.slurm.trust import code_problems
+from pipeline.contract.state import log_attempt, read_attempts
+
+STEP_TRIES = 4
+"""Calls of srun until a step that cannot be made is given up."""
+STEP_PAUSE_S = 5.0
+
+
+class Job(Protocol):
+    """What starts know of the job that makes them.
+
+    Attributes:
+        stopping: whether it was told to end.
+    """
+
+    stopping: bool
+
+    def say(self, text: str) -> None:
+        """One line of the job's log."""
+
+    def tick(self) -> bool:
+        """Called while something runs; False if it must end because the stage is another start's."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not when told to end."""
+
+
+class Starts:
+    """One job's starts.
+
+    Attributes:
+        number: of the start that is made next, or runs.
+        last: folder of the logs, and end, of the last one.
+    """
+
+    def __init__(self, job: Job, spec: JobSpec, allocation: Allocation, scheduler: Scheduler, blame: Blame) -> None:
+        self.job, self.spec, self.allocation, self.scheduler, self.blame = job, spec, allocation, scheduler, blame
+        self.run_folder = Path(spec.run)
+        self.number = allocation.next_start(read_attempts(self.run_folder), self.logs)
+        self.last: tuple[Path, StepEnd] | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Where the stage's logs are, a folder per start."""
+        return self.run_folder / "logs" / self.spec.stage
+
+    def start(self) -> Outcome:
+        """Start the stage once and wait for its end."""
+        folder = self.logs / self._name()
+        folder.mkdir(parents=True, exist_ok=True)
+        point_latest(folder)
+        os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
+        self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
+            "from": self.newest_step()})
+        self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
+        command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts)]
+        if not self.spec.ranks:
+            end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping)
+        else:
+            end = self._step(folder, command)
+        self.last = (folder, end)
+        return self._judge(folder, end)
+
+    def _step(self, folder: Path, command: list[str]) -> StepEnd:
+        srun = srun_command(self.spec, folder, command, stage=self.spec.stage)
+        for number in range(1, STEP_TRIES + 1):
+            end = run_step(srun, self.environment(rendezvous=self.number), folder, self.job.tick, self.job.say)
+            if end.started or end.abandoned or self.job.stopping or number == STEP_TRIES \
+                    or not self.allocation.is_current(self.scheduler):
+                break
+            self.job.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
+            self.job.pause(STEP_PAUSE_S * number)
+        return end
+
+    def _judge(self, folder: Path, end: StepEnd) -> Outcome:
+        here, events = self.allocation, read_attempts(self.run_folder)
+        self.blame.strike(dict.fromkeys(end.lost, "went down"), here.restart, self.number)
+        crash = {**self.names(self.number), "event": "ended", "status": "crashed", "step": self.newest_step()}
+        return Outcome(
+            state=last_word(self.spec, here, here.restart, self.number),
+            committed=is_committed(self.spec, here), status=end.status, refused=end.refused,
+            hang=self.blame.late(self.number),
+            cause=self._cause(folder, end), lost=bool(end.lost), started=end.started, abandoned=end.abandoned,
+            stopping=self.job.stopping, again=self.number > 0,
+            fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain, self.apart))
+
+    def _cause(self, folder: Path, end: StepEnd) -> str:
+        """What Slurm says of the end, and the rank's own last line where it ended by itself."""
+        words = last_words(folder, end, 1) if end.exited else []
+        return "; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)]))
+
+    def changed_code(self) -> str:
+        """Why the copy of the code must not be run (any more)."""
+        spec = self.spec
+        if not spec.code_sha256:
+            return ""
+        return " ".join(code_problems(Path(spec.code), spec.code_sha256, spec.trusted_group, owners=spec.check_owners))
+
+    @property
+    def apart(self) -> str | None:
+        """Whose starts are counted together: an array's element is on its own, links of a chain are not."""
+        return None if self.allocation.index is None else self.allocation.name
+
+    def tell_last_words(self) -> None:
+        """The end of the first failing rank's errors, so that the job's log tells the whole story."""
+        for line in last_words(*self.last, 25) if self.last else ():
+            print(f"  {line}", flush=True)
+
+    def environment(self, rendezvous: int | None = None) -> dict[str, str]:
+        """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
+        return {**os.environ, **self.spec.environment, "DROVER_ATTEMPT": str(self.number),
+                "DROVER_CHAIN": self.spec.chain,
+                **(self.allocation.rendezvous(self.spec, rendezvous, self.scheduler)
+                   if rendezvous is not None else {})}
+
+    def newest_step(self) -> int | None:
+        """Of the newest complete checkpoint; None if there is none."""
+        return newest_step(self.spec.folder)
+
+    def names(self, start: int) -> dict[str, Any]:
+        """What a record says of which start it is."""
+        return {"stage": self.spec.stage, "job": self.allocation.name, "restart": self.allocation.restart,
+                "start": start, "chain": self.spec.chain}
+
+    def log(self, event: str, **details: Any) -> None:
+        """Record something that happened in this start."""
+        try:
+            log_attempt(self.run_folder, event, **self.names(self.number), **details)
+        except OSError as error:  # a full disk ends no run by the log of it
+            self.job.say(f"`{event}` could not be logged: {error}")
+
+    def log_end(self, decision: Decision) -> None:
+        """Record the end of this start."""
+        self.log("ended", status=decision.status, reason=decision.reason, step=self.newest_step(),
+                  next=decision.action)
+
+    def _name(self) -> str:
+        return f"{self.allocation.name}.{self.number}"
+
+    def _count(self) -> str:
+        spec = self.spec
+        nodes = f"{spec.nodes} node{'s' if spec.nodes > 1 else ''}"
+        return f"{spec.ranks} ranks on {nodes}" if spec.ranks else "one process"

@@ -1,0 +1,1 @@
+"""On the login node: requests, scripts, the copy of the code."""

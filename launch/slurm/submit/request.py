@@ -1,0 +1,163 @@
+"""A request for Slurm: planned, shown, checked as far as anything can be known, then submitted as one chain."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from launch.checks import (
+    cluster_problems,
+    configuration_problems,
+    refuse_unsound,
+    refuse_wrong_packages,
+    say_absent,
+)
+from launch.describe import by_hand, print_plan
+from launch.forecast import disk
+from launch.plan import Job, Options, plan
+from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chains
+from launch.slurm.nodes import excluded, few, named, spared
+from launch.slurm.scheduler import Scheduler
+from launch.slurm.submit.sbatch import (
+    LOGS,
+    Submission,
+    evaluation_name,
+    frozen_config,
+    scripts,
+    submit,
+    submit_evaluation,
+)
+from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from launch.slurm.trust import folders_of, group_exists, owner_problems
+from pipeline.config.loading import cluster_profile, config_hash
+from pipeline.config.places import make_folder
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import git_state
+from pipeline.contract.state import STOP, now
+from pipeline.errors import UserError, listed
+
+
+def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, dry_run: bool) -> int:
+    """Submit `stages`, or with `dry_run` show what sbatch would get and write nothing; the exit status.
+
+    Raises:
+        UserError: something cannot work; nothing was submitted, or what was is named.
+    """
+    if not dry_run and shutil.which("sbatch") is None:
+        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in where Slurm is, use --cluster "
+                        "local, or --dry-run to see what Slurm would get.")
+    config = run.config
+    code, content = planned_snapshot(run.folder)
+    request, given = replace(
+        request, config_path=str(frozen_config(config)), overrides=(), chain=_new_id(),
+        code=str(code), python=config.launch.python or sys.executable), request
+    jobs = plan(config, run, stages, request)
+    configuration_problems(config, jobs, given.config_path, here=not dry_run)
+    wanted = config.launch.train.nodes
+    bad = excluded(run.folder, wanted)
+    space = disk(config, jobs)
+    print_plan(config, run, jobs, request, where, space)
+    if bad:
+        print(f"left out  {', '.join(bad)}: failed twice within a day (launch/nodes.jsonl)\n")
+    if kept := spared(run.folder, wanted):
+        print(f"not left out  {named(kept)}: failed twice within a day as well, but of {wanted} nodes no more than "
+              f"{few(wanted)} may be missed (launch.exclude leaves out others)\n")
+    cluster_problems(config, jobs, None if dry_run else space, os.environ)
+    refuse_unsound(run, jobs, request, showing=dry_run)
+    say_absent(run, jobs)
+    submission = Submission(config, request.chain, request.code, tuple(bad), content)
+    if dry_run:
+        return _show(submission, jobs)
+    owed, environment = _owed(run, jobs), {**config.launch.environment, "PYTHONPATH": request.code}
+    if not any(job.to_run for job in jobs) and not owed:
+        print("nothing to submit: all asked stages are done")
+        return 0
+    refuse_wrong_packages()
+    _refuse_queued(run, jobs)
+    _refuse_untrusted(run)
+    make_folder(run.folder)
+    take_snapshot(run.folder)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
+    chain = Chain(id=request.chain, submitted=now(), command=tuple(sys.argv), git=git_state(),
+                  config=request.config_path, config_sha256=config_hash(config), code=request.code,
+                  cluster=cluster_profile(given.config_path, given.overrides))
+    submitted = submit(submission, jobs, chain)
+    submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
+    return _tell(run, submitted, request.force)
+
+
+def _new_id() -> str:
+    """Of a submission: sorts by time."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _owed(run: Run, jobs: list[Job]) -> list[int]:
+    """Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that."""
+    every = run.config.launch.evaluate.every_checkpoints
+    if not every or any(job.stage == "train" and job.to_run for job in jobs) or "train" not in {
+            job.stage for job in jobs} or run.manifest("train") is None:
+        return []
+    from launch.slurm.evaluations import owed
+
+    steps = owed(run.folder, every * run.config.train.checkpoint.every_steps, run.config.train.steps)
+    names = {step: evaluation_name(run.config.name, step) for step in steps}
+    queued = {job.name for job in Scheduler().named(names.values()) or ()} if names else set()
+    return [step for step in steps if names[step] not in queued]
+
+
+def _refuse_untrusted(run: Run) -> None:
+    """What the jobs execute from the run folder is nobody else's to write; they look at it again at every start."""
+    launch = run.config.launch
+    if not launch.check_owners:
+        return
+    if launch.trusted_group is None:
+        os.umask(os.umask(0o077) | 0o022)  # of what is written from here on; Slurm hands it on to the jobs
+    elif not group_exists(launch.trusted_group):
+        raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
+                        f"yours).")
+    if found := owner_problems([run.folder, *run.folder.glob("launch/*.json"), *folders_of(run.folder)[1:]],
+                               launch.trusted_group):
+        raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
+
+
+def _refuse_queued(run: Run, jobs: list[Job]) -> None:
+    """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
+    training."""
+    known, scheduler = [job for chain in read_chains(run.folder) for job in chain.jobs], Scheduler()
+    found, named = scheduler.jobs([job.id for job in known]), scheduler.named({job.name for job in jobs})
+    if found is None or named is None:
+        print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
+        return
+    queued = [job for job in known if found[job.id].queued]
+    if queued:
+        names = ", ".join(f"{job.id} ({job.name})" for job in queued)
+        raise UserError(f"Jobs of {run.folder} are in the queue already: {names}. Watch them with `python "
+                        f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
+                        f"{run.folder}`, or use name=<another> for a run of its own.")
+    if named:
+        print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
+              f"training waits for its namesake, whose ever it is")
+
+
+def _show(submission: Submission, jobs: list[Job]) -> int:
+    if not any(job.to_run for job in jobs):
+        print("nothing to do: all asked stages are done")
+    for job, text in scripts(submission, jobs):
+        print(f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}")
+    return 0
+
+
+def _tell(run: Run, submitted: list[ChainJob], forced: bool) -> int:
+    without = " without --force" if forced else ""
+    for entry in submitted:
+        after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
+        kind = "" if entry.kind == "job" else f" ({entry.kind})"
+        print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
+    print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
+          f"`python launch/status.py --run {run.folder} --watch` shows it; the same command{without} submits what is "
+          f"left")
+    return 0

@@ -1,0 +1,62 @@
+"""Document by document: causal attention of each alone, by the kernels that know no mask.
+
+Nothing is computed between documents, and nothing above the diagonal that a causal kernel leaves out. On a CPU this is
+what `auto` takes, as measured (benchmarks/RESULTS.md). Documents of one length that follow each other, such as whole
+rows, are one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from model.attention.backend import Backend, Documents, Where
+from model.attention.sdpa import Sdpa
+
+Runs = tuple[tuple[int, int], ...]
+"""(documents, their length) of each run of neighbours that are equally long."""
+
+HALF_PRECISION_FROM = 512
+"""Tokens of a row from which this is faster than the dense mask in bfloat16 on a CPU, as measured; shorter rows take
+the mask there. In float32 it is as fast at least. By shape alone: a step that is done again has the same bits."""
+
+_ALONE = Sdpa()
+
+
+class ByDocument(Backend):
+    """A call of the kernel for each run of documents of one length."""
+
+    name: ClassVar[str] = "by_document"
+    operators: ClassVar[frozenset[Any]] = Sdpa.operators
+
+    def lacks(self, where: Where) -> str:
+        """See Backend. A graph would hold the documents' lengths, which are others in every batch."""
+        return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
+
+    def prepare(self, documents: Documents, dtype: torch.dtype) -> Runs | Tensor:
+        """See Backend: runs of documents, or the dense mask where that is faster."""
+        short = documents.numbers.shape[1] < HALF_PRECISION_FROM
+        if short and dtype.itemsize == 2 and documents.numbers.is_cpu:
+            return _ALONE.prepare(documents, dtype)
+        runs: list[tuple[int, int]] = []
+        for length in documents.lengths:
+            if runs and runs[-1][1] == length:
+                runs[-1] = (runs[-1][0] + 1, length)
+            else:
+                runs.append((1, length))
+        return tuple(runs)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Runs | Tensor) -> Tensor:
+        """See Backend."""
+        if isinstance(prepared, Tensor):
+            return _ALONE.attend(q, k, v, prepared)
+        # One split and one concatenation: a slice for each document would make a gradient of the whole row for each.
+        sizes = [count * length for count, length in prepared]
+        q_parts, k_parts, v_parts = (whole.flatten(0, 1).split(sizes) for whole in (q, k, v))
+        outputs = [
+            _ALONE.attend(a.unflatten(0, run), b.unflatten(0, run), c.unflatten(0, run), None).flatten(0, 1)
+            for run, a, b, c in zip(prepared, q_parts, k_parts, v_parts, strict=True)
+        ]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).view(q.shape)

@@ -1,0 +1,59 @@
+"""Which backend computes attention: as configured, or the best that can run."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from model.attention import AUTOMATIC, BACKENDS
+from model.attention.backend import Backend, Where
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend. fallback: why it is not the one that `auto` would rather have, to be said once; empty otherwise."""
+
+    backend: Backend
+    fallback: str = ""
+
+
+def choose(name: str, where: Where) -> Choice:
+    """The backend with this name (of BACKENDS, or "module:class"), or for `auto` the first of AUTOMATIC that can run.
+
+    Raises ValueError, in words for the user, for a name that is not known and for a backend that cannot run there.
+    """
+    if name == "auto":
+        return _automatic(where)
+    backend = load(name)
+    if lack := backend.lacks(where):
+        best = _automatic(where).backend.name
+        raise ValueError(f"attention '{name}' {lack}. Take auto, which is {best} here.")
+    return Choice(backend)
+
+
+def load(name: str) -> Backend:
+    """The backend with this name, of BACKENDS or as "module:class". Raises ValueError where there is none."""
+    module, _, attribute = BACKENDS.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"attention '{name}' is not known; there are auto, {', '.join(BACKENDS)}, and classes "
+                         f"elsewhere as module:class.")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"attention '{name}' cannot be loaded: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise ValueError(f"attention '{name}' is no class derived from model.attention.backend.Backend.")
+    return found()
+
+
+def _automatic(where: Where) -> Choice:
+    """The first that can run; a fallback where it is not the one that is best on such a device."""
+    wanted = "varlen" if where.device.type == "cuda" else "by_document"
+    lacks: dict[str, str] = {}
+    for name in AUTOMATIC:
+        backend = load(name)
+        lacks[name] = backend.lacks(where)
+        if not lacks[name]:
+            why = lacks.get(wanted, "") if name != wanted else ""
+            return Choice(backend, f"{wanted} {why}, so {name} computes attention inside documents" if why else "")
+    raise ValueError(f"No attention can run on {where}.")  # sdpa lacks nothing

@@ -1,0 +1,80 @@
+"""Grouped-query attention (Ainslie et al., 2023) with its weights, and the cache for decoding."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.layout import Layout, attend
+from model.config import ModelConfig
+from model.linear import Linear
+
+
+class Cache(Protocol):
+    """What attention asks of one layer's cache while decoding."""
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far, of the longest sequence."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (batch, new, kv_heads, head_dim) each; returns all that may be seen, (batch, keys, kv_heads,
+        head_dim) each."""
+
+
+class KeyValueCache:
+    """One layer's keys and values of the tokens seen so far.
+
+    It holds kv_heads heads, after the rotation and before any repetition: (batch, capacity, kv_heads,
+    head_dim) each, allocated at the first use in the dtype and on the device of what arrives. Only for
+    inference.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (batch, new, kv_heads, head_dim) each; returns all so far, (batch, length, kv_heads,
+        head_dim).
+
+        Raises ValueError beyond the capacity.
+        """
+        batch, new, heads, head_dim = keys.shape
+        if self.keys is None or self.values is None:
+            self.keys = keys.new_empty(batch, self.capacity, heads, head_dim)
+            self.values = torch.empty_like(self.keys)
+        end = self.length + new
+        if end > self.capacity:
+            raise ValueError(f"The cache holds {self.capacity} tokens; {self.length} + {new} do not fit.")
+        self.keys[:, self.length : end] = keys
+        self.values[:, self.length : end] = values
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose key and value heads are each shared by a group of query heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_width = config.kv_heads * config.head_dim
+        self.wq = Linear(config.dim, config.dim)
+        self.wk = Linear(config.dim, kv_width)
+        self.wv = Linear(config.dim, kv_width)
+        self.wo = Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
+        """x: (batch, length, dim) -> the same; layout: of this forward pass; cache: this layer's, which is extended."""
+        batch, length, _ = x.shape
+        # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
+        q = layout.rotation(self.wq(x).view(batch, length, -1, self.head_dim))  # (batch, length, heads, head_dim)
+        k = layout.rotation(self.wk(x).view(batch, length, -1, self.head_dim))  # (batch, length, kv_heads, head_dim)
+        v = self.wv(x).view(batch, length, -1, self.head_dim)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        joined: Tensor = self.wo(attend(q, k, v, layout).flatten(2))  # (batch, length, dim)
+        return joined

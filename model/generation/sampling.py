@@ -1,0 +1,114 @@
+"""How the scores of a forward pass become the next token: the settings, and the formulas behind them.
+
+The formulas and their order are those of transformers' processors: repetition penalty, temperature, top_k, top_p,
+min_p, each on what the one before left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one prompt is continued. Raises ValueError with everything that is wrong.
+
+    Attributes:
+        max_tokens: most new tokens.
+        temperature: scores are divided by it; 0 takes the most likely token, for which only repetition_penalty counts.
+        top_k: only the so many likeliest tokens are drawn from; None: all.
+        top_p: only the fewest likeliest tokens whose probabilities together reach it (Holtzman et al., 2020); 1: all.
+        min_p: only tokens at least so many times as likely as the likeliest (Nguyen et al., 2024); 0: all.
+        repetition_penalty: above 1, tokens of the prompt and of the new text become less likely (Keskar et al., 2019);
+            1: none.
+        seed: of this prompt's random numbers.
+        stop_ids: tokens that end the text and are not part of it.
+        stop: strings that end the text, which is what stands before the one that is complete first.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_ids: Collection[int] = frozenset()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError(" ".join(problems))
+
+    def problems(self) -> list[str]:
+        """Every impossible value as a sentence; empty if there is none."""
+        wrong = [
+            (self.max_tokens < 1, f"max_tokens must be at least 1, not {self.max_tokens}."),
+            (not 0 <= self.temperature < math.inf, f"temperature must be at least 0, not {self.temperature}."),
+            (self.top_k is not None and self.top_k < 1, f"top_k must be at least 1, not {self.top_k}."),
+            (not 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}."),
+            (not 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, not {self.min_p}."),
+            (not 0 < self.repetition_penalty < math.inf,
+             f"repetition_penalty must be above 0, not {self.repetition_penalty}."),
+            (not 0 <= self.seed < 2**63, f"seed must be from 0 to 2^63 - 1, not {self.seed}."),
+            (isinstance(self.stop, str) or not all(self.stop), "stop must be strings of at least one character each."),
+        ]
+        return [sentence for is_wrong, sentence in wrong if is_wrong]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is taken as the model has it."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+
+def penalised(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Keskar et al. (2019), section 4.1, as transformers computes it: the scores of tokens that were seen are divided
+    by the penalty where they are positive, and multiplied by it where they are negative.
+
+    scores: (vocabulary,). seen: ids, (count,) int64; how often one is among them does not matter.
+    """
+    of_seen = scores[seen]
+    return scores.scatter(0, seen, torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty))
+
+
+def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Probabilities (not summing to 1) of the tokens that may be drawn, likeliest first, and their ids; 0 for those
+    that may not.
+
+    scores: (vocabulary,) logits; the temperature must be above 0. Raises FloatingPointError where scores are NaN.
+    """
+    probabilities = torch.softmax(scores / sampling.temperature, dim=-1)
+    if sampling.top_k is None:
+        probabilities, ids = probabilities.sort(descending=True, stable=True)
+    else:
+        probabilities, ids = probabilities.topk(min(sampling.top_k, len(probabilities)))
+    if probabilities.isnan().any():
+        raise FloatingPointError("the model's scores are NaN")
+    if sampling.top_k is not None:
+        probabilities = probabilities / probabilities.sum()
+    if sampling.top_p < 1:
+        # A token stays while those before it have not reached top_p, so the most likely one always does.
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    if sampling.min_p > 0:
+        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities[0], 0.0)
+    return probabilities, ids
+
+
+def draw(scores: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next token. scores: (vocabulary,) logits on the generator's device, after `penalised` if that is wanted.
+
+    Raises FloatingPointError where they are NaN.
+    """
+    if sampling.temperature == 0:
+        best, token = scores.max(dim=-1)
+        if best.isnan():  # which counts as the greatest
+            raise FloatingPointError("the model's scores are NaN")
+        return int(token)
+    probabilities, ids = kept(scores, sampling)
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

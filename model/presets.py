@@ -1,0 +1,94 @@
+"""The shapes of the published Llamas, by name, and a ladder of small ones to try ideas on. Without torch."""
+
+import difflib
+
+from model.config import ModelConfig, RopeScaling
+
+
+def preset(name: str) -> ModelConfig:
+    """The shape with a name of PRESETS, such as `llama3_8b` or, the same, `Llama3-8B`.
+
+    Raises ValueError, with the known names, for another name.
+    """
+    spelled = name.lower().replace("-", "_")
+    if spelled not in PRESETS:
+        close = difflib.get_close_matches(spelled, PRESETS, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"There is no preset {name!r}.{meant} Known are {', '.join(PRESETS)}.")
+    return PRESETS[spelled]
+
+
+def _llama2(
+    dim: int, layers: int, heads: int, kv_heads: int, multiplier: float | None, multiple: int
+) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_dim_multiplier=multiplier,
+        multiple_of=multiple,
+        vocab_size=32000,
+        context_length=4096,
+        rope_theta=10000.0,
+    )
+
+
+def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn_dim_multiplier=multiplier,
+        multiple_of=multiple,
+        vocab_size=128256,
+        context_length=8192,
+    )
+
+
+def _step(depth: int) -> ModelConfig:
+    """A step of the ladder: `depth` blocks, 64 wide for each of them, in heads of 64.
+
+    At one ratio of width to depth, what is learned on one step carries over to the next (Kaplan et al. 2020, figure 5:
+    the ratio itself matters little). Nothing is shared between heads, embedding and output are one matrix, and the
+    vocabulary is the tokenizer's.
+    """
+    return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, context_length=1024,
+                       rope_theta=10000.0, tied_embeddings=True)
+
+
+def _extended(base: ModelConfig, factor: float, tied: bool) -> ModelConfig:
+    changes = {"context_length": 131072, "rope_scaling": RopeScaling(factor=factor), "tied_embeddings": tied}
+    return base.model_copy(update=changes)
+
+
+# Values of Meta's params.json files, except two that circulate wrongly: Llama 2 7B and 13B have no grouped
+# queries, and the 3.2 models stretch by 32 (llama-models issues 166 and 241), not by the hard-coded 8.
+_8B = _llama3(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
+_70B = _llama3(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
+_405B = _llama3(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
+_1B = _llama3(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
+_3B = _llama3(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
+
+PRESETS: dict[str, ModelConfig] = {
+    "llama2_7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, multiplier=None, multiple=256),
+    "llama2_13b": _llama2(dim=5120, layers=40, heads=40, kv_heads=40, multiplier=None, multiple=256),
+    "llama2_70b": _llama2(dim=8192, layers=80, heads=64, kv_heads=8, multiplier=1.3, multiple=4096),
+    "llama3_8b": _8B,
+    "llama3_70b": _70B,
+    "llama3.1_8b": _extended(_8B, factor=8.0, tied=False),
+    "llama3.1_70b": _extended(_70B, factor=8.0, tied=False),
+    "llama3.1_405b": _extended(_405B, factor=8.0, tied=False),
+    "llama3.2_1b": _extended(_1B, factor=32.0, tied=True),
+    "llama3.2_3b": _extended(_3B, factor=32.0, tied=True),
+    "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
+    "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
+                                  context_length=2048, rope_theta=10000.0),
+    # By what they have with a vocabulary of 32,000, as people speak of models; the smallest with one of 4,096.
+    "ladder_1m": _step(2),
+    "ladder_15m": _step(5),
+    "ladder_42m": _step(8),
+    "ladder_110m": _step(12),
+    "ladder_350m": _step(18),
+}

@@ -1,0 +1,83 @@
+"""The batch of an optimizer step, as every part of Drover counts it: checks, the plan that is shown, training, tools.
+
+Without torch, so that what is printed before anything starts is what trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One global batch, dealt out to ranks.
+
+    Attributes:
+        sequences: of the global batch.
+        sequence_length: tokens of each.
+        data_ranks: groups of ranks that see different sequences.
+        tensor_ranks: ranks in each such group (`parallel.tp`); they see the same sequences.
+        micro_batch: sequences that go through the model at once.
+    """
+
+    sequences: int
+    sequence_length: int
+    data_ranks: int
+    tensor_ranks: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, train: TrainConfig, parallel: ParallelConfig, ranks: int) -> BatchPlan:
+        """The batch as configured, on so many ranks; only `batch_problems` tells whether it comes out even."""
+        replicate, shard, tensor = parallel.sizes(ranks)
+        return cls(train.batch_tokens // train.sequence_length, train.sequence_length, replicate * shard, tensor,
+                   train.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.sequences * self.sequence_length
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of a rank in an optimizer step."""
+        return self.sequences // self.data_ranks
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank in an optimizer step."""
+        return self.rank_sequences // self.micro_batch
+
+    @property
+    def remainder(self) -> int:
+        """Sequences that no rank would take; a batch that is trained on leaves none."""
+        return self.sequences - self.data_ranks * self.accumulation * self.micro_batch
+
+    def first(self, data_rank: int, steps: int = 0) -> int:
+        """Sequences that come before the ones of a data rank: those of `steps` whole batches and of lower ranks."""
+        return steps * self.sequences + data_rank * self.rank_sequences
+
+    def __str__(self) -> str:
+        return (f"{self.tokens:,} tokens a step = {self.sequences:,} sequences of {self.sequence_length:,} = "
+                f"{self._takers()} x micro batch {self.micro_batch} x {self.accumulation} accumulated")
+
+    def _takers(self) -> str:
+        many = "" if self.data_ranks == 1 else "s"
+        if self.tensor_ranks == 1:
+            return f"{self.data_ranks} rank{many}"
+        return f"{self.data_ranks} tensor-parallel group{many} of {self.tensor_ranks} ranks"
+
+
+def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> list[str]:
+    """Why the batch cannot be dealt out to so many ranks, which must fit `parallel`; empty where it can."""
+    if train.batch_tokens % train.sequence_length:
+        return []  # said by `checks.problems`, for any number of ranks
+    plan = BatchPlan.of(train, parallel, ranks)
+    if not plan.remainder:
+        return []
+    return [f"the global batch of {plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / "
+            f"train.sequence_length {train.sequence_length}) is not divisible by {plan.micro_batch * plan.data_ranks} "
+            f"(train.micro_batch {plan.micro_batch} x {plan.data_ranks} data-parallel ranks)."]

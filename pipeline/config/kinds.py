@@ -1,0 +1,179 @@
+"""Settings that name a kind: what ships with Drover stands in a table, and `my_module:MyClass` names one from outside.
+
+Both are one class, which holds its own settings: `{kind: length, least_characters: 200}` becomes a
+`Length(least_characters=200)`. What ships is checked when a configuration is read, with file and line. A module from
+outside is imported only where its class is used, and where that is about to be: whoever merely looks at a run needs
+it not, and executes nothing of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+from pydantic import ConfigDict, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from pipeline.config.section import Section
+from pipeline.errors import UserError, listed
+
+_OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class Kind(Section):
+    """What one item of a list of kinds is made of. Further settings are fields of the class that the kind names."""
+
+    kind: str
+    """A name of what ships, or `my_module:MyClass`."""
+
+
+class Outside(Kind):
+    """A kind from outside of Drover, as it was written: its class and its settings are not looked at yet."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def module(self) -> str:
+        """The module that holds the class."""
+        return self.kind.partition(":")[0]
+
+
+Of = TypeVar("Of", bound=Kind)
+
+
+def impossible(text: str) -> PydanticCustomError:
+    """To be raised by a validator, where settings of one item do not go together."""
+    return PydanticCustomError("impossible", "{text}", {"text": text})
+
+
+@dataclass(frozen=True)
+class Kinds(Generic[Of]):
+    """The kinds of one setting.
+
+    Attributes:
+        setting: where they are listed, dotted, as `shard.filters`.
+        what: what one of them is called, as `filter`.
+        base: the module and class that all of them extend, as "module:Class".
+        shipped: what ships: name -> "module:Class", imported when it is first asked for.
+    """
+
+    setting: str
+    what: str
+    base: str
+    shipped: Mapping[str, str]
+
+    def shipped_class(self, kind: Any) -> type[Of] | None:
+        """The class of a kind that ships; None for any other."""
+        return _named(self.shipped[kind]) if isinstance(kind, str) and kind in self.shipped else None
+
+    def read(self, value: Any) -> Of | Outside:
+        """An item of the list as it stands in a configuration: settings with a `kind`, or a kind alone.
+
+        Raises:
+            ValidationError: an unknown kind, or wrong settings of one that ships; pydantic puts it in its place.
+        """
+        if isinstance(value, Kind):
+            return cast("Of | Outside", value)  # made in Python, of the right kind
+        if isinstance(value, str):
+            value = {"kind": value}
+        if not isinstance(value, dict):
+            self._refuse("dict_type", (), value)
+        if "kind" not in value:
+            self._refuse("missing", ("kind",), value)
+        kind = value["kind"]
+        if (found := self.shipped_class(kind)) is not None:
+            return found.model_validate(value)
+        if isinstance(kind, str) and _OUTSIDE.fullmatch(kind):
+            return Outside.model_validate(value)
+        close = difflib.get_close_matches(str(kind), self.shipped, n=1, cutoff=0.5)
+        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind{advice}", {
+            "what": self.what, "advice": f", did you mean '{close[0]}'?" if close else
+            f"; known are {', '.join(self.shipped)}, and my_module:MyClass for one of your own"}), ("kind",), kind)
+
+    def _refuse(self, error: Any, at: tuple[str, ...], given: Any) -> NoReturn:
+        raise ValidationError.from_exception_data(self.what, [InitErrorDetails(type=error, loc=at, input=given)])
+
+    def made(self, items: Iterable[Of | Outside]) -> list[Of]:
+        """The items, those from outside imported and their settings checked.
+
+        Raises:
+            UserError: naming every one that cannot be had, and every wrong setting, by its place.
+        """
+        made, problems = [], []
+        for index, item in enumerate(items):
+            if not isinstance(item, Outside):
+                made.append(item)
+                continue
+            try:
+                made.append(self._from_outside(item, f"{self.setting}.{index}"))
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError(listed(problems))
+        return made
+
+    def problems(self, items: Iterable[Of | Outside]) -> list[str]:
+        """What keeps items from being made, as sentences."""
+        try:
+            self.made(items)
+        except UserError as error:
+            return [str(error)]
+        return []
+
+    def _from_outside(self, item: Outside, at: str) -> Of:
+        try:
+            found: Any = _named(item.kind)
+        except Exception as error:
+            mend = f"{item.module} was found, but not what is named in it." if isinstance(error, AttributeError) else \
+                f"Name the file of {item.module} in `plugins`, put its folder on PYTHONPATH, or install it."
+            raise UserError(f"{at}.kind names {item.kind}, which cannot be imported ({type(error).__name__}: {error}). "
+                            f"{mend}") from error
+        if not (isinstance(found, type) and issubclass(found, _named(self.base))):
+            raise UserError(f"{at}.kind names {item.kind}, which is no {self.what}: it must be a class that extends "
+                            f"{self.base.replace(':', '.')}.")
+        section = cast("type[Section]", found)
+        try:
+            return cast("Of", section.model_validate(item.model_dump()))
+        except ValidationError as error:
+            raise UserError(listed([_sentence(problem, at, section) for problem in error.errors()])) from None
+
+
+def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
+    """The files of the modules that items from outside are taken from, by module, as far as they are found."""
+    found = {}
+    for item in items:
+        if isinstance(item, Outside) and (path := source_of(item.module)) is not None:
+            found[item.module] = path
+    return found
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module, found without importing it (only packages that it lies in are); None if there is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _sentence(problem: Any, at: str, section: type[Section]) -> str:
+    """A wrong setting of a class from outside, as the configuration's own are told."""
+    key = ".".join([at, *map(str, problem["loc"])])
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(problem["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
+        return f"unknown key '{key}'; " + (f"did you mean '{close[0]}'?" if close else
+                                           f"known here: {', '.join(section.model_fields)}.")
+    if problem["type"] == "missing":
+        return f"'{key}' is missing."
+    return f"'{key}' is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."

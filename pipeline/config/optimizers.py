@@ -1,0 +1,133 @@
+"""Which optimizers there are, and what is known of each without torch: for checks, the plan and the forecast of memory.
+
+How one adds an optimizer is told in pipeline/training/optimizers/base.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.training import TrainConfig
+
+Setting = bool | int | float | str
+"""A value in train.optimizer_settings."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What there is to know of an optimizer before torch is loaded.
+
+    Attributes:
+        make: "module:name" of what makes it, called as `make(weights, config, grid)`; see
+            `pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
+        matrix_bytes: bytes of its state for each element of the blocks' matrices, where weights are float32.
+        other_bytes: the same for each element of embeddings, output matrix and norms.
+        settings: what train.optimizer_settings may hold, with defaults, whose types are theirs. A default is part of
+            what a run computed: where another is better, give it another name.
+        engines: values of parallel.engine that it works under. DeepSpeed lays weights out flat, so that "deepspeed" is
+            for those that treat each element by itself (`ElementwiseOptimizer`).
+    """
+
+    make: str
+    matrix_bytes: float
+    other_bytes: float
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    engines: tuple[str, ...] = ("fsdp2",)
+
+    def state_bytes(self, matrix_elements: int, other_elements: int) -> float:
+        """Bytes of state of so many elements of the blocks' matrices, and so many others; weights are float32."""
+        return self.matrix_bytes * matrix_elements + self.other_bytes * other_elements
+
+    def maker(self) -> Callable[..., Any]:
+        """What `make` names, imported; UserError if it is not there."""
+        found: Callable[..., Any] = _named(self.make)
+        return found
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind("pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
+                           engines=("fsdp2", "deepspeed")),
+    "muon": OptimizerKind("pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
+                          settings={"momentum": 0.95, "nesterov": True, "iterations": 5}),
+}
+"""By the name that train.optimizer gives."""
+
+
+def register(name: str, kind: OptimizerKind) -> None:
+    """Let train.optimizer name an optimizer, in this process. UserError if the name is taken by another.
+
+    Runs start processes of their own, which know only what they import: there, train.optimizer is best written as
+    "module:NAME" of an OptimizerKind, which every process finds by itself.
+    """
+    if OPTIMIZERS.setdefault(name, kind) != kind:
+        raise UserError(f"There is an optimizer '{name}' already; register yours under another name.")
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """The optimizer that train.optimizer names: one of OPTIMIZERS, or "module:NAME" of an OptimizerKind.
+
+    Raises:
+        UserError: there is none, with those that there are.
+    """
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    if ":" not in name:
+        raise UserError(f"train.optimizer '{name}' is not known. There are {', '.join(OPTIMIZERS)}; one of your own is "
+                        f"written as module:NAME of an OptimizerKind.")
+    kind = _named(name)
+    if not isinstance(kind, OptimizerKind):
+        what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
+        raise UserError(f"train.optimizer '{name}' names {what}, not an OptimizerKind: name one that makes it, as "
+                        f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...); pipeline/config/optimizers.py "
+                        f"tells of it.")
+    return kind
+
+
+def optimizer_settings(train: TrainConfig) -> dict[str, Any]:
+    """The optimizer's own settings: its defaults, and train.optimizer_settings over them."""
+    return {**optimizer_kind(train.optimizer).settings, **train.optimizer_settings}
+
+
+def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
+    """What of the chosen optimizer cannot work, each as a sentence.
+
+    engine: parallel.engine.
+    """
+    try:
+        kind = optimizer_kind(train.optimizer)
+    except UserError as error:
+        yield str(error)
+        return
+    if engine not in kind.engines:
+        able = [name for name, other in OPTIMIZERS.items() if engine in other.engines]
+        yield (f"train.optimizer '{train.optimizer}' works under parallel.engine {' and '.join(kind.engines)}, not "
+               f"'{engine}', which lays weights out flat. Take parallel.engine={kind.engines[0]}, or train.optimizer="
+               f"{' or '.join(able)}.")
+    for name, value in train.optimizer_settings.items():
+        if name not in kind.settings:
+            yield (f"train.optimizer_settings has '{name}', which the optimizer '{train.optimizer}' does not know; it "
+                   f"knows {', '.join(kind.settings) or 'none'}.")
+        elif not _fits(value, kind.settings[name]):
+            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} it is to "
+                   f"be of type {type(kind.settings[name]).__name__}.")
+
+
+def _fits(value: Setting, default: Setting) -> bool:
+    wanted = (float, int) if isinstance(default, float) else (type(default),)
+    return type(value) in wanted
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        mend = "The module was found, but not what is named in it." if isinstance(error, AttributeError) else \
+            "Name its file in `plugins`, or install it, wherever the run is started and trained."
+        raise UserError(f"The optimizer '{text}' cannot be imported ({error}). {mend}") from error

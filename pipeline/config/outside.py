@@ -1,0 +1,32 @@
+"""Modules from outside of Drover that a configuration names for training: which files they are, and whether they are
+there at all. Nothing is imported for that, but for the table that names an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.config.kinds import source_of
+from pipeline.config.optimizers import optimizer_kind
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+OURS = ("model.", "pipeline.")
+
+
+def training_code(config: Config) -> dict[str, Path]:
+    """The source files of the attention and the optimizer that come from outside, by module, as far as found."""
+    named = [config.train.attention, config.train.optimizer]
+    with suppress(UserError):
+        named.append(optimizer_kind(config.train.optimizer).make)
+    modules = {name.partition(":")[0] for name in named if ":" in name and not name.startswith(OURS)}
+    return {module: path for module in sorted(modules) if (path := source_of(module)) is not None}
+
+
+def absent_attention(config: Config) -> Iterator[str]:
+    """That the module which `train.attention` names is not there, as a sentence: the launcher does not import it."""
+    module, colon, _ = config.train.attention.partition(":")
+    if colon and source_of(module) is None:
+        yield (f"train.attention names {config.train.attention}, but there is no module {module}. Name its file in "
+               f"`plugins`, put it beside one that is named there, or install it.")

@@ -1,0 +1,89 @@
+"""Where things are: paths that are none, and folders that nothing can be written into."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pipeline.errors import UserError, is_full_disk
+
+OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
+"""Names of settings that say where files from outside of the run are: what is read there, not where, decides."""
+_ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(?=[^/])|^(file)://")
+_HUB = re.compile(r"^hf:/{1,2}(?:datasets/)?([^/@]+/[^/@]+)")
+
+
+def not_a_path(text: str, *, written: bool = False) -> str | None:
+    """What to say of an address (s3://..., https://...) where a path of this machine is wanted; None of a path.
+
+    written: it is to be written to, not read.
+    """
+    found = _ADDRESS.match(text)
+    if found is None:
+        return None
+    scheme = (found[1] or found[2]).lower()
+    if scheme == "file":
+        return f"{text} is an address; write the path alone, without file://."
+    means = (f"{text} is an address ({scheme}://), but files are read and written by path on this machine, mounted "
+             f"file systems included.")
+    if written:
+        return f"{means} Give a path here, or mount it; finished runs can be copied there."
+    if scheme == "hf":
+        hub = _HUB.match(text)
+        name = hub[1] if hub else "<owner>/<name>"
+        return (f"{text} is an address on the Hugging Face Hub; read data sets from there with {{kind: hf, name: ..., "
+                f"dataset: {name}}}; all else is read and written as files of this machine.")
+    how = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r", "gcs": "gcloud storage cp -r", "http": "curl -LO",
+           "https": "curl -LO", "az": "azcopy copy", "abfs": "azcopy copy", "abfss": "azcopy copy", "r2": "rclone copy",
+           "hdfs": "hdfs dfs -get", "ftp": "curl -LO"}.get(scheme, "rclone copy")
+    return f"{means} Copy it here first ({how} ...) or mount it, and give the path."
+
+
+def blocked(folder: Path) -> str | None:
+    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does."""
+    try:
+        here = _nearest(folder)
+        if here.is_dir():
+            return None
+    except OSError as error:  # a name that is too long, a link to itself
+        return f"runs_dir and name make the folder {folder}, which cannot be: {error.strerror}. Set another runs_dir."
+    what = "a file" if here.exists() else "a link to something that is not there"
+    return (f"runs_dir and name make the folder {folder}, but {here} is {what}, not a folder: set another runs_dir, or "
+            f"move it away.")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or what is there on the way to it: the nearest above it that there is, of whatever kind."""
+    here = folder.absolute()
+    while True:
+        try:
+            here.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            here = here.parent
+        else:
+            return here
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written into `folder`, should it be made where it is not, as a sentence; None where it seems
+    that it can. Makes nothing."""
+    if (found := blocked(folder)) is not None:
+        return found
+    if os.access(here := _nearest(folder), os.W_OK | os.X_OK):
+        return None
+    return (f"runs_dir and name make the folder {folder}, but you may not write into {here}: set runs_dir to a folder "
+            f"of yours, or have its permissions changed.")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a run's folder where it is not there; UserError where that does not work, or nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if is_full_disk(error):
+            raise
+        raise UserError(unwritable(folder) or f"runs_dir and name make the folder {folder}, which cannot be made: "
+                                              f"{error.strerror}. Set another runs_dir.") from None
+    if (found := unwritable(folder)) is not None:
+        raise UserError(found)

@@ -1,0 +1,85 @@
+"""Code from outside the package that a run is to use: modules that register what they add when they are imported.
+
+`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that loads the
+configuration imports them: launcher, stages, ranks, workers. docs/extending.md says what can be added.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+_LOADED: dict[str, Path] = {}
+
+
+def loaded_plugins() -> dict[str, Path]:
+    """The files of the plugins that this process has imported, by module name."""
+    return dict(_LOADED)
+
+
+def plugin_folders() -> list[str]:
+    """Folders from which other processes import the same plugins."""
+    return sorted({str(_root(name, path)) for name, path in _LOADED.items()})
+
+
+def load_plugins(names: Any, config: Path, place: str) -> list[str]:
+    """Import the plugins of a configuration, in order.
+
+    Args:
+        names: names of modules, or of files that end in .py, relative to the configuration or the working directory.
+        config: the configuration.
+        place: where in it they stand, for errors.
+
+    Returns:
+        The names as any process can use them: files with their whole path.
+
+    Raises:
+        UserError: one does not exist, cannot be imported, or is called like another module.
+    """
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{place}: `plugins` is a list of modules and files, not {names!r}.")
+    found = []
+    for name in names:
+        path = _file(name, config, place) if name.endswith(".py") else None
+        _import(path.stem if path else name, path, place)
+        found.append(str(path or name))
+    return found
+
+
+def _file(name: str, config: Path, place: str) -> Path:
+    # The last is for a run that was moved with its plugins: its configuration has their whole paths of before.
+    for candidate in (config.parent / name, Path(name), config.parent / Path(name).name):
+        if candidate.is_file():
+            return candidate.resolve()
+    folders = dict.fromkeys([(config.parent / name).parent.absolute(), Path(name).parent.absolute(),
+                             config.parent.absolute()])
+    raise UserError(f"{place}: there is no plugin {Path(name).name} (looked in {', '.join(map(str, folders))}). Put "
+                    f"it back, or beside the configuration.")
+
+
+def _import(name: str, path: Path | None, place: str) -> None:
+    if path is not None and (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)
+        # Workers and other processes that this one starts find it in the same way.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"{place}: the plugin {path or name} cannot be imported: {type(error).__name__}: {error}"
+                        ) from error
+    origin = Path(str(module.__file__)).resolve()
+    if path is not None and origin != path:
+        raise UserError(f"{place}: the plugin {path} is called like another module, {origin}. Rename it.")
+    _LOADED[name] = origin
+
+
+def _root(name: str, path: Path) -> Path:
+    """The folder from which `import name` finds the file."""
+    package = path.name == "__init__.py"
+    return path.parents[name.count(".") + package]

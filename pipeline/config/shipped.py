@@ -1,0 +1,26 @@
+"""What ships of the kinds that settings name, as "module:Class": nothing of it is imported before it is asked for.
+
+How one adds a filter is told in pipeline/data/filters/base.py, a log sink in pipeline/training/sinks/base.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.kinds import Kind, Kinds
+
+FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.base:Filter", {
+    "length": "pipeline.data.filters.length:Length",
+    "repetition": "pipeline.data.filters.repetition:Repetition",
+    "characters": "pipeline.data.filters.characters:Characters",
+    "masking": "pipeline.data.filters.masking:Masking"})
+
+SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {
+    "tensorboard": "pipeline.training.sinks.tensorboard:TensorBoard",
+    "wandb": "pipeline.training.sinks.weights_and_biases:WeightsAndBiases",
+    "mlflow": "pipeline.training.sinks.mlflow:MLflow"})
+
+
+def name_of(item: Kind) -> str:
+    """The name under which the documents of a filter are counted."""
+    return getattr(item, "name", None) or item.kind.rpartition(":")[2]

@@ -1,0 +1,281 @@
+"""What every `python -m pipeline.<stage>` does around its stage: arguments, state, refusal, commit, errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from pipeline.config.loading import load_config
+from pipeline.config.places import blocked, make_folder
+from pipeline.console import say
+from pipeline.contract.locks import StageLock, lock
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.orphans import end_with_parent
+from pipeline.contract.parts import Part, ShareDone
+from pipeline.contract.preparation import forced, is_leader, prepare, report_done
+from pipeline.contract.run import Run, begun_by
+from pipeline.contract.stage_work import Work, mark_failed
+from pipeline.contract.stages import STAGES, before
+from pipeline.contract.state import read_state, write_state
+from pipeline.errors import UserError, is_full_disk
+
+INTERRUPTED = 130
+NETWORK_S = 75.0
+"""Longer than network file systems remember by default that a file was not there."""
+SILENCE_S = 3.0
+"""How long a rank other than 0 keeps its error to itself."""
+
+
+def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | None = None) -> int:
+    """Run the stage `name` if it is not done; the process's exit status.
+
+    `body(work)` does the work and calls `work.commit`. Under the elastic agent every rank runs this; rank 0 alone
+    writes. A stage that leaves its body without a commit was asked to stop and will be continued.
+    """
+    options = parser(name).parse_intermixed_args(arguments)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
+    try:
+        return _run(name, body, options)
+    except Exception as error:
+        # Only texts are kept: an error holds on to its frames, and so to the lock.
+        if (text := _reason(error)) is None:
+            raise
+        status = error.exit_status if isinstance(error, UserError) else UserError.exit_status
+        if not is_leader():
+            # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
+            # waits. What this rank alone knows must be heard, though.
+            time.sleep(SILENCE_S)
+        print(f"\n{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {text}",
+              file=sys.stderr, flush=True)
+        return status
+    except KeyboardInterrupt:
+        say(name, "stopped; the same command continues")
+        return INTERRUPTED
+
+
+def end_process(status: int) -> NoReturn:
+    """End a rank's process with `status`, at once.
+
+    Not by tearing the interpreter down: while that happens, threads of process groups abort the process now and then
+    ("terminate called without an active exception"), and a rank that has done all its work would count as failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The command line that all stages share."""
+    result = argparse.ArgumentParser(prog=f"python -m pipeline.{name}", description=f"Run the stage {name} of a run.")
+    result.add_argument("--config", required=True, help="YAML file of the run")
+    forcing = result.add_mutually_exclusive_group()
+    forcing.add_argument("--force", action="store_true",
+                         help="rebuild the stage (training output is set aside, never deleted)")
+    forcing.add_argument("--force-id", metavar="ID",
+                         help="like --force, but only once for this ID: called with it again, the stage goes on")
+    result.add_argument("--part", metavar="I/N",
+                        help="do only part I, from 0, of N of the stage's units; others may do the other parts at the "
+                             "same time, and the stage run without --part finishes it")
+    result.add_argument("--accept-drift", action="store_true",
+                        help="go on although inputs or settings changed; recorded in every later manifest")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    return result
+
+
+def _await_manifest(run: Run, need: str) -> None:
+    """In a chain of jobs the stage before has ended well; on a network file system this node may see it a while later,
+    as long as it remembers that there was no manifest."""
+    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+    while run.manifest(need) is None and time.monotonic() < until:
+        time.sleep(1.0)
+        with suppress(OSError):
+            list(run.stage_folder(need).iterdir())  # makes the client look again
+
+
+def _refuse_stale_inputs(run: Run, name: str) -> None:
+    """UserError if a stage that this one is made of is not what is asked for now; rank 0 looks at files for all.
+
+    A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus that
+    has grown since: this is said.
+    """
+    if not is_leader():
+        run.refuse_stale_inputs(name, files=False)
+        return
+    try:
+        run.refuse_stale_inputs(name)
+    except UserError as error:
+        if not continues(run, name):
+            raise
+        run.refuse_stale_inputs(name, files=False)
+        say(name, f"warning: it goes on as it was submitted, although since then: {error}")
+        return
+    if "DROVER_LAUNCHED" not in os.environ:  # the launcher has said it
+        for text in run.absences(before([name])):
+            say(name, text)
+
+
+def continues(run: Run, name: str) -> bool:
+    """Whether this job goes on with what the same submission has begun, or measures what it made so far."""
+    chain = os.environ.get("DROVER_CHAIN")
+    return "DROVER_CONTINUES" in os.environ or (chain is not None and begun_by(run.own_folder(name)) == chain)
+
+
+def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
+    run = Run(load_config(options.config, options.overrides))
+    if (obstacle := blocked(run.folder)) is not None:
+        raise UserError(obstacle)
+    part = _part(name, options)
+    writes_state = is_leader() and part is None
+    try:
+        for need in STAGES[name].needs:
+            _await_manifest(run, need)
+            run.finished(need)  # refuses before anything is touched
+        _refuse_stale_inputs(run, name)
+        # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
+        done = (not forced(run, name, options) and (part is None or run.manifest(name) is not None)
+                and run.state(name).kind == "done")
+    except UserError as error:
+        if writes_state:
+            _note_refusal(run, name, str(error))
+        raise
+    if done:
+        report_done(run, name)  # without a lock: others may be reading it
+        if writes_state:
+            with suppress(UserError):  # somebody rebuilds it by now
+                _note_done(run, name, locked=False)
+        return 0
+    if is_leader():
+        make_folder(run.folder)
+    # Only the leader locks: the other ranks were started with it and read the same folder.
+    held = StageLock(run.folder, name, part) if is_leader() else None
+    try:
+        return _locked(run, name, body, options, held)
+    except Exception as error:
+        if writes_state and (reason := _reason(error)) is not None:
+            _note_failure(run, name, reason)
+        raise
+    except KeyboardInterrupt:
+        if writes_state:
+            _note_interrupt(run, name)
+        raise
+
+
+def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
+            held: StageLock | None) -> int:
+    """Do what the state of the stage asks for; the process's exit status."""
+    part = held.part if held else None
+    # Nobody rebuilds what is read here.
+    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
+    if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
+        work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
+    else:
+        if held:
+            held.alone()
+        work = prepare(run, name, options, part)
+    if held:
+        held.begun()
+    if work is None:
+        if is_leader() and part is None:
+            _note_done(run, name, locked=True)
+        return 0
+    try:
+        _do(work, body)
+    except ShareDone:
+        return 0
+    except UserError:
+        if is_leader():
+            mark_failed(work)
+        raise
+    del reading
+    return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
+
+
+def _do(work: Work, body: Callable[[Work], None]) -> None:
+    """Do the work; where it fails because an input is damaged, that is what is told."""
+    try:
+        body(work)
+    except (ShareDone, OSError):
+        raise
+    except Exception as error:
+        try:
+            work.refuse_changed_inputs()
+        except UserError as damaged:
+            raise damaged from error
+        raise
+    finally:
+        for check in work.checks:
+            check.close()
+
+
+def _part(name: str, options: argparse.Namespace) -> Part | None:
+    if options.part is None:
+        return None
+    part = Part.parse(options.part)
+    if not STAGES[name].parts:
+        raise UserError(f"The stage {name} cannot be done in parts; {', '.join(_in_parts())} can. Run it without "
+                        f"--part.")
+    if options.force:
+        raise UserError("Each part with --force would throw away what the others did. Give all of them, and the call "
+                        "that finishes the stage, the same --force-id instead: only the first then starts it afresh.")
+    return part
+
+
+def _in_parts() -> list[str]:
+    return [name for name, stage in STAGES.items() if stage.parts]
+
+
+def _reason(error: Exception) -> str | None:
+    """What a user is told of an error that he can mend; None for a defect of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if is_full_disk(error):
+        return (f"the disk or quota is full ({error}). Nothing half-written is kept as finished. Free some space and "
+                f"run the same command again.")
+    return None
+
+
+def _note_refusal(run: Run, name: str, reason: str) -> None:
+    """Record why the stage could not even start, unless another process has it: then that one tells how it stands."""
+    if _is_followed(run, name):
+        with suppress(UserError, OSError):
+            held = lock(run.folder, name)
+            _note_failure(run, name, reason)
+            del held
+
+
+def _note_failure(run: Run, name: str, reason: str) -> None:
+    with suppress(UserError, OSError):  # the disk may be full; then the last word is that the stage was running
+        if _is_followed(run, name) and not run.is_reused(name):
+            write_state(run.own_folder(name), "failed", reason=reason)
+
+
+def _is_followed(run: Run, name: str) -> bool:
+    """Whether a failure has a place to be recorded in: what was refused before it began makes none by itself, except
+    for a job, whose launcher waits for the reason."""
+    return run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ
+
+
+def _note_interrupt(run: Run, name: str) -> None:
+    """Record Ctrl-C, unless the stage itself has said how it ended."""
+    state = read_state(run.own_folder(name))
+    if state is not None and state.status == "running":
+        with suppress(OSError):
+            write_state(run.own_folder(name), "preempted", reason="interrupted")
+
+
+def _note_done(run: Run, name: str, *, locked: bool) -> None:
+    """Make the record of a finished stage say so: a kill, or a refusal, may have left another word."""
+    folder = run.own_folder(name)
+    if run.is_reused(name) or ((state := read_state(folder)) is not None and state.status == "done"):
+        return
+    held = None if locked else lock(run.folder, name, shared=True)
+    if (manifest := read_manifest(folder)) is not None:
+        with suppress(OSError):  # it may be another user's
+            write_state(folder, "done", step=manifest.counts.get("steps"))
+    del held

@@ -1,0 +1,143 @@
+"""Inputs compared with what was committed of them: by their content, in a thread beside the work that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import sha256_file
+
+CHUNK_BYTES = 1 << 22
+"""Read and hashed at once; all the memory that is taken."""
+TRIES = 2
+"""A file is read so often before it is said to be damaged: a disk or network may fail once."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A file and what it should hold. origin: what is told of it after its path, and what mends it."""
+
+    path: Path
+    sha256: str
+    origin: str
+    mend: str
+
+
+def committed(folder: Path, records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
+    """Outputs of `stage`, by their records in its manifest."""
+    origin = f"is not what the stage {stage} committed"
+    mend = f"Put the right file back, or delete it and run --stage {stage} again, which makes what is missing"
+    return [Expected(folder / record["path"], record["sha256"], origin, mend) for record in records]
+
+
+def outside(records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
+    """Files from outside of the run, by the records that were made of them when `stage` began."""
+    return [Expected(Path(record["path"]), record["sha256"], f"has other content than when the stage {stage} began",
+                     f"Put back what was there, or run --stage {stage} --force to take what is there now")
+            for record in records]
+
+
+def wrong(file: Expected, found: str) -> str:
+    """What is told of a file with another hash."""
+    return (f"{file.path} {file.origin}: sha256 {file.sha256[:12]} -> {found[:12]}. {file.mend}; then the same command "
+            f"goes on.")
+
+
+def refuse_changed(file: Expected) -> None:
+    """UserError if the file is there and holds something else; whoever reads it tells that it is not there."""
+    with suppress(FileNotFoundError):
+        if (found := sha256_file(file.path)) != file.sha256:
+            raise UserError(wrong(file, found))
+
+
+class InputCheck:
+    """Hashes files in a thread of the lowest priority, from the start on, until all are done or one is wrong.
+
+    The page cache is left as it is: what was read once is the first that the kernel drops.
+
+    Args:
+        rest: seconds to rest after each second of work, as long as nobody waits.
+
+    Attributes:
+        checked: how many files are as they should be.
+        problem: what is told of the first that is not.
+    """
+
+    def __init__(self, files: Sequence[Expected], rest: float = 0.0) -> None:
+        self.files, self.checked, self.problem = files, 0, ""
+        self._rest, self._hurry, self._over = rest, threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="input-check", daemon=True)
+        self._thread.start()
+
+    @property
+    def sound(self) -> bool:
+        """Whether all files are as they should be."""
+        return self.checked == len(self.files)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it has ended, without rests; `seconds` at most."""
+        self._hurry.set()
+        self._thread.join(seconds)
+
+    def refuse(self) -> None:
+        """Wait for the end; UserError if a file is not what it should be."""
+        self.wait()
+        if self.problem:
+            raise UserError(self.problem)
+
+    def close(self) -> None:
+        """Leave the rest unread."""
+        self._over.set()
+        self.wait()
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):  # a thread's own on Linux; not everywhere
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for file in self.files:
+            for attempt in range(TRIES):
+                if not (found := self._problem(file)) or self._over.is_set():
+                    break
+                if attempt + 1 < TRIES:
+                    self._hurry.wait(1.0)
+            if self._over.is_set():
+                return
+            if found:
+                self.problem = found
+                return
+            self.checked += 1
+
+    def _problem(self, file: Expected) -> str:
+        try:
+            found = _hash(file.path, self._pause)
+        except OSError as error:
+            return f"{file.path} cannot be read: {error.strerror}. {file.mend}; then the same command goes on."
+        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
+            return f"{file.path} could not be compared with what was committed: {type(error).__name__}: {error}."
+        return "" if found in (file.sha256, None) else wrong(file, str(found))
+
+    def _pause(self, worked: float) -> bool:
+        """Rest after so many seconds of work; whether to go on."""
+        if self._rest:
+            self._hurry.wait(worked * self._rest)
+        return not self._over.is_set()
+
+
+def _hash(path: Path, after_chunk: Callable[[float], bool] | None = None) -> str | None:
+    """Hex sha256 of a file; None where `after_chunk`, called with the seconds of each, says to stop."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        began = time.monotonic()
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if after_chunk is not None and not after_chunk(time.monotonic() - began):
+                return None
+            began = time.monotonic()
+    return digest.hexdigest()

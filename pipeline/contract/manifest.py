@@ -1,0 +1,136 @@
+"""The manifest: written last, it is the commit of a stage, and says what the stage was made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.section import flatten
+from pipeline.errors import UserError
+from pipeline.files import sha256_json, write_json
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field of a fingerprint that is not what it was."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        kind, _, name = self.key.partition(".")
+        if kind == "files":
+            change = "is new" if self.old is None else "is gone" if self.new is None else \
+                f"has other content: {_short(self.old)} -> {_short(self.new)}"
+            return f"input file {name} {change}"
+        if kind == "inputs":
+            return f"outputs of the stage {name}: {_short(self.old)} -> {_short(self.new)}"
+        if kind == "places":  # of a path its end is what tells
+            return f"{name}: {json.dumps(self.old)} -> {json.dumps(self.new)}"
+        return f"{name}: {_shown(self.old)} -> {_shown(self.new)}"
+
+
+@dataclass
+class Manifest:
+    """What a finished stage is.
+
+    Attributes:
+        stage: its name.
+        fingerprint: identity: `config` (fields that decide the outputs), `inputs` (digest of each needed stage's
+            outputs), `files` (sha256 of each outside file).
+        outputs: one record per file: path inside the stage's folder, bytes, sha256, counts.
+        counts: totals of the stage, reconciled.
+        config_sha256: hash of the whole resolved configuration.
+        files: outside files with path, bytes, mtime_ns and sha256 (the stat values spare re-hashing).
+        places: the settings that said where those were to be found; not part of identity.
+        drift: differences that `--accept-drift` let pass, here or in a stage before.
+        accepted: fingerprints that `--accept-drift` declared equal to this one.
+        wall_s, started, finished, software, git, code, execution: how it was made; never part of identity.
+    """
+
+    stage: str
+    fingerprint: dict[str, Any]
+    outputs: list[dict[str, Any]]
+    counts: dict[str, Any]
+    config_sha256: str
+    files: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, Any] = field(default_factory=dict)
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    accepted: list[dict[str, Any]] = field(default_factory=list)
+    wall_s: float = 0.0
+    started: str = ""
+    finished: str = ""
+    software: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
+    execution: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """Hash of what the stage's outputs are: their paths and contents, however they came about."""
+        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))
+
+    def write(self, folder: Path) -> None:
+        """Commit: the manifest appears atomically, after everything it speaks of."""
+        write_json(folder / MANIFEST, asdict(self))
+
+    def missing_outputs(self, folder: Path) -> list[str]:
+        """Outputs that are gone or have another size, as sentences."""
+        found = []
+        for record in self.outputs:
+            path = folder / record["path"]
+            try:
+                size = path.stat().st_size
+            except OSError:
+                found.append(f"{path} is missing")
+                continue
+            if size != record["bytes"]:
+                found.append(f"{path} has {size} bytes instead of {record['bytes']}")
+        return found
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in a stage's folder, or None; UserError if it is not one that this version wrote."""
+    path = folder / MANIFEST
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged ({error}). Run the stage again with --force to rebuild it.") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise UserError(f"{path} was written by another version of Drover (format "
+                        f"{value.get('format') if isinstance(value, dict) else '?'}, this one reads {FORMAT}). "
+                        f"Use another run name, or --force to rebuild it.")
+    return Manifest(**value)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
+    """The fields in which two fingerprints differ."""
+    before, after = _fields(old), _fields(new)
+    return [Difference(key, before.get(key), after.get(key))
+            for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+
+
+def _fields(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
+    fields = flatten(fingerprint["config"], "config")
+    for group in ("inputs", "files"):
+        fields.update({f"{group}.{name}": value for name, value in fingerprint[group].items()})
+    return fields
+
+
+def _short(digest: Any) -> str:
+    return str(digest)[:12] if digest else "none"
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,150 @@
+"""What the state of a stage allows: to begin it, to go on, to serve it as it is, to make it again, or to refuse."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from pipeline.console import say
+from pipeline.contract.manifest import MANIFEST, read_manifest
+from pipeline.contract.parts import Part
+from pipeline.contract.run import Run, State, force_id
+from pipeline.contract.stage_work import Work, begin, set_aside
+from pipeline.contract.stages import STAGES, before
+from pipeline.contract.state import STATE
+from pipeline.errors import UserError
+
+
+def is_leader() -> bool:
+    """Whether this process writes for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
+    """Whether the stage is to be started afresh: the first time that this is asked under an ID."""
+    again = options.force_id is not None and force_id(run.own_folder(name)) != options.force_id
+    return options.force or again
+
+
+def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work | None:
+    """Decide what the state of the stage allows; None if nothing is to be done."""
+    if forced(run, name, options):
+        return _start_afresh(run, name, options, part)
+    state = run.state(name)
+    if state.kind == "to do" and state.differences and STAGES[name].renews is None:
+        return _start_afresh(run, name, options, part)
+    drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []
+    if state.kind == "done":
+        report_done(run, name)
+        return None
+    if state.kind == "stale":
+        if not options.accept_drift or run.is_reused(name):
+            raise run.refusal(name, state)
+        accepted = {"stage": name, "differences": [str(difference) for difference in state.differences]}
+        if not state.begun_only and not _prolongs(run, name):
+            _accept(run, name, run.fingerprint_of_finished(name), accepted)
+            return None
+        _refuse_mixing(run, name, state)
+        drift = [*_earlier_drift(run, name), accepted]
+    fingerprint = run.fingerprint(name)  # refuses absent files before anything is withdrawn
+    if state.kind == "partial" and state.differences:
+        _renew(run, name, state)
+    if state.kind == "stale":
+        _withdraw(run, name)
+    if state.kind == "damaged":
+        _mend(run, name, state)
+    if not is_leader():
+        return Work(run, name, fingerprint, drift)
+    return begin(run, name, fingerprint, drift, part, options.force_id)
+
+
+def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
+    if not is_leader():
+        return Work(run, name, run.fingerprint(name))
+    aside = set_aside(run.own_folder(name), keep=STAGES[name].checkpoints)
+    if aside is not None:
+        say(name, f"the old outputs are kept in {aside}")
+    run.forget_files(name)  # hashes that were recorded went with the outputs: what is read now is what counts
+    return begin(run, name, run.fingerprint(name), [], part, options.force_id)
+
+
+def _renew(run: Run, name: str, state: State) -> None:
+    """A finished stage is to be made with another fingerprint that it may take: say so, and let the report, which
+    tells of it, be made again."""
+    if not is_leader():
+        return
+    for difference in state.differences:
+        say(name, f"changed: {difference}")
+    _withdraw(run, name)
+    if name in before(["report"]):
+        set_aside(run.own_folder("report"), keep=False)
+
+
+def report_done(run: Run, name: str) -> None:
+    if not is_leader():
+        return
+    origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
+    say(name, f"up to date{origin}")
+    if changed := run.changed_code(name):
+        say(name, f"warning: made by other code than is here now ({', '.join(changed[:3])}"
+                  f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
+
+
+def _refuse_mixing(run: Run, name: str, state: State) -> None:
+    """Only from a checkpoint can a stage go on under other settings, and not with another network."""
+    if not STAGES[name].checkpoints:
+        raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
+                        f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
+    shape = [str(difference) for difference in state.differences if difference.key.startswith("config.model.")]
+    if shape:
+        raise UserError(f"A checkpoint of one network cannot go on as another: {'; '.join(shape)}. Use --force to "
+                        f"start again, or name=<another>.")
+
+
+def _prolongs(run: Run, name: str) -> bool:
+    """Whether a finished stage is asked for more than it has done: then it goes on."""
+    manifest = run.manifest(name)
+    return manifest is not None and STAGES[name].goes_on(run.config, manifest.counts)
+
+
+def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
+    manifest = run.manifest(name)
+    return [entry for entry in manifest.drift if entry["stage"] == name] if manifest else run.begun_drift(name)
+
+
+def _withdraw(run: Run, name: str) -> None:
+    """Make a finished stage an unfinished one; its outputs stay."""
+    if is_leader():
+        for record in (MANIFEST, STATE):
+            (run.own_folder(name) / record).unlink(missing_ok=True)
+
+
+def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:
+    """Serve a finished stage although it was made of something else, and leave the trace in its manifest."""
+    if not is_leader():
+        return
+    manifest = run.finished(name)
+    manifest.drift.append(accepted)
+    manifest.accepted.append(fingerprint)
+    manifest.write(run.stage_folder(name))
+    say(name, "accepted as it is, in spite of:")
+    for difference in accepted["differences"]:
+        say(name, f"  {difference}")
+    for later in STAGES:
+        made = read_manifest(run.own_folder(later)) if name in before([later]) else None
+        if made is not None:
+            made.drift.append(accepted)
+            made.write(run.own_folder(later))
+    if name in before(["report"]):
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it has to tell of this: it is made again
+
+
+def _mend(run: Run, name: str, state: State) -> None:
+    """A finished stage lost an output: withdraw its manifest, so that what is missing is made again."""
+    if run.is_reused(name):
+        raise UserError(f"The reused stage {name} is damaged: {'; '.join(state.reasons[:5])}. Mend that run first.")
+    if is_leader():
+        for reason in state.reasons[:5]:
+            say(name, f"damaged: {reason}; making it again")
+    _withdraw(run, name)

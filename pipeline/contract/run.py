@@ -1,0 +1,356 @@
+"""The run folder and the state of each stage in it. Which outputs may be trusted is decided here alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config.loading import load_config
+from pipeline.config.plugins import loaded_plugins
+from pipeline.config.section import identity
+from pipeline.config.tree import Config
+from pipeline.contract.external_inputs import Outside, changed_places, look, places, source_of_place
+from pipeline.contract.manifest import Difference, Manifest, differences, read_manifest
+from pipeline.contract.parts import identity_key, marked_parts
+from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
+from pipeline.errors import UserError, listed
+from pipeline.files import read_json, sha256_file
+
+STARTED = "started.json"
+KEEPS = "will be made as asked now; what still fits of its results is kept"
+Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What is to be thought of a stage's folder.
+
+    kind: `done`; `to do`; `partial` (begun, can be continued); `damaged` (an output is gone: only that is redone);
+        `stale` (made of something else than what is asked now); `waiting` (a stage before it is not done).
+    differences: for `stale`, what differs; for `to do`, from an attempt that refused its own input.
+    reasons: sentences that say more.
+    begun_only: for `stale`, whether it was merely begun, not finished.
+    """
+
+    kind: Kind
+    differences: list[Difference] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    begun_only: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "stale":
+            first = "; ".join(map(str, self.differences[:2]))
+            more = len(self.differences) - 2
+            return f"stale: {first}" + (f" and {more} more" if more > 0 else "")
+        return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
+
+
+class Run:
+    """The folder of one run: `config.yaml`, a folder per stage, `logs/`, `tensorboard/`, the report."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = config.folder
+        self._known_files: dict[str, Outside] = {}
+
+    @cached_property
+    def reused(self) -> Run | None:
+        """The run named by `reuse:`, as it was configured; UserError if there is none."""
+        if self.config.reuse is None:
+            return None
+        folder = reused_folder(self.folder, self.config.reuse)
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"reuse: {folder} holds no run (no config.yaml there). Give the folder of a run whose "
+                            f"{', '.join(name for name, stage in STAGES.items() if stage.reusable)} are finished.")
+        if self.folder.resolve() in _reuse_chain(folder):
+            raise UserError(f"reuse: {folder} is, or reuses, this very run ({self.folder}). Leave reuse= out, or give "
+                            f"this run another name=.")
+        return run_in(folder, check=False)
+
+    def own_folder(self, stage: str) -> Path:
+        """Where this run keeps the stage."""
+        return self.folder / stage
+
+    def stage_folder(self, stage: str) -> Path:
+        """Where the stage's outputs are: in this run or, by reference, in the reused one."""
+        own = self.own_folder(stage)
+        if not STAGES[stage].reusable or self.reused is None or (own / STARTED).exists():
+            return own
+        elsewhere = self.reused.stage_folder(stage)
+        return elsewhere if read_manifest(elsewhere) is not None else own
+
+    def is_reused(self, stage: str) -> bool:
+        """Whether the stage's outputs are taken from another run."""
+        return self.stage_folder(stage) != self.own_folder(stage)
+
+    def manifest(self, stage: str) -> Manifest | None:
+        """The stage's manifest, or None while it is not finished."""
+        return read_manifest(self.stage_folder(stage))
+
+    def finished(self, stage: str) -> Manifest:
+        """The manifest of a finished stage; UserError where there is none."""
+        manifest = self.manifest(stage)
+        if manifest is None:
+            raise UserError(f"The stage {stage} of {self.folder} is not done. Run it first "
+                            f"(--stage {stage}, or --stage all), or take it from another run with reuse=<folder>.")
+        return manifest
+
+    def fingerprint(self, stage: str) -> dict[str, Any]:
+        """The identity that the stage would have now; UserError if a stage before it is not done."""
+        return {"config": self._settings(stage),
+                "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
+                "files": {record["name"]: record["sha256"] for record in self.files(stage)}}
+
+    def files(self, stage: str) -> list[dict[str, Any]]:
+        """The stage's outside input files with path, bytes, mtime_ns and sha256; UserError if one is not there.
+
+        A file whose path, size and modification time are those of the manifest, or of the start record of a stage
+        that is not finished, is not hashed again.
+        """
+        found = self._outside(stage, strict=True)
+        if found.incomplete:  # looked at before, when they were allowed to be gone
+            self.forget_files(stage)
+            found = self._outside(stage, strict=True)
+        return found.records
+
+    def forget_files(self, stage: str) -> None:
+        """Look at the stage's outside files anew when they are asked for next."""
+        self._known_files.pop(stage, None)
+
+    def absent_files(self, stage: str) -> list[str]:
+        """Names of outside files that a finished stage read and that are not there any more. That is no change."""
+        manifest = self.manifest(stage)
+        return self._outside(stage).absent(manifest.files) if manifest and manifest.files else []
+
+    def absences(self, stages: list[str]) -> list[str]:
+        """What there is to say of files that the finished ones of `stages` read and that are not there any more."""
+        found = {stage: self.absent_files(stage) for stage in stages}
+        return [f"{len(names):,} of the files that the stage {stage} read "
+                f"{'is' if len(names) == 1 else 'are'} not there any more ({', '.join(names[:3])}"
+                f"{' ...' if len(names) > 3 else ''}); what was made of them is used as it was recorded"
+                for stage, names in found.items() if names]
+
+    def _outside(self, stage: str, *, strict: bool = False) -> Outside:
+        """The stage's outside files, looked at once."""
+        if STAGES[stage].files is None:
+            return Outside([])
+        if stage not in self._known_files:
+            manifest = self.manifest(stage)
+            records = manifest.files if manifest else _started(self.own_folder(stage)).get("files", [])
+            self._known_files[stage] = look(
+                STAGES[stage], self.config, {record["path"]: record for record in records}, run_folder=self.folder,
+                remember=manifest is not None and os.environ.get("RANK", "0") == "0",
+                strict=strict or manifest is None)
+        return self._known_files[stage]
+
+    def state(self, stage: str) -> State:
+        """Whether the stage is done, to do, or not to be trusted. Reads only; never hashes unchanged files."""
+        folder, spec = self.stage_folder(stage), STAGES[stage]
+        manifest = read_manifest(folder)
+        absent = [need for need in spec.needs if self.manifest(need) is None]
+        if absent:
+            # What is gone may come back as it was (a killed repair, a deleted folder): then this stage is done.
+            changed = self.changed_settings(stage)
+            return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
+        if manifest is not None:
+            changed = self.changed(stage)
+            if changed and spec.may_renew(manifest.fingerprint,
+                                          self._compared(stage, manifest, manifest.fingerprint)):
+                return State("partial", changed, reasons=[KEEPS])
+            if changed:
+                return State("stale", changed)
+            missing = manifest.missing_outputs(folder)
+            return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
+        if not (folder / STARTED).is_file():
+            return State("to do")
+        changed = differences(_started(folder)["fingerprint"], self.fingerprint(stage))
+        if changed and spec.may_renew(_started(folder)["fingerprint"], self.fingerprint(stage)):
+            return State("partial", changed, reasons=[KEEPS])
+        if changed and _started(folder).get("failed") and not spec.checkpoints:
+            return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
+        if changed:
+            return State("stale", changed, begun_only=True)
+        return State("partial", reasons=["will continue"])
+
+    def begun_drift(self, stage: str) -> list[dict[str, Any]]:
+        """The drift that was accepted for a stage that is begun and not finished."""
+        return list(_started(self.own_folder(stage)).get("drift", []))
+
+    def changed_settings(self, stage: str) -> list[Difference]:
+        """Settings in which a finished stage differs from what is asked now, its inputs apart."""
+        manifest = self.manifest(stage)
+        if manifest is None:
+            return []
+        now = self._settings(stage)
+        if any(accepted["config"] == now for accepted in manifest.accepted):
+            return []
+        return differences({**manifest.fingerprint, "inputs": {}, "files": {}},
+                           {"config": now, "inputs": {}, "files": {}})
+
+    def changed(self, stage: str) -> list[Difference]:
+        """In what a finished stage differs from what is asked for now: settings, stages before it, outside files.
+
+        What is not there any more (raw text, a stage before it) has not changed; where the settings name another place
+        for it, they have. [] for a stage that is not finished.
+        """
+        manifest = self.manifest(stage)
+        if manifest is None:
+            return []
+        found: list[Difference] = []
+        for old in ({**manifest.fingerprint, "places": manifest.places}, *manifest.accepted):
+            if not (here := self._differences(stage, manifest, old)):
+                return []
+            found = found or here
+        return found
+
+    def fingerprint_of_finished(self, stage: str) -> dict[str, Any]:
+        """The identity that a finished stage would have now, what is not there any more being as it was; and where
+        its outside files are looked for."""
+        manifest = self.finished(stage)
+        return {**self._compared(stage, manifest, manifest.fingerprint), "places": places(STAGES[stage], self.config)}
+
+    def _differences(self, stage: str, manifest: Manifest, old: dict[str, Any]) -> list[Difference]:
+        found = differences(old, self._compared(stage, manifest, old))
+        outside, now = self._outside(stage), places(STAGES[stage], self.config)
+        elsewhere = changed_places(old.get("places") or now, now)
+        if not any(difference.key.startswith("files.") for difference in found):
+            # Files that are equal may lie anywhere; those that are not there must not be said to be somewhere else.
+            elsewhere = [difference for difference in elsewhere
+                         if source_of_place(difference.key, self.config) in outside.incomplete]
+        return elsewhere + found
+
+    def _compared(self, stage: str, manifest: Manifest, old: dict[str, Any]) -> dict[str, Any]:
+        before_it = {need: self.manifest(need) for need in STAGES[stage].needs}
+        inputs = {need: made.digest if made else old["inputs"].get(need) for need, made in before_it.items()}
+        return {"config": self._settings(stage), "inputs": inputs,
+                "files": self._outside(stage).compared(manifest.files, old["files"])}
+
+    def _settings(self, stage: str) -> dict[str, Any]:
+        return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
+
+    def refuse_stale_inputs(self, stage: str, *, files: bool = True) -> None:
+        """UserError if a stage that this one is made of, directly or not, was made of something else than is asked for.
+
+        files: also look at what those stages read, which one process does for all.
+        """
+        for need in before([stage]):
+            if changed := self.changed(need) if files else self.changed_settings(need):
+                raise self.refusal(need, State("stale", changed))
+
+    def changed_code(self, stage: str) -> list[str]:
+        """Source files that differ from those that made the finished stage."""
+        manifest = self.manifest(stage)
+        if manifest is None:
+            return []
+        now = code_hashes(STAGES[stage], self.config)
+        return sorted(path for path in now.keys() | manifest.code.keys() if now.get(path) != manifest.code.get(path))
+
+    def why(self, stage: str) -> str:
+        """All that is known about why the stage is or is not up to date."""
+        state = self.state(stage)
+        lines = [f"{stage}: {state.kind}", *(f"  {reason}" for reason in state.reasons),
+                 *(f"  {difference}" for difference in state.differences)]
+        if state.kind == "done" and (changed := self.changed_code(stage)):
+            lines.append(f"  made by other code: {', '.join(changed)} (recorded; --force rebuilds)")
+        return "\n".join(lines)
+
+    def refusal(self, stage: str, state: State) -> UserError:
+        """Why a stale stage is not served, and the ways on."""
+        shown = [str(difference) for difference in state.differences[:12]]
+        if len(state.differences) > 12:
+            shown.append(f"... and {len(state.differences) - 12} more (--why {stage})")
+        was = "was begun" if state.begun_only else "was made"
+        where = self.stage_folder(stage)
+        accepting = "" if state.begun_only and not STAGES[stage].checkpoints else \
+            " --accept-drift to go on with what is there (this leaves its trace in every later manifest),"
+        ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
+                f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
+                f"what still fits)")
+        return UserError(f"The stage {stage} in {where} {was} with other inputs or settings than are asked for now, "
+                         f"so it is neither served nor overwritten. What differs, old -> new:\n"
+                         f"{listed([*shown])}\nWays on: {ways}.")
+
+    def _origin(self, stage: str) -> list[str]:
+        return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
+
+
+def done_parts(run: Run, stage: str, parts: int) -> set[int]:
+    """Which of `parts` parts of a stage that is begun are done, with the settings and inputs of now.
+
+    Of a stage that is to be forced nothing is: its parts go with all else.
+    """
+    folder = run.own_folder(stage)
+    if not marked_parts(folder, parts):
+        return set()  # then nothing need be hashed
+    try:
+        key = identity_key(run.fingerprint(stage))
+    except UserError:
+        return set()  # a stage before it, or an input file, is gone: the stage itself will say so
+    return marked_parts(folder, parts, key)
+
+
+def begun_by(folder: Path) -> str | None:
+    """The chain of jobs (`DROVER_CHAIN`) that has last begun the stage in `folder`; None outside of one."""
+    try:
+        found: str | None = read_json(folder / STARTED).get("chain")
+        return found
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def force_id(folder: Path) -> str | None:
+    """What the last `--force-id` that the stage in `folder` was begun under said; None if there was none."""
+    try:
+        found: str | None = read_json(folder / STARTED).get("force_id")
+        return found
+    except (FileNotFoundError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
+        return None
+
+
+def run_in(folder: Path, *, check: bool = True) -> Run:
+    """The run in a folder, as it is configured there. The folder may have been moved or copied: it, not the name that
+    its configuration was written under, is what the user pointed at. UserError if it holds none."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    config = load_config(folder / "config.yaml", check=check)
+    return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
+
+
+def reused_folder(run_folder: Path, reuse: str) -> Path:
+    """The folder that `reuse:` of a run means: as it is written, or, where nothing is there, the run of that name
+    beside it, as when both were moved."""
+    written = Path(reuse)
+    beside = run_folder.absolute().parent / written.name
+    moved = not (written / "config.yaml").is_file() and (beside / "config.yaml").is_file()
+    return beside if moved and beside.resolve() != run_folder.resolve() else written
+
+
+def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
+    """sha256 of each source file that makes the stage's outputs, by path in the repository; and by module, of plugins,
+    which may take part in any stage, and with a configuration of what it names from outside."""
+    own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
+    outside = loaded_plugins() | (stage.outside_files(config) if config is not None else {})
+    return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
+
+
+def _started(folder: Path) -> dict[str, Any]:
+    """The start record of a stage, {} if it was not begun."""
+    try:
+        record: dict[str, Any] = read_json(folder / STARTED)
+        return record if record["fingerprint"] else {}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{folder / STARTED} is damaged. Run the stage with --force to start it afresh.") from None
+
+
+def _reuse_chain(folder: Path) -> list[Path]:
+    """The run in `folder` and those that it takes stages from, resolved."""
+    chain: list[Path] = []
+    while (here := folder.resolve()) not in chain:
+        chain.append(here)
+        reuse = load_config(folder / "config.yaml", check=False).reuse if (folder / "config.yaml").is_file() else None
+        folder = reused_folder(folder, reuse) if reuse is not None else folder
+    return chain

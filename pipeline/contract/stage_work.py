@@ -1,0 +1,299 @@
+"""One attempt at a stage: the start record, the units of work, the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeline.config.loading import config_hash, save_config
+from pipeline.config.tree import Config
+from pipeline.console import ProgressBar, duration, say
+from pipeline.contract.external_inputs import places
+from pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.orphans import end_with_parent
+from pipeline.contract.parts import UNITS, Part, ShareDone, identity_key
+from pipeline.contract.run import STARTED, Run, code_hashes, force_id
+from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
+from pipeline.contract.state import RESERVE, STATE, write_state
+from pipeline.errors import UserError
+from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
+
+PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
+            "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of a stage's work that is done or not done: a readable name and what the worker needs for it."""
+
+    name: str
+    payload: Any
+
+
+@dataclass
+class Work:
+    """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
+
+    With a `part`, only a share of the first phase's units is done.
+    """
+
+    run: Run
+    name: str
+    fingerprint: dict[str, Any]
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    part: Part | None = None
+    began: float = field(default_factory=time.monotonic)
+    started: str = field(default_factory=lambda: _now())
+    checks: list[InputCheck] = field(default_factory=list)
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.run.config
+
+    @property
+    def folder(self) -> Path:
+        """Where this stage writes."""
+        return self.run.own_folder(self.name)
+
+    def say(self, text: str) -> None:
+        """One line of this stage's story."""
+        say(self.name, text)
+
+    def input(self, stage: str) -> tuple[Path, Manifest]:
+        """Folder and manifest of a stage that this one needs."""
+        assert stage in STAGES[self.name].needs, f"{self.name} does not declare that it needs {stage}"
+        return self.run.stage_folder(stage), self.run.finished(stage)
+
+    def committed(self, *stages: str, chosen: Callable[[dict[str, Any]], bool] = lambda record: True) -> list[Expected]:
+        """The outputs of stages that this one needs, those whose record is `chosen`, as they were committed."""
+        return [file for stage in stages for folder, manifest in [self.input(stage)]
+                for file in committed(folder, [record for record in manifest.outputs if chosen(record)], stage)]
+
+    def outside(self) -> list[Expected]:
+        """The stage's outside files, as they were when it began."""
+        return outside(self.run.files(self.name), self.name)
+
+    def check(self, files: Sequence[Expected]) -> InputCheck:
+        """Hash what is read beside the work: before the commit all of it must be what it was."""
+        self.checks.append(InputCheck(files))
+        return self.checks[-1]
+
+    def refuse_changed_inputs(self) -> None:
+        """UserError if what is read is not what was committed; waits until all that is to be checked was hashed."""
+        for check in self.checks:
+            check.refuse()
+
+    def processes(self) -> int:
+        """Workers to use on this machine; in a Slurm job, on its part of the node."""
+        # Where Slurm binds no process, affinity is the whole node.
+        allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
+        return self.config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
+
+    def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
+                 unit_word: str = "units") -> list[dict[str, Any]]:
+        """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
+
+        `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
+        `outputs` list holds `output_record`s. The record becomes `units/<phase>/<name>.json`, the unit's own commit:
+        after a kill, units whose record matches (same stage fingerprint, same payload, outputs in place) are kept.
+
+        Raises:
+            ShareDone: the stage is run as a part and has now done its share.
+        """
+        units = units if self.part is None else list(self.part.of(units))
+        records: dict[str, dict[str, Any]] = {}
+        keys = {unit.name: sha256_json([self.fingerprint, phase, unit.payload]) for unit in units}
+        with ProgressBar(self.name, phase, len(units), unit_word) as progress:
+            for unit in units:
+                if (record := self._finished_unit(phase, unit.name, keys[unit.name])) is not None:
+                    records[unit.name] = record
+            found = len(records)
+            progress.already(found)
+            todo = [unit for unit in units if unit.name not in records]
+            for name, record in _in_workers(function, self.folder, todo, self.processes()):
+                write_json(self._unit_path(phase, name), {"key": keys[name], **record})
+                records[name] = record
+                progress.advance()
+        if self.part is not None:
+            self._leave(self.part, phase, len(units), found)
+        return [records[unit.name] for unit in units]
+
+    def _leave(self, part: Part, phase: str, units: int, found: int) -> NoReturn:
+        write_json(part.marker(self.folder, phase), {
+            "key": identity_key(self.fingerprint), "units": units, "found": found,
+            "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
+            "job": os.environ.get("SLURM_JOB_ID", "")})
+        self.say(f"part {part} of {phase} is done; running {self.name} without --part finishes it")
+        raise ShareDone
+
+    def _unit_path(self, phase: str, name: str) -> Path:
+        return self.folder / UNITS / phase / f"{name}.json"
+
+    def _finished_unit(self, phase: str, name: str, key: str) -> dict[str, Any] | None:
+        try:
+            record = read_json(self._unit_path(phase, name))
+        except (OSError, ValueError):
+            return None
+        if record.pop("key", None) != key:
+            return None
+        for output in record.get("outputs", []):
+            path = self.folder / output["path"]
+            if not path.is_file() or path.stat().st_size != output["bytes"]:
+                self.say(f"{path} is missing or cut: making it again")
+                return None
+        return record
+
+    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False) -> Manifest:
+        """Prove the outputs and write the manifest, which makes the stage done.
+
+        Every output is read back and its hash compared, unless the body just did so itself (`verified`).
+
+        Raises:
+            UserError: an output is not what was written (failing disk, a second writer), or an input that is checked
+                is not what was committed.
+        """
+        assert self.part is None, f"{self.name} has no units to share out"
+        self.refuse_changed_inputs()
+        remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
+        for record in outputs:
+            path = self.folder / record["path"]
+            if path.stat().st_size != record["bytes"] or (not verified and sha256_file(path) != record["sha256"]):
+                if not verified:
+                    path.unlink()  # so that the unit that made it is done again; a body that verified has its own way
+                raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
+                                f"Check the disk, and that nothing else writes there; then run the stage again.")
+        manifest = Manifest(
+            stage=self.name, fingerprint=self.fingerprint, outputs=outputs, counts=counts,
+            config_sha256=config_hash(self.config), files=self.run.files(self.name),
+            places=places(STAGES[self.name], self.config), drift=self._all_drift(),
+            wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
+            software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
+            execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
+                       "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        manifest.write(self.folder)
+        with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
+            write_state(self.folder, "done", step=counts.get("steps"))
+        self.say(f"done in {duration(manifest.wall_s)}")
+        return manifest
+
+    def _all_drift(self) -> list[dict[str, Any]]:
+        found = list(self.drift)
+        for need in before([self.name]):
+            found += [entry for entry in self.run.finished(need).drift if entry not in found]
+        return found
+
+
+def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,
+          forced_by: str | None = None) -> Work:
+    """Make the stage's folder ready: clear what killed writers left, record the start and the configuration.
+
+    Args:
+        forced_by: the `--force-id`, to be remembered until the stage is set aside.
+    """
+    work = Work(run, name, fingerprint, drift, part)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    if part is None:
+        remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
+    save_config(run.config, run.folder / "config.yaml")
+    # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
+    # others again.
+    write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
+                                       "files": run.files(name), "force_id": forced_by or force_id(work.folder),
+                                       "chain": os.environ.get("DROVER_CHAIN")})
+    if part is None:
+        write_state(work.folder, "running")
+    return work
+
+
+def mark_failed(work: Work) -> None:
+    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force."""
+    path = work.folder / STARTED
+    if path.is_file():
+        write_json(path, {**read_json(path), "failed": True})
+
+
+def set_aside(folder: Path, keep: bool) -> Path | None:
+    """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
+    if not folder.exists():
+        return None
+    records = {STATE, RESERVE}  # what was refused from the start left no more
+    if not keep or {path.name for path in folder.iterdir()} <= records:
+        shutil.rmtree(folder)
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of Python and the packages that can change outputs, without importing them."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the checkout, or of the one this is a copy of, and whether it has changes; empty outside of git."""
+    if (REPOSITORY / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
+        snapshot = read_json(REPOSITORY / SNAPSHOT)
+        return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True,
+                              check=True, timeout=10).stdout.strip()
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, units: list[Unit],
+                processes: int) -> Any:
+    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in."""
+    if processes == 1 or len(units) <= 1:
+        for unit in units:
+            yield unit.name, function(folder, unit.payload)
+        return
+    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
+                               initializer=_start_worker, initargs=(os.getpid(),))
+    try:
+        futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool:
+        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
+                        "launch.processes lower and run the same command again; finished units are kept.") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    end_with_parent(parent)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

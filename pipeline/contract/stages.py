@@ -1,0 +1,171 @@
+"""The stages in order: what each needs, which settings it reads, which code makes its outputs.
+
+This table is all that the launcher and the run folder know of a stage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SNAPSHOT = "snapshot.json"
+"""In REPOSITORY, where that is the copy that a submission made: which commit it is of."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the chain.
+
+    Attributes:
+        needs: stages whose manifests it reads.
+        reads: parts of the configuration that decide its outputs (execution fields in them do not count).
+        ranks: whether it runs as ranks under torch's elastic agent.
+        workers: whether its units are done by worker processes (`launch.cpus`).
+        parts: whether its units may be shared out among several jobs (`--part`); one more call then finishes it.
+        checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
+            goes on from the newest, and may do so under other settings.
+        goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
+        reusable: whether `reuse:` may take it from another run.
+        own_module: the module of a stage that a plugin adds; "" is pipeline.<name>.
+        code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
+        outside_code: "module:function" giving the source files from outside of Drover that a configuration names, by
+            their modules' names; they are recorded and warned of as well.
+        files: "module:function" giving its input files that no stage made, as (name, path) pairs.
+        renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
+            without being forced. Its body keeps each of its results under an identity of its own.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    reads: tuple[str, ...]
+    code: tuple[str, ...]
+    ranks: bool = False
+    workers: bool = False
+    parts: bool = False
+    checkpoints: bool = False
+    goal: tuple[str, str] | None = None
+    reusable: bool = False
+    outside_code: str | None = None
+    files: str | None = None
+    renews: str | None = None
+    own_module: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module to run with `python -m`."""
+        return self.own_module or f"pipeline.{self.name}"
+
+    def input_files(self, config: Config) -> list[tuple[str, Path]]:
+        """Files from outside the run that this stage reads, as (name, path), sorted by name."""
+        if self.files is None:
+            return []
+        return sorted(_named(self.files)(config))
+
+    def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
+        """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
+        return self.renews is not None and bool(_named(self.renews)(old, new))
+
+    def goes_on(self, config: Config, counts: dict[str, Any]) -> bool:
+        """Whether the finished stage that counted `counts` is asked for more than that."""
+        if self.goal is None:
+            return False
+        setting, count = self.goal
+        return bool(operator.attrgetter(setting)(config) > counts[count])
+
+    def source_files(self) -> list[Path]:
+        """The source files that make this stage's outputs, relative to the repository, sorted."""
+        found: set[Path] = set()
+        for entry in (*self.code, f"pipeline/{self.name}.py"):
+            path = REPOSITORY / entry
+            inside = (file for file in path.rglob("*") if file.suffix in (".py", ".j2", ".css"))
+            found.update(inside if path.is_dir() else [path] if path.is_file() else [])
+        return sorted(path.relative_to(REPOSITORY) for path in found)
+
+    def outside_files(self, config: Config) -> dict[str, Path]:
+        """The source files from outside of Drover that help to make its outputs, by module, as far as found."""
+        return _named(self.outside_code)(config) if self.outside_code is not None else {}
+
+
+def _named(text: str) -> Any:
+    """What "module:function" names, imported only now."""
+    module, _, function = text.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+STAGES = {stage.name: stage for stage in (
+    Stage("shard", needs=(), reads=("shard",), workers=True, parts=True, reusable=True,
+          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.sources:input_files",
+          code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
+                "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
+                "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
+    Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
+          files="pipeline.tokenization.kinds:input_files",
+          code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
+    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, parts=True, reusable=True,
+          code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
+                "pipeline/data/token_shards.py")),
+    Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
+          checkpoints=True, goal=("train.steps", "steps"), files="pipeline.records.weight_files:input_files",
+          outside_code="pipeline.config.outside:training_code",
+          code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
+                "pipeline/data/order.py", "pipeline/data/loader.py", "pipeline/data/exclusion.py",
+                "pipeline/data/token_shards.py", "pipeline/evaluation/bits_per_byte.py",
+                "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
+                "pipeline/formats/weights.py", "pipeline/formats/huggingface.py")),
+    Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
+          code=("model", "pipeline/formats", "pipeline/records/checkpoints.py")),
+    Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
+          files="pipeline.evaluation.tasks:input_files", renews="pipeline.evaluation.tasks:only_kept_differs",
+          code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
+                "pipeline/parallel/ranks.py", "pipeline/data/text_shards.py", "pipeline/data/token_shards.py")),
+    Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
+          code=("pipeline/reporting",)),
+)}
+
+
+def register_stage(stage: Stage) -> None:
+    """Add a stage to the end of the chain: for plugins, at import. Its settings are `stages.<name>` of the
+    configuration, its resources those that `launch` gives to all stages.
+
+    Raises:
+        ValueError: the name is taken, it needs a stage that does not exist, or says no module of its own.
+    """
+    known = STAGES.get(stage.name)
+    if known is not None and known != stage:
+        raise ValueError(f"There is a stage {stage.name!r} already.")
+    if unknown := set(stage.needs) - set(STAGES):
+        raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage.")
+    if not stage.own_module:
+        raise ValueError(f"The stage {stage.name!r} must name the module that runs it, as own_module.")
+    STAGES[stage.name] = stage
+
+
+def before(stages: list[str], through: list[str] | None = None) -> list[str]:
+    """All stages that `stages` are made of, directly or not, in the chain's order.
+
+    With `through`, only paths that lead through those stages are followed.
+    """
+    found: set[str] = set()
+    frontier = list(stages)
+    while frontier:
+        new = set(STAGES[frontier.pop()].needs) - found
+        found |= new
+        frontier += [stage for stage in new if through is None or stage in through]
+    return [stage for stage in STAGES if stage in found]
+
+
+def parse_stages(text: str) -> list[str]:
+    """`all`, one stage, or a comma list, in the chain's own order; UserError for an unknown name."""
+    asked = {part.strip() for part in text.split(",") if part.strip()}
+    unknown = sorted(asked - set(STAGES) - {"all"})
+    if unknown or not asked:
+        raise UserError(f"--stage does not know {', '.join(unknown) or 'an empty list'}. "
+                        f"The stages are {', '.join(STAGES)}, or all.")
+    return [name for name in STAGES if "all" in asked or name in asked]

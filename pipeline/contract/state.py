@@ -1,0 +1,104 @@
+"""How far a stage's attempt came, in `STATE.json`: what the launcher believes instead of exit codes.
+
+Slurm's exit codes carry no meaning (a killed rank, a cancelled job and a preempted one look alike), so every stage says
+in its folder that it runs, and at its end how it ended. Who finds `running` there after the process is gone knows that
+it crashed. The manifest alone decides whether a stage is done; this record is for going on, and for people.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import is_full_disk
+from pipeline.files import append_line, atomic_file, read_json, read_lines, write_json
+
+STATE = "STATE.json"
+RESERVE = "STATE.reserve"
+RESERVE_BYTES = 1 << 16
+"""Beside STATE.json of a stage that is not done: bytes to give up when the disk is full, so that this can be said."""
+STOP = Path("launch") / "stop"
+"""In a run folder: while this file is there, training saves and leaves. Its text is the reason."""
+ATTEMPTS = Path("launch") / "attempts"
+"""In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
+on network file systems lines that several nodes append at once overwrite each other."""
+Status = Literal["running", "done", "preempted", "failed"]
+
+
+@dataclass(frozen=True)
+class StageState:
+    """The last word of a stage's attempt.
+
+    Attributes:
+        step: optimizer steps done and saved, for train.
+        reason: why it ended, in words.
+        again: whether going on at once makes sense: after a time limit yes, after a user's request to stop no.
+        job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
+        attempt: which start within the job.
+    """
+
+    status: Status
+    step: int | None = None
+    reason: str = ""
+    again: bool = False
+    job: str = ""
+    restart: int = 0
+    attempt: int = 0
+    host: str = ""
+    at: str = ""
+
+
+def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
+                again: bool = False) -> None:
+    """Record how the stage in `folder` stands; for one process of the stage.
+
+    Raises:
+        OSError: it cannot be written. On a full disk that happens to `running` only: the end of an attempt, which
+            nobody would understand without its reason, takes the room of `RESERVE`.
+    """
+    state = asdict(StageState(
+        status, step, reason, again, job=os.environ.get("SLURM_JOB_ID", ""),
+        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
+        host=platform.node(), at=now()))
+    reserve = folder / RESERVE
+    if status == "running" and not reserve.exists():
+        with atomic_file(reserve) as file:
+            file.write(os.urandom(RESERVE_BYTES))  # which no file system compresses
+    try:
+        write_json(folder / STATE, state)
+    except OSError as error:
+        if status == "running" or not is_full_disk(error) or not reserve.exists():
+            raise
+        reserve.unlink()
+        write_json(folder / STATE, state)
+    if status == "done":
+        reserve.unlink(missing_ok=True)
+
+
+def read_state(folder: Path) -> StageState | None:
+    """The record in a stage's folder; None if there is none, or it is torn (as a full disk leaves it)."""
+    try:
+        return StageState(**read_json(folder / STATE))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> None:
+    """Append what the launcher did: `job` (an allocation began), `preflight`, `attempt` (ranks started), `ended`."""
+    append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
+
+
+def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
+    """All that `log_attempt` wrote, in order; [] for a run that no launcher logged."""
+    found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
+             for event in read_lines(path, appended=True)]
+    return sorted(found, key=lambda event: str(event.get("at")))
+
+
+def now() -> str:
+    """The time in UTC, to the millisecond, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,96 @@
+"""Files that are something else than their name says: told by their first bytes, with what to do about it."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from pipeline.data.streams import COMPRESSIONS, open_stream
+
+HEAD = 4096
+"""Bytes that are looked at."""
+_UNPACK = "unpack it (.gz and .zst are read as they are)"
+_SIGNATURES = (
+    (b"version https://git-lfs.github.com/spec/", "Git LFS pointer", "run `git lfs pull` in the clone it comes from"),
+    (b"\x1f\x8b", "gzip", "add .gz to its name, or unpack it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "add .zst to its name, or unpack it"),
+    (b"\xfd7zXZ\0", "xz", _UNPACK), (b"BZh", "bzip2", _UNPACK), (b"PK\x03\x04", "zip", _UNPACK),
+    (b"7z\xbc\xaf\x27\x1c", "7-Zip", _UNPACK), (b"\x04\x22\x4d\x18", "LZ4", _UNPACK),
+    (b"PAR1", "Parquet", "name it .parquet, or set the source's `format: parquet`"),
+    (b"ARROW1", "Arrow", "name it .arrow, or set the source's `format: arrow`"),
+    (b"%PDF-", "PDF", "take its text out of it first"), (b"SQLite format 3\0", "SQLite", "export its text first"),
+    (b"\xff\xfe\0\0", "UTF-32", "convert it to UTF-8 (iconv -f utf-32 -t utf-8)"),
+    (codecs.BOM_UTF16_LE, "UTF-16", "convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
+    (codecs.BOM_UTF16_BE, "UTF-16", "convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
+    (b"\x89PNG", "PNG", "leave it out"), (b"\xff\xd8\xff", "JPEG", "leave it out"), (b"\x7fELF", "ELF", "leave it out"))
+_FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
+FEW_NULS, NUL_SHARE = 16, 0.1
+"""Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
+
+
+def mistaken(path: Path, kind: str) -> str | None:
+    """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
+    it; None where nothing speaks against it. A file that cannot be opened is left to its reader."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+        compression = COMPRESSIONS.get(path.suffix.lower())
+        if compression is None:
+            return _instead_of(kind, head)
+        what = _signature(head)
+        if what != compression and head:
+            return f"its name ends in {path.suffix}, but it is {_told(head) or f'no {compression} data; rename it'}"
+        with open_stream(path) as stream:
+            return _instead_of(kind, stream.read(HEAD))
+    except (OSError, EOFError):
+        return None
+
+
+def _instead_of(kind: str, head: bytes) -> str | None:
+    wanted, what = _FORMATS.get(kind), _signature(head)
+    if what is not None:
+        return None if what == wanted else f"it is {_told(head)}"
+    if wanted is not None:
+        return None  # its own reader knows
+    if kind != "txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+        return "it is an HTML page, as a server sends in place of a file that cannot be had; fetch the file again"
+    return _no_text(head)
+
+
+def _no_text(head: bytes) -> str | None:
+    nuls = head.count(0)
+    if not nuls or (_is_utf8(head) and (nuls < FEW_NULS or nuls < NUL_SHARE * len(head))):
+        return None
+    even = head[::2].count(0)
+    for order, own, other in (("be", even, nuls - even), ("le", nuls - even, even)):
+        if own > 0.7 * len(head) / 2 and other < 0.05 * own:  # half of each letter of a Western script
+            return (f"it is UTF-16 text without a byte-order mark; convert it to UTF-8 (iconv -f utf-16{order} -t "
+                    f"utf-8)")
+    return "it is binary data, not text (it holds NUL bytes); leave it out, or take its text out of it first"
+
+
+def _is_utf8(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _signature(head: bytes) -> str | None:
+    return next((name for start, name, _ in _SIGNATURES if head.startswith(start) and _is_sure(name, head)), None)
+
+
+def _is_sure(name: str, head: bytes) -> bool:
+    return name != "bzip2" or head[4:10] == b"1AY&SY"  # three letters may begin a text
+
+
+def _told(head: bytes) -> str | None:
+    name = _signature(head)
+    advice = next((advice for _, other, advice in _SIGNATURES if other == name), None)
+    if name is None:
+        return None
+    if name.startswith("UTF"):
+        return f"{name} text with a byte-order mark; {advice}"
+    article = "an" if name in ("xz", "LZ4", "Arrow", "SQLite", "ELF") else "a"
+    return f"{article} {name}{'' if name == 'Git LFS pointer' else ' file'}; {advice}"

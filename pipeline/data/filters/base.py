@@ -1,0 +1,64 @@
+"""What a filter of documents is, and which ones ship.
+
+A filter is a class with settings as fields and one method, which is called with one document at a time:
+
+    class Short(Filter):
+        \"\"\"Drops documents that are too long.\"\"\"
+
+        most: int = Field(1000, gt=0)
+        \"\"\"Characters; longer documents are dropped.\"\"\"
+
+        def __call__(self, document: Document) -> Document | str:
+            return f"longer than {self.most} characters" if len(document.text) > self.most else document
+
+`shard.filters: [{kind: ..., most: 500}]` lists filters in the order in which they are asked. The first that drops a
+document has the word, so only what one lets pass is seen by the next, and what the last lets pass is what duplicates
+are looked for in, what is hashed, split and trained on.
+
+To add one from outside: put the class into a module that Python finds (PYTHONPATH, or an installed package; where jobs
+run, too) and give `kind: my_module:Short`. To add one to Drover: a module in this folder, its line in `FILTERS` of
+pipeline/config/shipped.py, and its test in tests/data/filters.
+
+What a filter must keep to: its answer follows from the document and its settings alone, since documents are read by
+any number of processes, in any order, and again after a kill. It may hold what is costly to make (a compiled
+expression, a model) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from pipeline.config.kinds import Kind, outside_sources
+from pipeline.data.documents import Document
+
+if TYPE_CHECKING:
+    from pipeline.config.tree import Config
+
+
+class Filter(Kind):
+    """One filter: settings are its fields, each with its text underneath."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
+
+    @abstractmethod
+    def __call__(self, document: Document) -> Document | str:
+        """What becomes of a document.
+
+        Returns:
+            The document as it was given, to keep it; one with another text or `meta` (`dataclasses.replace`), to go
+            on with that; or a string, to drop it: the reason, one of a few fixed phrases, because they are counted.
+            A document that is left without text is dropped. Its source and id must stay.
+
+        Raises:
+            Exception: any; it ends the stage, naming the filter and the document.
+        """
+
+
+def outside_code(config: Config) -> dict[str, Path]:
+    """The source files of filters from outside, by module."""
+    return outside_sources(config.shard.filters)

@@ -1,0 +1,117 @@
+"""The filters of a configuration, one after another, over the documents of one unit; and what they did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.shipped import FILTERS, name_of
+from pipeline.data.documents import Document, to_json
+from pipeline.data.filters.base import Filter
+from pipeline.errors import UserError, raised_at
+
+NO_TEXT = "no text was left"
+MOST_REASONS = 50
+"""Reasons of one filter that are counted apart, so that one which puts numbers into them fills no manifest."""
+OTHER_REASONS = "other reasons"
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A document that was dropped, as the filter that dropped it saw it."""
+
+    document: Document
+    filter: str
+    reason: str
+
+    def line(self) -> bytes:
+        """It as a line of JSON, which a `files` source reads."""
+        document = self.document
+        return (json.dumps({"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
+                            "filter": self.filter, "reason": self.reason}, ensure_ascii=False) + "\n").encode()
+
+
+class Chain:
+    """Filters in order.
+
+    Args:
+        items: filters as a configuration has them, or as their settings were dumped.
+
+    Attributes:
+        counts: for each filter by name: `documents` and `bytes` (of UTF-8) that it dropped, `reasons` (how many
+            documents for each), and how many documents it `changed`.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.filters: list[Filter] = FILTERS.made([FILTERS.read(item) for item in items])
+        self.counts = no_counts(self.filters)
+
+    def __call__(self, document: Document, member: bytes) -> tuple[Document, bytes] | Dropped:
+        """What becomes of a document that has text, whose JSON is `member`.
+
+        Raises:
+            UserError: a filter failed, or made what is no document.
+        """
+        for own in self.filters:
+            name = name_of(own)
+            try:
+                found = own(document)
+                if not isinstance(found, str) and found is not document:
+                    _check(document, found)
+                    member = to_json(found)
+            except Exception as error:
+                raise UserError(f"The filter {name} of shard.filters fails on the document {document.id} of the source "
+                                f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct "
+                                f"it, or take it out; the units that are read are kept.") from error
+            counts = self.counts[name]
+            if isinstance(found, str):
+                return self._drop(counts, Dropped(document, name, found))
+            if not found.text.strip():
+                return self._drop(counts, Dropped(document, name, NO_TEXT))
+            counts["changed"] += found != document
+            document = found
+        return document, member
+
+    def _drop(self, counts: dict[str, Any], dropped: Dropped) -> Dropped:
+        counts["documents"] += 1
+        counts["bytes"] += len(dropped.document.text.encode())
+        reasons = counts["reasons"]
+        known = dropped.reason in reasons or len(reasons) < MOST_REASONS
+        reason = dropped.reason if known else OTHER_REASONS
+        reasons[reason] = reasons.get(reason, 0) + 1
+        return dropped
+
+
+def no_counts(filters: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """The counts of filters before any document."""
+    return {name_of(own): {"documents": 0, "bytes": 0, "changed": 0, "reasons": {}} for own in filters}
+
+
+def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, in dictionaries of dictionaries, added up; what only some have is there as well."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = total([found.get(name, {}), value]) if isinstance(value, dict) else found.get(name, 0) + value
+    return found
+
+
+def few_reasons(counts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Counts of filters with the most frequent reasons of each; the others are counted together."""
+    few = {}
+    for name, own in counts.items():
+        ordered = sorted(own["reasons"].items(), key=lambda entry: (entry[0] == OTHER_REASONS, -entry[1], entry[0]))
+        reasons = dict(ordered[:MOST_REASONS])
+        if rest := sum(count for _, count in ordered[MOST_REASONS:]):
+            reasons[OTHER_REASONS] = reasons.get(OTHER_REASONS, 0) + rest
+        few[name] = {**own, "reasons": reasons}
+    return few
+
+
+def _check(before: Document, after: Any) -> None:
+    if not isinstance(after, Document):
+        raise TypeError(f"it returned a {type(after).__name__}, not a document or the reason why it is dropped")
+    if (after.source, after.id) != (before.source, before.id) or not isinstance(after.text, str):
+        raise ValueError("it changed the document's source or id, or its text to what is no text")

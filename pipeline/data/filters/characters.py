@@ -1,0 +1,58 @@
+"""Documents made of the wrong kinds of characters: tables of numbers, encoded data, broken encodings."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.config.kinds import impossible
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+
+CharacterClass = Literal["letters", "digits", "punctuation", "symbols", "control"]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+_OF_CATEGORY: dict[str, CharacterClass] = {"L": "letters", "M": "letters", "N": "digits", "P": "punctuation",
+                                           "S": "symbols", "C": "control"}
+"""By the first letter of Unicode's general category. Z, which is missing, is white space."""
+
+
+class Characters(Filter):
+    """Drops documents of whose characters too small or too large a share is of a class.
+
+    A class is one of Unicode's: letters (with combining marks), digits (all numbers), punctuation, symbols (also
+    U+FFFD, which stands for text that was decoded wrongly) and control (unassigned ones too). Shares are of the
+    characters that are no white space, so that indentation does not count.
+    """
+
+    least: dict[CharacterClass, Share] = {}
+    """The least share of each class that is named: {letters: 0.5}."""
+    most: dict[CharacterClass, Share] = {}
+    """The largest share of each class that is named: {digits: 0.3, control: 0}."""
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        if not self.least and not self.most:
+            raise impossible("a characters filter needs a share in `least` or `most`, as in {most: {digits: 0.3}}")
+        if twisted := [name for name in self.least if self.least[name] > self.most.get(name, 1.0)]:
+            raise impossible(f"no document has that many {', '.join(twisted)}: the least share is above the most")
+        return self
+
+    def __call__(self, document: Document) -> Document | str:
+        counts, total = Counter[str](), 0
+        for character, count in Counter(document.text).items():  # a category a character, not one a place
+            if character.isspace():
+                continue
+            total += count
+            counts[_OF_CATEGORY.get(unicodedata.category(character)[0], "")] += count
+        # In an order of its own: that in which they are written decides nothing, the first reason included.
+        for name, share in sorted(self.least.items()):
+            if counts[name] < share * total:
+                return f"fewer than {share:g} {name}"
+        for name, share in sorted(self.most.items()):
+            if counts[name] > share * total:
+                return f"more than {share:g} {name}"
+        return document

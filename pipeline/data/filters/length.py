@@ -1,0 +1,46 @@
+"""Documents that are too short or too long."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from pipeline.config.kinds import impossible
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+
+
+class Length(Filter):
+    """Drops documents with too few or too many characters or words. Every bound that is given holds."""
+
+    least_characters: int | None = Field(None, gt=0)
+    """Characters (code points) that a document has at least; null: no bound."""
+    most_characters: int | None = Field(None, gt=0)
+    """Characters that a document has at most; null: no bound."""
+    least_words: int | None = Field(None, gt=0)
+    """Words (what white space separates) that a document has at least; null: no bound."""
+    most_words: int | None = Field(None, gt=0)
+    """Words that a document has at most; null: no bound."""
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        bounds = [(self.least_characters, self.most_characters), (self.least_words, self.most_words)]
+        if not any(bound for pair in bounds for bound in pair):
+            raise impossible("a length filter needs one of least_characters, most_characters, least_words, most_words")
+        if any(least and most and least > most for least, most in bounds):
+            raise impossible("no document is that long: the least is more than the most")
+        return self
+
+    def __call__(self, document: Document) -> Document | str:
+        characters, text = len(document.text), document.text
+        if self.least_characters and characters < self.least_characters:
+            return f"fewer than {self.least_characters:,} characters"
+        if self.most_characters and characters > self.most_characters:
+            return f"more than {self.most_characters:,} characters"
+        words = len(text.split()) if self.least_words or self.most_words else 0
+        if self.least_words and words < self.least_words:
+            return f"fewer than {self.least_words:,} words"
+        if self.most_words and words > self.most_words:
+            return f"more than {self.most_words:,} words"
+        return document

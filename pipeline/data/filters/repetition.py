@@ -1,0 +1,33 @@
+"""Documents that say the same line again and again: menus, footers, logs, lists made by programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pydantic import Field
+
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+
+
+class Repetition(Filter):
+    """Drops documents of which too much is lines that stood in the same document before.
+
+    Lines are compared without the white space around them, and empty ones are not counted. The defaults are those of
+    Gopher (Rae et al. 2021, table A1) for repeated lines.
+    """
+
+    most_lines: float = Field(0.3, ge=0, le=1)
+    """Share of a document's lines that may be repetitions; 1: any."""
+    most_characters: float = Field(0.2, ge=0, le=1)
+    """Share of its lines' characters that may be in repetitions; 1: any."""
+
+    def __call__(self, document: Document) -> Document | str:
+        lines = [line for raw in document.text.splitlines() if (line := raw.strip())]
+        counts = Counter(lines)
+        if len(lines) - len(counts) > self.most_lines * len(lines):
+            return f"more than {self.most_lines:g} of the lines are repetitions"
+        repeated = sum(len(line) * (count - 1) for line, count in counts.items())
+        if repeated > self.most_characters * sum(map(len, lines)):
+            return f"more than {self.most_characters:g} of the characters are in repeated lines"
+        return document

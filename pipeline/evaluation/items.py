@@ -1,0 +1,135 @@
+"""What a task's single items tell: bits and bytes of right answers, the level of chance, scores that can be paired."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.evaluation.paired import score
+
+BITS = "bits_per_byte"
+"""The harness's metric of whole texts, a sum over a sum of bytes."""
+ANSWER_BITS = "answer_bits_per_byte"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The right answer of an item.
+
+    Attributes:
+        chance: right choices / choices; None where there are no choices.
+        bits: that the model needs for the answer given the question; None where no choice is right.
+        size: UTF-8 bytes of the answer, with the blank that it begins with.
+    """
+
+    chance: float | None
+    bits: float | None
+    size: int
+
+
+def answers(task: Any) -> dict[int, Answer]:
+    """By item, for a task of choices or of one text to be expected (`loglikelihood`); empty for others. The task's
+    requests are answered. Of several right choices the first counts."""
+    if task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
+        return {}
+    by_document: dict[int, list[Any]] = defaultdict(list)
+    for instance in task.instances:
+        by_document[instance.doc_id].append(instance)
+    found = {}
+    for document, instances in sorted(by_document.items()):
+        chance, right = None, instances[0]
+        if task.OUTPUT_TYPE == "multiple_choice":
+            choices, gold = right_choices(task, instances[0].doc)
+            chance = len(gold) / len(choices)
+            if not gold:
+                found[document] = Answer(chance, None, 0)
+                continue
+            right = next(instance for instance in instances if instance.idx == gold[0])
+        context, continuation = right.args[:2]
+        size = len((context[len(context.rstrip()):] + continuation).encode())
+        found[document] = Answer(chance, -right.resps[0][0] / math.log(2), size)
+    return found
+
+
+def answer_summary(found: dict[int, Answer]) -> dict[str, Any]:
+    """The share right of blind guessing (None without choices), the bits per byte of the right answers, and how many
+    items have no right choice, which the harness counts as answered wrongly."""
+    chances = [answer.chance for answer in found.values() if answer.chance is not None]
+    known = [answer for answer in found.values() if answer.bits is not None]
+    size = sum(answer.size for answer in known)
+    return {"chance": math.fsum(chances) / len(chances) if chances else None,
+            ANSWER_BITS: math.fsum(answer.bits or 0.0 for answer in known) / size if size else None,
+            "items_without_right_choice": len(found) - len(known)}
+
+
+def item_scores(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each item adds to the scores that are a mean over items or a sum over a sum of bytes.
+
+    samples: as the harness logs them, one an item and filter. Returns, ready for JSON, in the order of the items:
+    `hashes`, the beginning of each one's sha256; `texts`, see `item_text`; `metrics`, by name, the (value, weight) of
+    each or null (see `paired.Item`). Metrics of other forms (f1, perplexities, bleu) are left out: bits per byte say
+    the same of a text.
+    """
+    hashes: dict[int, str] = {}
+    texts: dict[int, str] = {}
+    metrics: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
+    means = {name for name, how in task.aggregation().items() if getattr(how, "__name__", "") == "mean"}
+    for sample in samples:
+        if sample["doc_id"] not in hashes:
+            hashes[sample["doc_id"]] = sample["doc_hash"][:16]
+            texts[sample["doc_id"]] = item_text(task, sample["doc"])
+        for name in sample["metrics"]:
+            shown = name if sample["filter"] == "none" else f"{name} ({sample['filter']})"
+            value = sample[name]
+            if name in means and isinstance(value, (int, float)):
+                metrics[shown][sample["doc_id"]] = (float(value), 1.0)
+            elif name == BITS:
+                metrics[shown][sample["doc_id"]] = (-value[0] / math.log(2), float(value[1]))
+    for document, answer in answers(task).items():
+        if answer.bits is not None:
+            metrics[ANSWER_BITS][document] = (answer.bits, float(answer.size))
+    order = sorted(hashes)
+    return {"hashes": [hashes[document] for document in order], "texts": [texts[document] for document in order],
+            "metrics": {name: [known.get(document) for document in order]
+                        for name, known in metrics.items()}}
+
+
+def errors_of_texts(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """Standard errors of the metrics of whole texts, for which the harness has none.
+
+    Each is a function of R = sum(nats) / sum(weights), whose error is that of a ratio: bits per byte is R / ln 2, a
+    perplexity exp(R), with an error of exp(R) times R's (the delta method).
+    """
+    found = {}
+    for name in (BITS, "byte_perplexity", "word_perplexity"):
+        pairs = [sample[name] for sample in samples if name in sample["metrics"]]
+        value, stderr = score([(-nats, float(weight)) for nats, weight in pairs])
+        if stderr is not None:
+            found[name] = stderr / math.log(2) if name == BITS else math.exp(value) * stderr
+    return found
+
+
+def item_text(task: Any, document: dict[str, Any]) -> str:
+    """Question and right answer of an item, or the text to be predicted; no wrong choices, no few-shot examples."""
+    question, target = task.doc_to_text(document), task.doc_to_target(document)
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices, right = right_choices(task, document)
+        answer = choices[right[0]] if right else ""
+        return f"{answer} {target}" if task.multiple_input else f"{question} {answer}"
+    return f"{question} {target[0] if isinstance(target, list) and target else target}"
+
+
+def right_choices(task: Any, document: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """The choices of an item, and the numbers of the right ones: none where its target is not among them.
+
+    As the harness has it: with one context (`doc_to_text` is text), `doc_to_target` is the right choice, its number, or
+    several; with a context for each choice (`doc_to_text` is a number, as in Winograd schemas), that number is the
+    right one and `doc_to_target` is the text that follows all of them.
+    """
+    choices = task.doc_to_choice(document)
+    gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    golds = gold if isinstance(gold, list) else [gold]
+    named = {choices.index(one) for one in golds if isinstance(one, str) and one in choices}
+    return choices, sorted(named | {number for number in range(len(choices)) if number in golds})

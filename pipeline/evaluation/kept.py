@@ -1,0 +1,93 @@
+"""Parts of an evaluation that are measured once: each is kept under the identity of what decides it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pipeline.config.section import identity
+from pipeline.contract.parts import UNITS
+from pipeline.contract.run import code_hashes
+from pipeline.contract.stage_work import Work
+from pipeline.contract.stages import STAGES
+from pipeline.files import read_json, sha256_json, write_json
+from pipeline.parallel.ranks import Ranks
+
+LIBRARIES = ("torch", "lm_eval", "datasets")
+
+
+class KeptParts:
+    """Results in a folder, written as each is there: a kill, a task that fails or another list of tasks costs nothing
+    of what was measured before.
+
+    Args:
+        folder: of the files, one a part.
+        made_by: what, besides a part's own inputs, decides all of them, as JSON: the code that measures.
+        ranks: all call `get` together.
+        say: tells the user what was measured and what was kept; called on rank 0.
+
+    Attributes:
+        seconds: how long each part took when it was measured.
+    """
+
+    def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self.folder, self.ranks, self.say = folder, ranks, say
+        self.seconds: dict[str, float] = {}
+        self._written: list[Path] = []
+        self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
+
+    def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
+        """The part `name`: from disk if it was measured of the same, else what `measure` returns, a JSON value.
+
+        Every rank calls this. decides: all that the result depends on, as JSON, besides the code and the libraries that
+        measure: another of those measures again, so that it is known what made each part.
+        """
+        path = self.folder / f"{quote(name, safe=' ')}.json"
+        key = sha256_json([decides, self._made_by])
+        record = self.ranks.same(_read(path) if self.ranks.leads else None)
+        kept = record is not None and record.get("key") == key
+        if not kept:
+            began = time.monotonic()
+            value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
+            record = {"key": key, "seconds": round(time.monotonic() - began, 3), "value": value}
+            if self.ranks.leads:
+                write_json(path, record)
+                self._written.append(path)
+        self.seconds[name] = record["seconds"]
+        if self.ranks.leads:
+            self.say(f"{name}: {'measured before, kept' if kept else format(record['seconds'], '.1f') + ' s'}")
+        return record["value"]
+
+    def forget(self) -> None:
+        """Remove what was measured in this attempt: its inputs were not what their digests say."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+
+
+class Kept(KeptParts):
+    """The stage's parts, under `units/measured/`. `--force` clears them with the folder."""
+
+    def __init__(self, work: Work, ranks: Ranks) -> None:
+        super().__init__(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
+        self.work = work
+
+    def settings(self, *names: str) -> dict[str, Any]:
+        """Settings of the section evaluate that decide a part."""
+        return {name: identity(getattr(self.work.config.evaluate, name)) for name in names}
+
+    def inputs(self, *stages: str) -> dict[str, str]:
+        """Digests of the stages that a part is made of."""
+        return {stage: self.work.fingerprint["inputs"][stage] for stage in stages}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and {"key", "seconds", "value"} <= record.keys() else None

@@ -1,0 +1,120 @@
+"""The name `drover` among lm-evaluation-harness's models: importing this module registers it.
+
+    python -m tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
+
+The harness (0.4) knows its own models and those that somebody registered in the same process: it looks at no entry
+points. So its command line is started by `tools.lm_eval`, which imports this first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.registry import register_model
+
+from pipeline.errors import UserError
+from pipeline.evaluation.comparing import deliverable
+from pipeline.evaluation.harness import HarnessModel
+from pipeline.evaluation.open_model import open_model, run_of
+from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
+
+if TYPE_CHECKING:
+    from pipeline.contract.run import Run
+
+BATCH = 16
+"""Sequences per forward pass where neither the arguments nor a run says."""
+NEWEST = "newest"
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Where the weights are, and what a run's evaluate stage would take: arithmetic, batch, tokens per window."""
+
+    path: Path
+    dtype: str = "float32"
+    batch: int = BATCH
+    length: int | None = None
+
+
+@register_model("drover")
+class DroverModel(HarnessModel):
+    """A model of Drover's, or a Llama in Hugging Face's form, for the harness.
+
+    Started by torchrun, every rank holds the model and takes its share of each list of requests.
+
+    Args:
+        run: folder of a run: what its stage convert exported, which is what its stage evaluate measures; before that
+            is done, the newest checkpoint. Or folder of a training checkpoint, or of a model in Hugging Face's form.
+        checkpoint: of the run: a step, or `newest`.
+        dtype: of weights and arithmetic, float32 or bfloat16; default: the run's evaluate.dtype, else float32.
+        batch: sequences per forward pass; default: --batch_size if above 1, the run's evaluate.batch, 16.
+        max_length: tokens per window; default: the run's evaluate.sequence_length, else the model's context.
+        device: cpu, cuda, cuda:1 ...; where there is no GPU, or by default, what there is. Of several ranks each takes
+            its own.
+        batch_size, max_batch_size: the harness's own options; `auto` means the default.
+
+    Raises:
+        UserError: what the arguments ask for is not there.
+    """
+
+    def __init__(self, run: str | None = None, checkpoint: str | int | None = None, dtype: str | None = None,
+                 batch: int | None = None, max_length: int | None = None, device: str | None = None,
+                 batch_size: str | int | None = None, max_batch_size: int | None = None, **unknown: Any) -> None:
+        if run is None or unknown:
+            raise UserError(f"--model drover takes --model_args run=FOLDER[,checkpoint=STEP|{NEWEST}][,dtype=...]"
+                            f"[,batch=...][,max_length=...]"
+                            f"{', and not ' + ', '.join(unknown) if unknown else '; run= is missing'}.")
+        settings = _settings(Path(str(run)), checkpoint)
+        chosen = dtype or settings.dtype
+        if chosen not in DTYPES:
+            raise UserError(f"dtype={chosen} is none that models are measured in: {' or '.join(DTYPES)}.")
+        where, rank, world = _place(device)
+        opened = open_model(settings.path, where, getattr(torch, chosen))
+        given = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else 1
+        length = max_length or settings.length
+        if length is not None and length > opened.config.context_length:
+            raise UserError(f"max_length={length} is more than the model's context of {opened.config.context_length}.")
+        super().__init__(opened.model, opened.tokenizer, rank=rank, world=world, length=length,
+                         batch=batch or (given if given > 1 else settings.batch))
+        self.path = opened.path
+
+
+def _settings(path: Path, checkpoint: str | int | None) -> _Settings:
+    run = run_of(path) if (path / "config.yaml").is_file() else None
+    if run is None:
+        if checkpoint is not None:
+            raise UserError(f"checkpoint={checkpoint} needs run= to be the folder of a run; {path} is none.")
+        return _Settings(path)
+    evaluate = run.config.evaluate
+    return _Settings(_weights(run, checkpoint), evaluate.dtype, evaluate.batch, evaluate.sequence_length)
+
+
+def _weights(run: Run, checkpoint: str | int | None) -> Path:
+    """The folder of a run's weights that are meant."""
+    if checkpoint is None:
+        return deliverable(run.folder)
+    if checkpoint == NEWEST:
+        return run.folder
+    try:
+        found = run.stage_folder("train") / CHECKPOINTS / checkpoint_name(int(checkpoint))
+    except ValueError:
+        raise UserError(f"checkpoint={checkpoint} is neither a step nor {NEWEST!r}.") from None
+    if not found.is_dir():
+        raise UserError(f"The run {run.folder} has no checkpoint after step {checkpoint} ({found}).")
+    return found
+
+
+def _place(device: str | None) -> tuple[torch.device, int, int]:
+    """Device, rank and number of ranks; joins the others that torchrun started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from pipeline.parallel.ranks import start_ranks
+        ranks = start_ranks()
+        return ranks.device, ranks.rank, ranks.world
+    if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
+        return torch.device("cpu"), 0, 1  # cuda:0 is what the harness's command line says where nobody did
+    return torch.device(device or "cuda"), 0, 1

@@ -1,0 +1,90 @@
+"""A model with its tokenizer, from whatever a user points at: a run, a checkpoint of one, a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.attention.backend import Where
+from model.attention.choosing import choose
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.errors import UserError
+from pipeline.formats.weights import Weights, load_model, open_weights
+from pipeline.records.checkpoints import CHECKPOINTS
+from pipeline.tokenization.base import Tokenizer
+
+if TYPE_CHECKING:
+    from pipeline.contract.run import Run
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What text is measured with and made by.
+
+    Attributes:
+        model: in evaluation mode, without gradients, on its device.
+        tokenizer: its tokenizer; the model knows all its ids.
+        config: the network's shape, `vocab_size` known.
+        path: the folder that the weights lie in: of a run, that of its newest complete checkpoint.
+    """
+
+    model: Llama
+    tokenizer: Tokenizer
+    config: ModelConfig
+    path: Path
+
+
+def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedModel:
+    """The model in a run's folder, in a training checkpoint inside of a run, or in a Hugging Face folder.
+
+    The tokenizer of a run and of its checkpoints is that of its tokenizer stage, which `reuse` may have taken from
+    another run; that of a Hugging Face folder is its tokenizer.json.
+
+    Raises:
+        UserError: there are no weights or no tokenizer there, or they are damaged or do not belong together.
+    """
+    with open_weights(path) as weights:
+        tokenizer = _tokenizer(path, weights)
+        assert weights.config.vocab_size is not None
+        if weights.config.vocab_size < tokenizer.used:
+            raise UserError(f"The model in {weights.path} knows {weights.config.vocab_size} ids, but its tokenizer has "
+                            f"{tokenizer.used}. They do not belong together: give the model the tokenizer that it was "
+                            f"trained with.")
+        model = load_model(weights, device, dtype)
+    where = Where(device, dtype, compiled=False, head_dim=weights.config.head_dim)
+    model.backend = choose("auto", where).backend
+    return OpenedModel(model, tokenizer, weights.config, weights.path)
+
+
+def run_of(path: Path) -> Run | None:
+    """The run in a folder, or the one that a checkpoint's folder lies in; None of anything else."""
+    from pipeline.contract.run import run_in
+
+    for place in (path.absolute(), path.resolve()):
+        inside = place.parent.name == CHECKPOINTS and len(place.parents) > 2
+        for folder in (place, *([place.parents[2]] if inside else [])):
+            if (folder / "config.yaml").is_file():
+                return run_in(folder, check=False)
+    return None
+
+
+def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
+    from pipeline.tokenization.kinds import load_tokenizer, open_tokenizer
+
+    if weights.form == "hf":
+        file = weights.path / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"{weights.path} has weights but no tokenizer.json. Put the model's there, with its "
+                            f"tokenizer_config.json (transformers' AutoTokenizer.save_pretrained writes both).")
+        return open_tokenizer("huggingface", file)
+    run = run_of(path)
+    if run is None:
+        raise UserError(f"{path} is a checkpoint outside of a run, so its tokenizer is not known. Give the run's "
+                        f"folder, the checkpoint's folder inside of it, or a Hugging Face folder made by the stage "
+                        f"convert.")
+    run.finished("tokenizer")
+    return load_tokenizer(run.stage_folder("tokenizer"))

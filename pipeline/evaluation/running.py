@@ -1,0 +1,153 @@
+"""Running lm-evaluation-harness tasks on our model: what they mean is the harness's business, word for word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
+from pipeline.evaluation.tasks import TaskFile, go_offline
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.harness import HarnessModel
+
+FEW_SHOT_SEED = 1234
+TALKATIVE = ("lm_eval", "datasets", "evaluate")
+"""Libraries whose log goes to a file."""
+
+
+class TaskRunner:
+    """The harness, opened at the first task that is measured. A context manager: its data cache goes at the end.
+
+    Args:
+        model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
+        places: folders with task files.
+        limit: items per task; None: all.
+        bootstrap_iters: draws of bootstrapped standard errors, as the harness takes it.
+        log: file that what the harness prints and logs is appended to; None: it is dropped.
+    """
+
+    def __init__(self, model: HarnessModel, places: list[Path], limit: int | None, bootstrap_iters: int,
+                 log: Path | None = None) -> None:
+        self.model, self.places, self.limit, self.log = model, places, limit, log
+        # The harness draws in as many processes as the machine has cores: one rank does it for all.
+        self.bootstrap_iters = bootstrap_iters if model.share[0] == 0 else 0
+        self._cache = tempfile.TemporaryDirectory(prefix="drover-tasks-")
+        self._manager: Any = None
+
+    def __enter__(self) -> TaskRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._cache.cleanup()
+
+    def measure(self, task_file: TaskFile) -> dict[str, Any]:
+        """Metrics with standard errors, the level of chance, items; `per_item`, see `item_scores`. Every rank gets rank
+        0's.
+
+        Raises:
+            UserError: in a sentence, on every rank, why the task cannot be loaded or scored; the whole story is in the
+                log.
+        """
+        result, reason = None, None
+        try:
+            with _messages_in(self.log):
+                result = self._measure(task_file)
+        except Exception as error:  # noqa: BLE001 - whatever the harness or a task's own code make of the user's files
+            reason = _reason(error)
+        outcomes = self.model.everywhere((result, reason))
+        for _, reason in outcomes:
+            if reason is not None:
+                raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
+        first: dict[str, Any] = outcomes[0][0]
+        return first
+
+    def _measure(self, task_file: TaskFile) -> dict[str, Any]:
+        from lm_eval.evaluator import evaluate
+
+        task, truncated = self._load(task_file), self.model.truncated
+        found = evaluate(self.model, {"tasks": {task_file.name: task}}, limit=self.limit, log_samples=True,
+                         bootstrap_iters=self.bootstrap_iters)
+        summary, samples = _summary(task_file.name, task, found), found["samples"][task_file.name]
+        if self.bootstrap_iters:
+            for name, stderr in errors_of_texts(samples).items():
+                summary["metrics"][name]["stderr"] = stderr
+        return {**summary, "contexts_truncated": self.model.truncated - truncated,
+                "per_item": item_scores(task, samples)}
+
+    def _load(self, task_file: TaskFile) -> Any:
+        """The harness's task object, its data read from absolute paths into a cache of our own."""
+        kwargs = {**task_file.settings["dataset_kwargs"], "data_files": task_file.data_files,
+                  "cache_dir": self._cache.name}
+        member = {"task": task_file.name, "dataset_kwargs": kwargs}
+        # A group of one is the harness's way to load a registered task with some settings replaced.
+        try:
+            task = self._opened().load([{"group": "drover", "task": [member]}])["tasks"][task_file.name]
+        except Exception as error:
+            raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+        return task
+
+    def _opened(self) -> Any:
+        if self._manager is None:
+            go_offline()
+            import datasets
+            from lm_eval.tasks import TaskManager
+            datasets.disable_progress_bars()
+            self._manager = TaskManager(include_path=list(self.places), include_defaults=False)
+        return self._manager
+
+
+@contextmanager
+def _messages_in(log: Path | None) -> Iterator[None]:
+    """Append what is printed and logged to a file, and the traceback of what goes wrong."""
+    with open(log or os.devnull, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        loggers = [logging.getLogger(name) for name in TALKATIVE]
+        before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.INFO)
+            logger.propagate, logger.handlers = False, [handler]
+        try:
+            yield
+        except Exception:
+            traceback.print_exc()
+            raise
+        finally:
+            for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+                logger.propagate, logger.handlers = propagate, handlers
+
+
+def _reason(error: Exception) -> str:
+    """One sentence of an error: the first line of what it says, after its type where that is not our own."""
+    if isinstance(error, UserError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{': '.join([type(error).__name__, *lines[:1]]).rstrip('.')}."
+
+
+def _summary(name: str, task: Any, found: Any) -> dict[str, Any]:
+    metrics: dict[str, dict[str, Any]] = {}
+    for key, value in found["results"][name].items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = found["results"][name].get(f"{metric}_stderr,{filter_name}")
+        metrics[metric if filter_name == "none" else f"{metric} ({filter_name})"] = {
+            "value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
+    return {"metrics": metrics, "items": found["n-samples"][name]["effective"],
+            "items_in_file": found["n-samples"][name]["original"], "few_shot": found["n-shot"][name],
+            "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]), **answer_summary(answers(task))}

@@ -1,0 +1,245 @@
+"""Meta's own form of a Llama's weights: `params.json` and `consolidated.NN.pth`, a file for each part of a model split
+over GPUs.
+
+Names and rotary layout are ours. A part holds a slice of each matrix (llama-models' reshard_mp):
+
+    wq, wk, wv, w1, w3, output   rows
+    wo, w2                       columns
+    tok_embeddings               rows in Llama 3, columns in Llama 1 and 2
+    norms                        all of them, in each part
+
+With more parts than KV heads, neighbouring parts hold copies of one head's wk and wv.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from pipeline.errors import UserError
+from pipeline.formats.base import Weights
+from pipeline.formats.meta_params import PARAMS, config_of, params_of, read_params
+from pipeline.formats.pickle_file import PickleFile
+from pipeline.formats.record import recorded_config
+from pipeline.formats.tensor_file import DamagedFileError
+
+_PART = re.compile(r"consolidated\.(\d\d)\.pth")
+_EMBEDDING, _OUTPUT = "tok_embeddings.weight", "output.weight"
+_PASSED_OVER = {"rope.freqs"}
+"""In Llama 2 files; the config says the same."""
+_COMPARED_ROWS = 4096
+
+
+class Split:
+    """Which part of a model holds what.
+
+    Attributes:
+        parts: how many there are.
+        embedding_axis: along which tok_embeddings is cut: 0 as Llama 3 has it, 1 as Llama 1 and 2.
+    """
+
+    def __init__(self, parts: int, kv_heads: int, embedding_axis: int) -> None:
+        self.parts, self.embedding_axis = parts, embedding_axis
+        self._kv_copies = max(1, parts // kv_heads)
+
+    def cut(self, name: str) -> tuple[int, int]:
+        """(axis, copies): along which axis a parameter is cut, and how many neighbouring parts hold the same."""
+        match name.split(".")[-2]:
+            case "norm" | "attention_norm" | "ffn_norm":
+                return 0, self.parts
+            case "wk" | "wv":
+                return 0, self._kv_copies
+            case "wo" | "w2":
+                return 1, 1
+            case "tok_embeddings":
+                return self.embedding_axis, 1
+            case _:
+                return 0, 1
+
+    def rectangle(self, name: str, shape: tuple[int, ...], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, size) of what a part holds of a parameter; ValueError if it cannot be cut evenly."""
+        axis, copies = self.cut(name)
+        groups = self.parts // copies
+        if shape[axis] % groups or self.parts % copies:
+            raise ValueError(f"{name} {list(shape)} cannot be cut into {self.parts} parts")
+        size = [*shape]
+        size[axis] //= groups
+        offset = [0] * len(shape)
+        offset[axis] = part // copies * size[axis]
+        return tuple(offset), tuple(size)
+
+
+class MetaWeights(Weights):
+    """A folder in Meta's form, in any number of parts.
+
+    Where several parts hold copies of the same, they are compared when they are read. Raises UserError for what is
+    missing, torn, no Llama, or does not fit params.json.
+    """
+
+    form = "meta"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        params = read_params(path)
+        self._parts = _open_parts(path)
+        try:
+            super().__init__(path, self._shape(params))
+            self._check()
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+            self.close()
+            what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise UserError(f"{path / PARAMS} and the weights beside it do not make a Llama: {what}.") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._parts[0].layouts[name].dtype
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        axis, copies = self._split.cut(name)
+        height = self._parts[0].layouts[name].shape[axis]
+        target = torch.empty(shape, dtype=self.dtype(name))
+        if not target.numel():
+            return target
+        start, end = offset[axis], offset[axis] + shape[axis]
+        for group in range(start // height, -(-end // height)):
+            low, high = max(start, group * height), min(end, (group + 1) * height)
+            inside = (*offset[:axis], low - group * height, *offset[axis + 1:])
+            place = target.narrow(axis, low - start, high - low)
+            first, *others = self._parts[group * copies:(group + 1) * copies]
+            first.read_into(place, name, inside)
+            for other in others:
+                again = torch.empty_like(place)
+                other.read_into(again, name, inside)
+                if not _same_bits(place, again):
+                    raise UserError(f"{first.path} and {other.path} should hold the same {name}, and do not: they are "
+                                    f"not parts of one model, or damaged. Fetch them again.")
+        return target
+
+    def _shape(self, params: dict[str, object]) -> ModelConfig:
+        """The network's shape: from Drover's own record where it is of these very parameters, else from these, and
+        from the weights what they do not tell."""
+        parts, layouts = len(self._parts), self._parts[0].layouts
+        rows, width = _whole(layouts[_EMBEDDING].shape)
+        axis = 1 if parts > 1 and width * parts == params["dim"] else 0
+        if not axis and width != params["dim"]:
+            raise ValueError(f"dim is {params['dim']}, and the embedding is {width} wide in each of {parts} parts")
+        recorded = recorded_config(self.path)
+        if recorded is not None and params_of(recorded, parts) == params:
+            self._split = Split(parts, recorded.kv_heads, axis)
+            return recorded
+        vocab_size = rows * (1 if axis else parts)
+        if params.get("vocab_size", -1) not in (-1, vocab_size):  # Llama 2 leaves it to the tokenizer, with -1
+            raise ValueError(f"vocab_size is {params['vocab_size']}, and the embedding has {vocab_size} rows")
+        kv_heads = self._kv_heads(params)
+        self._split = Split(parts, kv_heads, axis)
+        return config_of(params, vocab_size=vocab_size, kv_heads=kv_heads, tied=self._is_tied(vocab_size))
+
+    def _kv_heads(self, params: dict[str, object]) -> int:
+        """How many KV heads differ. Parameters that say as many as there are parts may count copies."""
+        stated, parts, layers = params.get("n_kv_heads") or params["n_heads"], len(self._parts), params["n_layers"]
+        if not isinstance(stated, int) or not isinstance(layers, int) or min(stated, layers) < 1:
+            raise TypeError(f"n_kv_heads = {stated!r}, n_layers = {layers!r}")
+        if layers > len(self._parts[0].layouts):
+            raise ValueError(f"n_layers is {layers}, and the files have {len(self._parts[0].layouts)} tensors")
+        if stated < parts and parts % stated:
+            raise ValueError(f"{stated} KV heads cannot lie in {parts} parts")
+        if stated != parts:
+            return stated
+        names = [f"layers.{layer}.attention.{kind}.weight" for layer in range(layers) for kind in ("wk", "wv")]
+        copies = next((copies for copies in range(parts, 1, -1) if parts % copies == 0
+                       and all(self._repeated(name, copies) for name in names)), 1)
+        return parts // copies
+
+    def _repeated(self, name: str, copies: int) -> bool:
+        """Whether that many neighbouring parts begin with the same row: heads that were trained never do."""
+        rows = []
+        for part in self._parts:
+            row = torch.empty((1, _whole(part.layouts[name].shape)[1]), dtype=part.layouts[name].dtype)
+            part.read_into(row, name, (0, 0))
+            rows.append(row)
+        return all(_same_bits(row, rows[number // copies * copies]) for number, row in enumerate(rows))
+
+    def _is_tied(self, vocab_size: int) -> bool:
+        """Whether embedding and output are one matrix: only one is there, or both have the same values."""
+        first = self._parts[0].layouts
+        if _OUTPUT not in first:
+            return True
+        if all(part.is_one_tensor(_EMBEDDING, _OUTPUT) for part in self._parts):
+            return True
+        height, width = _whole(first[_OUTPUT].shape)
+        if height * len(self._parts) != vocab_size:
+            return False
+        for low in (0, *range(1, vocab_size, _COMPARED_ROWS)):
+            size = (1 if low == 0 else min(_COMPARED_ROWS, vocab_size - low), width)
+            if not _same_bits(self._read(_EMBEDDING, (low, 0), size), self._read(_OUTPUT, (low, 0), size)):
+                return False
+        return True
+
+    def _check(self) -> None:
+        """UserError unless the parts hold what the config describes: no more, no less, each of its shape."""
+        layouts, wrong = self._parts[0].layouts, []
+        for name, shape in self.shapes.items():
+            _, size = self._split.rectangle(name, shape, 0)
+            if name not in layouts:
+                wrong.append(f"{name} is missing")
+            elif layouts[name].shape != size:
+                wrong.append(f"{name} is {list(layouts[name].shape)} in each part; by {PARAMS} it is {list(size)}")
+        known = self.shapes.keys() | _PASSED_OVER | ({_OUTPUT} if self.config.tied_embeddings else set())
+        wrong += [f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in layouts
+                  if name not in known]
+        if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise UserError(f"The weights in {self.path} ({len(self._parts)} parts) do not fit its {PARAMS}: "
+                            f"{'; '.join(wrong[:5])}{more}.")
+
+
+def _open_parts(folder: Path) -> list[PickleFile]:
+    """All parts, in order; UserError if one is missing, torn, or not like the first."""
+    numbers = sorted(int(found[1]) for path in folder.iterdir() if (found := _PART.fullmatch(path.name)))
+    if not numbers or numbers != list(range(len(numbers))):
+        there = ", ".join(f"{number:02d}" for number in numbers) or "none"
+        raise UserError(f"{folder} should hold consolidated.00.pth and so on, without gaps; of these numbers there "
+                        f"are: {there}. Fetch the rest.")
+    parts: list[PickleFile] = []
+    try:
+        for number in numbers:
+            parts.append(PickleFile(folder / f"consolidated.{number:02d}.pth"))
+            _refuse_other_layout(parts[0], parts[-1])
+    except DamagedFileError as error:
+        for part in parts:
+            part.close()
+        raise UserError(f"The weights in {folder} cannot be read: {error}. Fetch or export them again.") from None
+    return parts
+
+
+def _refuse_other_layout(first: PickleFile, part: PickleFile) -> None:
+    one, two = first.layouts, part.layouts
+    differing = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+    if _EMBEDDING not in two:
+        raise DamagedFileError(f"{part.path} has no {_EMBEDDING}, which every part of a Llama has")
+    if differing:
+        raise DamagedFileError(f"{part.path} has another {differing[0][:100]} than {first.path}: these are not parts "
+                               f"of one model")
+
+
+def _whole(shape: Sequence[int]) -> tuple[int, int]:
+    """Height and width of a matrix; ValueError if it is none."""
+    if len(shape) != 2 or not all(shape):
+        raise ValueError(f"a matrix is {list(shape)}")
+    return shape[0], shape[1]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are equal to the bit: a NaN is itself, and -0 is not 0."""
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

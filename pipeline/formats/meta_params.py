@@ -1,0 +1,112 @@
+"""Meta's params.json and our ModelConfig, both ways.
+
+The keys are those of llama-models' ModelArgs. Three things that a network is made of do not stand there:
+
+- the context length: that of the published model of this shape, else that of its generation;
+- by how much `use_scaled_rope` stretches: 32 for the shapes of Llama 3.2 1B and 3B, else 8, always from 8,192 tokens
+  (the reference has 8 for all, which is wrong for those two: llama-models issues 166 and 241);
+- whether embedding and output are one matrix: the weights show it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model.config import ModelConfig, RopeScaling
+from model.presets import PRESETS
+from pipeline.errors import UserError
+
+PARAMS = "params.json"
+LLAMA2_THETA = 10000.0
+"""The rotary base of Llama 1 and 2, whose files do not name it; later ones do."""
+_LLAMA3_CONTEXT, _LLAMA31_CONTEXT, _LLAMA2_CONTEXT = 8192, 131072, 4096
+_FACTOR = 8.0
+_CHANGES_ARITHMETIC = ("moe_args", "lora_args", "quantization_args", "use_qk_norm", "attention_chunk_size",
+                       "nope_layer_interval", "vision_args")
+"""Keys of descendants that compute something else. All others that are not known are passed over, as the reference
+does."""
+
+
+def read_params(folder: Path) -> dict[str, Any]:
+    """The parameters in a folder's params.json, whether they are nested under "model" or not.
+
+    Raises UserError if there are none, or if they are those of a network that is no Llama of ours.
+    """
+    path = folder / PARAMS
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        params = content.get("model", content)
+        found = [key for key in _CHANGES_ARITHMETIC if params.get(key)]
+        absent = [key for key in ("dim", "n_layers", "n_heads") if key not in params]
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as Meta's parameters ({error}).") from None
+    if found:
+        raise UserError(f"{path} has {found[0]} = {params[found[0]]!r}: that network computes something else than the "
+                        f"Llamas that Drover reads.")
+    if absent:
+        raise UserError(f"{path} has no {', '.join(absent)}: these are not Meta's parameters of a Llama.")
+    return dict(params)
+
+
+def config_of(params: dict[str, Any], *, vocab_size: int, kv_heads: int, tied: bool) -> ModelConfig:
+    """The shape that parameters describe, together with what only the weights tell.
+
+    Raises ValueError, TypeError or KeyError for values that make no sense.
+    """
+    scaled, multiplier = bool(params.get("use_scaled_rope")), params.get("ffn_dim_multiplier")
+    plain = ModelConfig(
+        dim=params["dim"], layers=params["n_layers"], heads=params["n_heads"], kv_heads=kv_heads,
+        ffn_dim_multiplier=None if multiplier is None else float(multiplier),
+        multiple_of=params.get("multiple_of", 256), vocab_size=vocab_size,
+        rope_theta=float(params.get("rope_theta", LLAMA2_THETA)), norm_eps=float(params.get("norm_eps", 1e-5)),
+        tied_embeddings=tied)
+    published = _published(plain, scaled)
+    scaling = None
+    if scaled:
+        known = published.rope_scaling.factor if published and published.rope_scaling else _FACTOR
+        scaling = RopeScaling(factor=float(params.get("rope_scaling_factor") or known))
+    if published:
+        context = published.context_length
+    elif scaled:
+        context = _LLAMA31_CONTEXT
+    else:
+        context = _LLAMA2_CONTEXT if plain.rope_theta == LLAMA2_THETA else _LLAMA3_CONTEXT
+    return plain.model_copy(update={"rope_scaling": scaling, "context_length": context})
+
+
+def params_of(config: ModelConfig, parts: int) -> dict[str, Any]:
+    """The parameters that Meta's tools read with a model in that many parts.
+
+    Where there are more parts than KV heads, each part has a copy of one, and the parameters say as many KV heads as
+    there are parts (so does the published Llama 3.1 405B in 16 parts). `config_of` tells what is lost.
+    """
+    multiplier, multiple_of = _width_rule(config)
+    params: dict[str, Any] = {"dim": config.dim, "n_layers": config.layers, "n_heads": config.heads,
+                              "n_kv_heads": max(config.kv_heads, parts), "vocab_size": config.vocab_size}
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    params.update(multiple_of=multiple_of, norm_eps=config.norm_eps, rope_theta=config.rope_theta)
+    if config.rope_scaling is not None:
+        params["use_scaled_rope"] = True
+    return params
+
+
+def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
+    """ffn_dim_multiplier and multiple_of by which Llama's rule gives the feed-forward width."""
+    if config.ffn_dim is None:
+        return config.ffn_dim_multiplier, config.multiple_of
+    for known in sorted(PRESETS.values(), key=lambda shape: shape.dim != config.dim):  # of its own width first
+        rule = {"ffn_dim_multiplier": known.ffn_dim_multiplier, "multiple_of": known.multiple_of}
+        if known.ffn_dim is None and config.model_copy(update={"ffn_dim": None, **rule}).hidden == config.ffn_dim:
+            return known.ffn_dim_multiplier, known.multiple_of
+    return (config.ffn_dim + 0.5) / int(2 * (4 * config.dim) / 3), 1  # cut off, it is the width
+
+
+def _published(config: ModelConfig, scaled: bool) -> ModelConfig | None:
+    """The published model of this shape and generation."""
+    def shape(of: ModelConfig) -> tuple[float, ...]:
+        return of.dim, of.layers, of.heads, of.kv_heads, of.hidden, of.rope_theta
+    return next((known for known in PRESETS.values()
+                 if shape(known) == shape(config) and (known.rope_scaling is not None) == scaled), None)

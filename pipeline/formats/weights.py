@@ -1,0 +1,192 @@
+"""Weights of a Llama by our names, rectangle by rectangle, whatever form they lie in.
+
+    weights = open_weights(Path("runs/demo"))   # of a run, its newest checkpoint
+    weights.config                              # the network's shape
+    weights.read("layers.0.attention.wq.weight", (0, 0), (64, 288))
+
+Nothing is read before it is asked for, and memory is needed for what is asked for only: a rank that holds a part of a
+model reads that part. Another form is another `Weights` (base.py) and a line in FORMS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.errors import UserError
+from pipeline.formats.base import Weights
+from pipeline.formats.huggingface import pair_rows, read_config, rotated_heads, their_names
+from pipeline.formats.meta import MetaWeights
+from pipeline.formats.meta_params import PARAMS
+from pipeline.formats.pickle_file import PickleFile
+from pipeline.formats.record import RECORD, recorded_config
+from pipeline.formats.sharded_tensors import INDEX, CheckpointReader
+from pipeline.formats.tensor_file import DamagedFileError, TensorFile
+from pipeline.records.checkpoints import read_marker
+from pipeline.records.weight_files import weights_folder
+
+MODEL = "model."
+"""Before the names of weights in a training checkpoint; other states of the optimizer have other words."""
+
+
+class CheckpointWeights(Weights):
+    """A training checkpoint, whatever engine wrote it on whatever ranks; or a folder with its tensors' form and weights
+    alone, which `weights.json` describes."""
+
+    form = "drover"
+
+    def __init__(self, path: Path) -> None:
+        config = recorded_config(path)
+        if config is None:
+            config = ModelConfig(**read_marker(path)["config"]["model"])
+            self._reader = CheckpointReader(path)
+            rows = self._reader.shape(f"{MODEL}tok_embeddings.weight")[0]
+            config = config.model_copy(update={"vocab_size": rows})
+        else:
+            self._reader = CheckpointReader(path, mend="Make it again.")
+        super().__init__(path, config)
+        there = set(self._reader.names(MODEL))
+        wrong = [name for name, shape in self.shapes.items()
+                 if MODEL + name not in there or self._reader.shape(MODEL + name) != shape]
+        if wrong:
+            raise UserError(f"The weights in {path} do not fit the shape that is stated beside them: {wrong[0]} is "
+                            f"missing or of another shape. Make the folder again.")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(MODEL + name)
+
+    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return self._reader.read(MODEL + name, offset, shape)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class HuggingFaceWeights(Weights):
+    """A folder in Hugging Face's form, in one file or many: safetensors, or the pickled .bin of earlier years.
+
+    Raises UserError for what is no Llama, is missing, or has weights that do not fit config.json.
+    """
+
+    form = "hf"
+
+    def __init__(self, path: Path) -> None:
+        try:
+            super().__init__(path, read_config(path))
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise UserError(f"{path / 'config.json'} does not describe a Llama that Drover can read: {what}") from None
+        self._files: list[TensorFile | PickleFile] = []
+        try:
+            self._where = self._index()
+        except BaseException:
+            self.close()
+            raise
+        self._check()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._where[self._their[name]].layouts[self._their[name]].dtype
+
+    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        heads = rotated_heads(name, self.config)
+        if heads is None or not all(shape):
+            return self._rows(name, offset, shape)
+        # Their rows of a head are in another order: whole heads are read and put into ours.
+        height = self.shapes[name][0] // heads
+        first, last = offset[0] // height, -(-(offset[0] + shape[0]) // height)
+        rows = self._rows(name, (first * height, offset[1]), ((last - first) * height, shape[1]))
+        skipped = offset[0] - first * height
+        return pair_rows(rows, last - first)[skipped:skipped + shape[0]].contiguous()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _rows(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        file, target = self._where[self._their[name]], torch.empty(shape, dtype=self.dtype(name))
+        try:
+            file.read_into(target, self._their[name], offset)
+        except (DamagedFileError, OSError) as error:
+            raise UserError(f"The weights in {self.path} cannot be read: {error}.") from error
+        return target
+
+    def _index(self) -> dict[str, TensorFile | PickleFile]:
+        """In which file each of their tensors lies."""
+        self._their = their_names(self.config)
+        single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
+                                                            (name, f"{name}.index.json"))), SINGLE_FILES[0])
+        index = self.path / f"{single}.index.json"
+        names = [single]
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise UserError(f"{index} is no index of tensor files ({error}).") from None
+        found = {}
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise UserError(f"The index {index} names {name!r}, which is no file beside it.")
+            try:
+                self._files.append((TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name))
+            except (DamagedFileError, OSError) as error:
+                raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
+                                ) from None
+            found.update(dict.fromkeys(self._files[-1].layouts, self._files[-1]))
+        return found
+
+    def _check(self) -> None:
+        """UserError unless the files hold what config.json describes: no more, no less, each of its shape."""
+        known = set(self._their.values()) | ({"lm_head.weight"} if self.config.tied_embeddings else set())
+        wrong = [f"{theirs} is missing" for name in self.shapes if (theirs := self._their[name]) not in self._where]
+        wrong += [f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in self._where
+                  if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        wrong += [f"{theirs} is {list(layout)}; by config.json it is {list(shape)}" for name, shape in
+                  self.shapes.items() if (theirs := self._their[name]) in self._where
+                  and (layout := self._where[theirs].layouts[theirs].shape) != shape]
+        if wrong:
+            self.close()
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise UserError(f"The weights in {self.path} do not fit its config.json: {'; '.join(wrong[:5])}{more}.")
+
+
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+"""What a folder in Hugging Face's form has, or has an index of: the first that is there is taken."""
+
+FORMS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Weights], str]] = {
+    "drover": (lambda path: (path / INDEX).is_file(), CheckpointWeights, f"a training checkpoint ({INDEX}), or weights "
+               f"alone ({INDEX} and {RECORD})"),
+    "hf": (lambda path: (path / "config.json").is_file(), HuggingFaceWeights, "a Hugging Face folder (config.json)"),
+    "meta": (lambda path: (path / PARAMS).is_file(), MetaWeights, f"a folder of Meta's ({PARAMS})"),
+}
+"""By name: whether a folder is of the form, how to open it, and what it is in words."""
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights in a folder of any form, or the newest checkpoint of a run. UserError where there are none."""
+    folder = weights_folder(path)
+    for recognises, opened, _ in FORMS.values():
+        if recognises(folder):
+            return opened(folder)
+    raise UserError(f"{path} holds no weights that Drover knows. It would be {_forms()}, or a run's folder.")
+
+
+def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
+    """The network with these weights, on a device; memory for one tensor beside it."""
+    with torch.device("meta"):
+        model = Llama(weights.config)
+    state = {name: weights.read(name).to(device, dtype) for name in weights.names()}
+    if weights.config.tied_embeddings:
+        state["output.weight"] = state["tok_embeddings.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tie()
+    return model.eval().requires_grad_(False)
+
+
+def _forms() -> str:
+    return ", ".join(words for _, _, words in FORMS.values())

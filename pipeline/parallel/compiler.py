@@ -1,0 +1,32 @@
+"""torch.compile needs a compiler of this machine: looked for before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from pipeline.config.training import TrainConfig
+from pipeline.errors import UserError
+from pipeline.parallel.compiling import compiles
+
+
+def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
+    """Refuse a run that is to compile its blocks where torch finds nothing to compile with.
+
+    Raises:
+        UserError: saying what is missing. Without this, the first step would end in a traceback of torch's.
+    """
+    if not compiles(train, device):
+        return
+    gpu = device.type == "cuda"
+    # As torch's inductor and, for GPUs, Triton look for it.
+    variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
+    chosen = os.environ.get(variable)
+    if any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+        return
+    wanted = f"{chosen} ({variable})" if chosen else " or ".join(names)
+    default = ", which is the default on GPUs" if train.compile is None else ""
+    raise UserError(f"train.compile is on{default}, and torch.compile needs a compiler, but there is no {wanted} on "
+                    f"this machine. Install one (apt-get install g++), or set train.compile=false.")

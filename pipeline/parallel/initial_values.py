@@ -1,0 +1,23 @@
+"""What the parameters of a model start from, in the rectangles that ranks hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.llama import initial_value
+
+InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
+"""(name of a parameter, its shape, offset, size) -> that rectangle of its first value, on the host."""
+
+
+def drawn(config: ModelConfig, seed: int) -> InitialValues:
+    """`model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same."""
+    def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]))
+        for dimension in range(1, value.dim()):
+            value = value.narrow(dimension, offset[dimension], size[dimension])
+        return value
+    return values

@@ -1,0 +1,99 @@
+"""Tensor parallelism: each matrix product split over a group of ranks, the sequence split in between.
+
+The layout is Megatron's (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022). Norms and the residual
+stream hold this rank's part of the sequence; before attention and feed-forward the sequence is gathered, their
+first products are split by columns and their last by rows, whose partial sums are scattered over the sequence again.
+Embedding, output matrix and loss are split by vocabulary. The model's own code knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from model.llama import Llama
+from model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
+
+SEQUENCE = Shard(1)
+"""How activations (batch, length, dim) lie between the products."""
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Spread `model` (on the meta device) over the ranks of the one-dimensional `mesh`, in place."""
+    for block in model.layers:
+        parallelize_module(block, mesh, {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
+                                            desired_input_layouts=(Replicate(), None, None)),
+            "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
+            "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE)})
+    parallelize_module(model, mesh, {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())})
+    model.tie()  # both matrices were replaced
+    model.losses = SplitLosses(mesh)
+
+
+class SplitLosses(Losses):
+    """The losses where hidden states are split by sequence and the output matrix by vocabulary."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """As in Losses; the same value on every rank of the group."""
+        whole, part, vocabulary = self._meet(hidden, weight)
+        return cross_entropy_sum(whole.flatten(0, 1), part, labels.flatten(), vocabulary=vocabulary,
+                                 z_loss=self.z_loss)
+
+    def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """As in Losses; the same values on every rank of the group."""
+        whole, part, vocabulary = self._meet(hidden, weight)
+        return token_losses(whole.flatten(0, 1), part, labels.flatten(), vocabulary=vocabulary).view(labels.shape)
+
+    def _meet(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, TensorParallelVocabulary]:
+        assert isinstance(hidden, DTensor) and isinstance(weight, DTensor)
+        # Each rank's loss knows only its own words: the gradients of the gathered states are parts of a sum.
+        whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        part = weight.to_local()
+        return whole, part, TensorParallelVocabulary(self.mesh, part.shape[0])
+
+
+class TensorParallelVocabulary(VocabularyPartition):
+    """This rank's slice of the vocabulary: `width` words of equally many on every rank of the group."""
+
+    def __init__(self, mesh: DeviceMesh, width: int) -> None:
+        self.group, self.size, self.width = mesh.get_group(), mesh.size(), width
+        self.first = mesh.get_local_rank() * width
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """As in VocabularyPartition."""
+        columns = labels.unsqueeze(-1) - self.first
+        here = (columns >= 0) & (columns < self.width)  # an ignored label is nowhere: it is negative
+        return columns.masked_fill(~here, 0), here
+
+    def normaliser(self, part: Tensor) -> Tensor:
+        """As in VocabularyPartition."""
+        parts = part.new_empty(self.size * part.shape[0], 1)
+        dist.all_gather_into_tensor(parts, part.contiguous(), group=self.group)
+        return torch.logsumexp(parts.view(self.size, *part.shape), dim=0)
+
+    def total(self, part: Tensor) -> Tensor:
+        """As in VocabularyPartition."""
+        dist.all_reduce(part, group=self.group)
+        return part

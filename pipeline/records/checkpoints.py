@@ -1,0 +1,87 @@
+"""How a training checkpoint lies on disk, and the marker that makes it count.
+
+    train/checkpoints/step-00000100/                  tensors and their index (pipeline/formats/sharded_tensors.py)
+                      step-00000100/COMPLETE.json     written last: progress, files with sha256, how it was made
+                      step-00000200.tmp/              being written, or left by a kill
+                      step-00000300.damaged/          set aside: its files are not what was written
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+"""In the train stage's folder."""
+MARKER = "COMPLETE.json"
+FORMAT = 2
+"""Of the marker and what it stands for; 1 was torch's distributed checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Where training stands, apart from weights and moments.
+
+    step: optimizer steps done. samples: sequences used, which is the data order's whole state. plan_sha256: the
+    order they were drawn in. tokens, targets: what has been trained on. restarts: how often it was continued.
+    precision: of the arithmetic. updates: optimizer updates applied, which is `step` less the skipped ones. guards:
+    the history that they judge by. record: the metrics of the last step, should a kill have kept them from the log.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    restarts: int = 0
+    plan_sha256: str = ""
+    precision: str = ""
+    updates: int = 0
+    guards: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of the checkpoint after `step` optimizer steps, and of its evaluation's."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a folder is named after; ValueError for other names."""
+    return int(path.name.removeprefix("step-"))
+
+
+def named_after_steps(folder: Path) -> list[Path]:
+    """What is named after a step in `folder`, in order; nothing that is being written or was set aside."""
+    return sorted(folder.glob("step-????????"))
+
+
+def complete_checkpoints(train: Path) -> list[Path]:
+    """The checkpoints in the train stage's folder that have their marker, oldest first."""
+    return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """The marker of a checkpoint; UserError if the checkpoint is not complete."""
+    marker = whole_marker(path)
+    if marker is None:
+        raise UserError(f"{path} is not a complete checkpoint: {MARKER} is missing or damaged. "
+                        f"Run the train stage again; it continues from the newest complete one.")
+    return marker
+
+
+def whole_marker(path: Path) -> dict[str, Any] | None:
+    """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version's form."""
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        if (form := marker.get("format", 1)) != FORMAT:
+            raise UserError(f"{path} is a checkpoint of form {form}; this Drover reads form {FORMAT}. Go on with the "
+                            f"version that wrote it (COMPLETE.json names its code), or start again with --force, which "
+                            f"sets it aside.")
+        TrainingProgress(**marker["progress"])
+        return marker if isinstance(marker["files"], list) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

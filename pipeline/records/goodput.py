@@ -1,0 +1,244 @@
+"""Goodput: which share of the time since a run's first start went into steps that counted, and where the rest went.
+
+Computed from what training and the launcher wrote down: train/events.jsonl, train/metrics.jsonl, train/hangs, and, for
+a run on Slurm, launch/attempts.jsonl. Without torch: the launcher shows it too.
+
+The records of one start of training make a `Start`. Steps, checkpoint stalls and looks were measured by training itself
+and are summed; the time between the end of one start and the first step of the next belongs to what the launcher said
+it was doing (waiting in the queue, preflight, starting); what nobody accounts for is `other`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.state import read_attempts
+from pipeline.files import read_lines
+from pipeline.records.hangs import HANGS, read_hang
+
+QUEUE, PREFLIGHT, STARTUP, STALL = "queue", "preflight", "start-up", "checkpoint stall"
+RECOMPUTED, HANG, LOOKING, STOPPED, OTHER = "recomputed steps", "hang", "looking", "stopped", "other"
+CAUSES = {
+    QUEUE: "waiting for Slurm between two allocations",
+    PREFLIGHT: "trying the nodes before training",
+    STARTUP: "from the start of a job or of its ranks to the first step",
+    STALL: "the loop waited for a checkpoint",
+    RECOMPUTED: "steps that were done, and undone by a restart or rollback",
+    HANG: "from the last step to the end of a start that hung",
+    LOOKING: "held-out text and sample texts",
+    STOPPED: "nobody wanted it to run",
+    OTHER: "the step in which a start was killed, noticing that it was, writing logs",
+}
+"""Where time is lost, and what that means."""
+AFTER = {"restart": STARTUP, "stop": STOPPED}
+"""What begins when the launcher says that a start ended and what it does next; otherwise it waits in the queue."""
+FINISHED = "finished"
+SKEW_S = 1.0
+"""Clocks of nodes may differ by so much without a word."""
+Record = dict[str, Any]
+
+
+@dataclass
+class Start:
+    """One start of training, from the start of its process to its last sign of life.
+
+    Attributes:
+        began, ready, end: of its process, its first step, its end; seconds since 1970.
+        first, last: steps done before it, and when it ended.
+        train_s: time of the steps that count, when it ended; done_s: time of the steps that it did.
+        lost: seconds by cause, within it.
+        why: how it ended, in words; empty while it may be running.
+        then: what the time after it counts as, until the launcher says otherwise.
+    """
+
+    began: float
+    ready: float
+    first: int
+    ranks: int
+    launched: bool
+    end: float = 0.0
+    last: int = 0
+    train_s: float = 0.0
+    done_s: float = 0.0
+    lost: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+    then: str = STOPPED
+
+    def lose(self, cause: str, seconds: float) -> None:
+        """Count lost time."""
+        self.lost[cause] = self.lost.get(cause, 0.0) + max(0.0, seconds)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went: `effective_s` and `lost` add up to `wall_s`.
+
+    Attributes:
+        begun, until: seconds since 1970.
+        lost: seconds by cause, in the order of CAUSES.
+        starts: of training, in order.
+        notes: what is to be known of the figures.
+    """
+
+    begun: float
+    until: float
+    wall_s: float
+    effective_s: float
+    lost: dict[str, float]
+    starts: tuple[Start, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Effective time over wall time."""
+        return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
+def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
+    """The goodput of a run until it finished; until `now` (seconds since 1970) or its last sign of life if it has not.
+
+    None where training has not begun a step, or an earlier version wrote its records.
+    """
+    train = run_folder / "train"
+    starts = _starts(list(read_lines(train / "events.jsonl")), list(read_lines(train / "metrics.jsonl")))
+    if not starts:
+        return None
+    launcher = _launcher(run_folder, starts[0].began)
+    begun, hangs = _begin(starts[0].began, launcher), _hang_times(train)
+    for start, later in _with_next(starts):
+        _end(start, launcher, hangs, later.began if later else inf)
+    last = starts[-1]
+    until = last.end if now is None or last.why == FINISHED else max(now, last.end)
+    lost = dict.fromkeys(CAUSES, 0.0)
+    _between(lost, launcher, begun, starts[0].began, starts[0].ready, STARTUP)
+    for start, later in _with_next(starts):
+        for cause, seconds in start.lost.items():
+            lost[cause] += seconds
+        _between(lost, launcher, start.end, *((later.began, later.ready) if later else (until, until)), start.then)
+    lost[RECOMPUTED] += max(0.0, sum(start.done_s for start in starts) - last.train_s)
+    rest = until - begun - last.train_s - sum(lost.values())
+    lost[OTHER] += max(0.0, rest)
+    notes = (f"The records add up to {-rest:.1f} s more than the clock: clocks of nodes differ.",)
+    return Goodput(begun, until, last.train_s + sum(lost.values()), last.train_s, lost, tuple(starts),
+                   notes if rest < -SKEW_S else ())
+
+
+def first_start(run_folder: Path) -> float | None:
+    """When training of this run first began, as `goodput` counts it; None if it has not. Seconds since 1970."""
+    events = read_lines(run_folder / "train/events.jsonl")
+    began = next((_seconds(event["time"]) - event["startup_s"] for event in events if "startup_s" in event), None)
+    return None if began is None else _begin(began, _launcher(run_folder, began))
+
+
+def _begin(began: float, launcher: Sequence[Record]) -> float:
+    """The beginning of the job in which training first began; without a launcher, of its process."""
+    return min([began, *(record["at"] for record in launcher[:1])])
+
+
+def _starts(events: Sequence[Record], lines: Iterable[Record]) -> list[Start]:
+    """What training itself wrote of each start."""
+    found: list[Start] = []
+    for event in events:
+        if event["event"] in ("start", "resume") and "startup_s" in event:
+            ready = _seconds(event["time"])
+            found.append(Start(ready - event["startup_s"], ready, event["step"], event.get("ranks", 1),
+                               bool(event.get("job"))))
+    marks: list[list[Record]] = [[] for _ in found]
+    ready_at = [start.ready for start in found]
+    for record in [*({**event, "time": _seconds(event["time"])} for event in events if "time" in event),
+                   *(line for line in lines if "train_s" in line)]:
+        # The event is stamped to the millisecond, and so is the clock of the lines.
+        if (number := bisect_right(ready_at, record["time"])) > 0:
+            marks[number - 1].append(record)
+    for start, own in zip(found, marks, strict=True):
+        _account(start, sorted(own, key=lambda record: record["time"]))
+    return found
+
+
+def _account(start: Start, marks: Sequence[Record]) -> None:
+    """Sum up what one start wrote, in the order of time."""
+    start.end, start.last = start.ready, start.first
+    begun, looked = 0.0, 0.0
+    for record in marks:
+        start.end = record["time"]
+        kind = record.get("event")
+        start.lose(STALL, record.get("stall_s", 0.0))
+        looked = record.get("look_s", looked)
+        if kind in ("start", "resume", "rolled_back"):
+            start.done_s += start.train_s - begun
+            begun = start.train_s = record["train_s"]
+            start.last = record["step"]
+            start.lose(RECOMPUTED, record.get("lost_s", 0.0))
+        elif kind is None:
+            start.train_s, start.last = record["train_s"], record["step"]
+        elif kind in ("stop", "finish"):
+            start.why = FINISHED if kind == "finish" else f"asked to stop ({record.get('reason', '')})"
+    start.done_s += start.train_s - begun
+    start.lose(LOOKING, looked)
+
+
+def _end(start: Start, launcher: Sequence[Record], hangs: Sequence[float], later: float) -> None:
+    """How a start ended, and what the time after it counts as until somebody says otherwise."""
+    closing = next((record for record in launcher if record["event"] == "ended"
+                    and start.end - SKEW_S <= record["at"] <= later + SKEW_S), None)
+    hung = next((at for at in hangs if start.end <= at <= later), None)
+    start.then = OTHER if closing else QUEUE if start.launched else STOPPED
+    if start.why:
+        return
+    if hung is not None or (closing and closing.get("status") == "hung"):
+        end = max(start.end, closing["at"] if closing else hung or 0.0)
+        start.lose(HANG, end - start.end)
+        start.end, start.why = end, "hung"
+    elif closing:
+        start.end, start.why = max(start.end, closing["at"]), str(closing.get("status", ""))
+    elif later < inf:
+        start.why = "ended without a word"
+    else:
+        start.then = OTHER  # it may be running
+    if closing and closing.get("reason"):
+        start.why = f"{start.why}: {closing['reason']}"
+
+
+def _between(lost: dict[str, float], launcher: Sequence[Record], end: float, began: float, ready: float,
+             cause: str) -> None:
+    """Share out the time from `end` of one start over `began` of the next to its first step, by what was going on."""
+    inside = [record for record in launcher if end - SKEW_S <= record["at"] <= ready]
+    at = end
+    for record in sorted([*inside, {"event": "process", "at": began}], key=lambda record: record["at"]):
+        passed = max(0.0, min(record["at"], ready) - at)
+        tried = min(passed, record.get("seconds", 0.0)) if record["event"] == "preflight" else 0.0
+        hung = record["event"] == "ended" and record.get("status") == "hung"
+        lost[PREFLIGHT] += tried
+        lost[HANG if hung else cause] += passed - tried
+        at = max(at, min(record["at"], ready))
+        cause = AFTER.get(record.get("next", ""), QUEUE) if record["event"] == "ended" else STARTUP
+    lost[cause] += max(0.0, ready - at)
+
+
+def _launcher(run_folder: Path, began: float) -> list[Record]:
+    """What the launcher wrote of train, from the job on in which training first began."""
+    found = [{**record, "at": _seconds(record["at"])} for record in read_attempts(run_folder)
+             if record.get("stage") == "train"]
+    jobs = [record["at"] for record in found if record["event"] == "job" and record["at"] <= began + SKEW_S]
+    return [record for record in found if record["at"] >= max(jobs, default=inf)]
+
+
+def _hang_times(train_folder: Path) -> list[float]:
+    """When ranks wrote that they hang: the last of each start."""
+    written = [max((record.at for record in read_hang(folder)), default=None)
+               for folder in (train_folder / HANGS).glob("*")]
+    return sorted(at for at in written if at is not None)
+
+
+def _with_next(starts: Sequence[Start]) -> Iterable[tuple[Start, Start | None]]:
+    return zip(starts, [*starts[1:], None], strict=True)
+
+
+def _seconds(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp()

@@ -1,0 +1,56 @@
+"""The files that hold the weights in a folder, by its form: what a run that starts from them is made of. Without torch;
+what reads them is pipeline/formats/weights.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.records.checkpoints import MARKER, complete_checkpoints
+
+RUN = "config.yaml"
+"""In the folder of a run."""
+HUGGING_FACE = "config.json"
+META = "params.json"
+INDEX = "index.json"
+"""Beside weights alone, without an optimizer's state."""
+
+
+def weights_folder(path: Path) -> Path:
+    """The folder itself, or of a run its newest complete checkpoint. UserError if there is none."""
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, or a folder in "
+                        f"Hugging Face's form (config.json).")
+    if not (path / RUN).is_file():
+        return path
+    found = complete_checkpoints(path / "train")
+    if not found:
+        raise UserError(f"The run {path} has no complete checkpoint yet.")
+    return found[-1]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that decide the weights. Of a checkpoint it is the marker, which has the hashes of all others."""
+    folder = weights_folder(path)
+    if (folder / MARKER).is_file():
+        return [folder / MARKER]
+    if (folder / INDEX).is_file():
+        return [folder / INDEX, *sorted(folder.glob("*.safetensors"))]
+    patterns = (HUGGING_FACE, "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", META,
+                "consolidated.*.pth")
+    found = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    if not found:
+        raise UserError(f"{folder} holds no weights: neither {MARKER}, nor {HUGGING_FACE}, nor {META}.")
+    return found
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The files of `train.init_from`, for the contract: equal weights may lie elsewhere."""
+    if config.train.init_from is None:
+        return []
+    try:
+        found = weight_files(Path(config.train.init_from))
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
+    return [(f"init_from/{path.name}", path) for path in found]

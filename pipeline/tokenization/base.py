@@ -1,0 +1,109 @@
+"""What every tokenizer can do, and the special tokens that all of Drover's own share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+SIZE_MULTIPLE = 128
+WORD_MARK = "\u2581"
+"""sentencepiece's sign for a space inside a piece; a document's own U+2581 is therefore read back as a space."""
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+PAD = "<|finetune_right_pad_id|>"
+_NAMED = (BOS, EOS, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", PAD, "<|step_id|>",
+          "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>")
+SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in range(2, 246)))
+"""Llama 3's 256 special tokens in their order (names of Llama 3.1): most are free for later fine-tuning."""
+
+
+def padded(count: int) -> int:
+    """`count` rounded up so that the embedding splits evenly and suits matrix units."""
+    return -(-count // SIZE_MULTIPLE) * SIZE_MULTIPLE
+
+
+def byte_piece(value: int) -> str:
+    """The name of a byte among sentencepiece's pieces: `<0x0A>`."""
+    return f"<0x{value:02X}>"
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. Special ids are never made from text: `<|end_of_text|>` in a document stays text.
+
+    Attributes:
+        kind: `sentencepiece`, `tiktoken`, `huggingface`, `byte` or `char`.
+        used: ids 0..used-1 mean something; the rest up to `size` are padding that no text produces.
+        bos_id, eos_id: put before and after every document by the encode stage, never by `encode`.
+        unk_id: the id of what cannot be expressed, where there is one.
+        special_tokens: name -> id of the ids that stand for no text.
+        byte_fallback_ids: ids that spell one byte of a character without a piece of its own.
+        sha256: hash of the file that defines the vocabulary.
+    """
+
+    kind: str
+    used: int
+    bos_id: int
+    eos_id: int
+    unk_id: int | None = None
+    special_tokens: Mapping[str, int]
+    byte_fallback_ids: frozenset[int] = frozenset()
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        """Rows of the embedding: `used` rounded up to a multiple of 128."""
+        return padded(self.used)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that stand for no text."""
+        return frozenset(self.special_tokens.values())
+
+    @property
+    def bounds(self) -> tuple[str, str]:
+        """The names of BOS and EOS."""
+        names = {token: name for name, token in self.special_tokens.items()}
+        return names[self.bos_id], names[self.eos_id]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without BOS and EOS."""
+
+    def parts(self, text: str) -> list[str]:
+        """The pieces of a very long text that are encoded independently of each other; nearly always one."""
+        return [text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that an id stands for; b"" for special and padding ids.
+
+        Joined over a document's ids they are the document's bytes, but for the two marks of sentencepiece that
+        `reads_back` knows.
+        """
+
+    @abstractmethod
+    def hugging_face(self) -> Any:
+        """A `tokenizers.Tokenizer` with the same ids, still without special tokens and BOS (see `export`)."""
+
+    def checked(self, token: int) -> int:
+        """`token`, if it is an id of this vocabulary; ValueError otherwise."""
+        if not 0 <= token < self.size:
+            raise ValueError(f"{token} is not an id of this {self.kind} vocabulary of {self.size}")
+        return token
+
+
+def loses_marks(tokenizer: Tokenizer) -> bool:
+    """Whether a literal U+2581 comes back as a space."""
+    return tokenizer.decode(tokenizer.encode(f"a{WORD_MARK}b")) == "a b"
+
+
+def reads_back(text: str, decoded: str) -> bool:
+    """Whether `decoded` is `text`, but for literal U+2581 (sentencepiece's own mark), which comes back as a space."""
+    return decoded == text or (WORD_MARK in text and decoded == text.replace(WORD_MARK, " "))

@@ -1,0 +1,174 @@
+"""What a tokenizer does to held-out text: proofs document by document, and the numbers of the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.documents import Document
+from pipeline.data.text_shards import read_shard, refuse_changed_shard
+from pipeline.errors import UserError
+from pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
+from pipeline.tokenization.kinds import load_tokenizer, placed
+
+EXAMPLES = 5
+"""Failures that are named one by one; the others are counted."""
+
+
+@dataclass
+class Tally:
+    """Sums over the documents of one source.
+
+    `literal_marks` are documents with U+2581 that read back with a space in its place; `cut_documents` those so long
+    that the tokenizer encodes them in parts; `prefixed` those whose token bytes begin with a space of the
+    tokenizer's own.
+    """
+
+    documents: int = 0
+    text_bytes: int = 0
+    characters: int = 0
+    words: int = 0
+    tokens: int = 0
+    fallback_tokens: int = 0
+    unknown_tokens: int = 0
+    round_trip_failures: int = 0
+    hugging_face_failures: int = 0
+    literal_marks: int = 0
+    nul_documents: int = 0
+    cut_documents: int = 0
+    prefixed: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Take in the sums of another tally."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def summed(records: Iterable[dict[str, Any]]) -> Tally:
+    """The sums of several units of `check_shard`."""
+    total = Tally()
+    for record in records:
+        total.add(Tally(**record["tally"]))
+    return total
+
+
+@dataclass
+class Check:
+    """A tokenizer at work on documents: its tally, the ids that occurred, the first failures, the time spent."""
+
+    tally: Tally = field(default_factory=Tally)
+    seen: set[int] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+    encode_s: float = 0.0
+
+    def document(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
+        """Encode and decode one document here and with the exported tokenizer, and compare."""
+        text, tally = document.text, self.tally
+        began = time.perf_counter()
+        ids = tokenizer.encode(text)
+        self.encode_s += time.perf_counter() - began
+        decoded, encoded = tokenizer.decode(ids), text.encode()
+        tally.documents += 1
+        tally.text_bytes += len(encoded)
+        tally.characters += len(text)
+        tally.words += len(text.split())
+        tally.tokens += len(ids)
+        tally.fallback_tokens += sum(map(tokenizer.byte_fallback_ids.__contains__, ids))
+        tally.unknown_tokens += ids.count(tokenizer.unk_id) if tokenizer.unk_id is not None else 0
+        tally.literal_marks += decoded != text and reads_back(text, decoded)
+        tally.nul_documents += "\0" in text
+        self.seen.update(ids)
+        self._round_trip(document, decoded, b"".join(map(tokenizer.token_bytes, ids)))
+        self._export(document, tokenizer, exported, ids, decoded)
+
+    def _round_trip(self, document: Document, decoded: str, joined: bytes) -> None:
+        text = document.text
+        accepted = {text.encode(), text.replace(WORD_MARK, " ").encode()}
+        prefixed = joined not in accepted and joined.removeprefix(b" ") in accepted
+        self.tally.prefixed += prefixed
+        if not reads_back(text, decoded) or not (prefixed or joined in accepted):
+            self.tally.round_trip_failures += 1
+            self._fail(document, f"is not read back from its tokens: {_first_difference(text, decoded)}")
+
+    def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
+        parts = tokenizer.parts(document.text)
+        self.tally.cut_documents += len(parts) > 1
+        # Names of special tokens in a text are text here; somebody else's settings may want them matched.
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
+        begins = tokenizer.kind == "huggingface" or exported(parts[0])["input_ids"][0] == tokenizer.bos_id
+        back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if ids != theirs or not begins or back != decoded:
+            self.tally.hugging_face_failures += 1
+            at = next((index for index, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]),
+                      min(len(ids), len(theirs)))
+            self._fail(document, f"has other ids in the exported tokenizer.json from token {at} on: "
+                                 f"{ids[at:at + 4]} here, {theirs[at:at + 4]} there")
+
+    def _fail(self, document: Document, what: str) -> None:
+        if len(self.failures) < EXAMPLES:
+            self.failures.append(f"the document {document.id} of {document.source} {what}")
+
+
+def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Unit of work: documents of a text shard against the finished tokenizer in `folder` and its export.
+
+    All of them, or with `limit` in the payload those that begin in the shard's first so many bytes of text.
+    """
+    tokenizer, exported = _loaded(folder, payload["sha256"])
+    check, limit = Check(), payload["limit"]
+    if limit is None:  # of the others only texts are read, and each is compared with its own hash
+        refuse_changed_shard(placed(folder, payload["shards"]), payload["record"])
+    for document in read_shard(placed(folder, payload["shards"]), payload["record"]):
+        check.document(document, tokenizer, exported)
+        if limit is not None and check.tally.text_bytes >= limit:
+            break
+    return {"outputs": [], "tally": asdict(check.tally), "seen": bitmap(check.seen, tokenizer.size),
+            "failures": check.failures, "encode_s": check.encode_s}
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
+    from transformers import AutoTokenizer
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
+    return tokenizer, AutoTokenizer.from_pretrained(folder / "hf", local_files_only=True)
+
+
+def bitmap(ids: Iterable[int], size: int) -> str:
+    """A set of ids as hexadecimal text, one bit an id."""
+    bits = np.zeros(size, dtype=np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits).tobytes().hex()
+
+
+def from_bitmap(text: str) -> set[int]:
+    """The ids of a `bitmap`."""
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))).tolist())
+
+
+def refuse_failures(tally: Tally, failures: list[str]) -> None:
+    """UserError if a document was not read back, or the exported tokenizer gave other ids."""
+    named = "; ".join(failures[:EXAMPLES])
+    if tally.round_trip_failures:
+        raise UserError(f"The tokenizer loses text: {tally.round_trip_failures} of {tally.documents} documents are "
+                        f"not read back as they were ({named}). A model could never write what is lost. Take a "
+                        f"tokenizer without normalisation and with byte fallback, or let Drover train one "
+                        f"(tokenizer.kind=sentencepiece without tokenizer.path).")
+    if tally.hugging_face_failures:
+        raise UserError(f"The Hugging Face export does not give the same tokens: {tally.hugging_face_failures} of "
+                        f"{tally.documents} documents differ ({named}). A converted model would be fed other tokens "
+                        f"than it was trained on, so the stage is not committed. With a ready tokenizer.path, use its "
+                        f"tokenizer.json with tokenizer.kind=huggingface; with a trained one, please report it.")
+
+
+def _first_difference(text: str, decoded: str) -> str:
+    at = next((index for index, pair in enumerate(zip(text, decoded, strict=False)) if pair[0] != pair[1]),
+              min(len(text), len(decoded)))
+    return f"{text[at:at + 12]!r} at character {at} became {decoded[at:at + 12]!r}"

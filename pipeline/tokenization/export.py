@@ -1,0 +1,51 @@
+"""A tokenizer as a Hugging Face tokenizer folder with the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import copy_file, write_json, write_text
+from pipeline.tokenization.base import PAD, Tokenizer
+
+
+def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
+    """Write `tokenizer.json` and `tokenizer_config.json` for `transformers.AutoTokenizer`; returns their paths.
+
+    As with Llama 3, BOS is put before a text by default (`add_special_tokens=True`) and EOS is not put after it.
+    Special tokens are not matched inside a text (`split_special_tokens`), as everywhere in Drover; who builds chat
+    prompts by text switches that off.
+    """
+    exported = hugging_face_tokenizer(tokenizer)
+    bos, eos = tokenizer.bounds
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
+                "clean_up_tokenization_spaces": False, "split_special_tokens": True}
+    if PAD in tokenizer.special_tokens:
+        settings["pad_token"] = PAD
+    paths = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    write_text(paths[0], exported.to_str(pretty=True))
+    write_json(paths[1], settings)
+    return paths
+
+
+def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[Path]:
+    """Export a ready Hugging Face tokenizer as it is: its own files, to the byte, so that `AutoTokenizer` and chat
+    templates do what they do with the original, special tokens in a text and the BOS rule included."""
+    copies = {folder / "tokenizer.json": path, **{folder / file.name: file for file in beside}}
+    for target, source in copies.items():
+        copy_file(source, target)
+    return list(copies)
+
+
+def hugging_face_tokenizer(tokenizer: Tokenizer) -> Any:
+    """A `tokenizers.Tokenizer` that gives the vocabulary's ids, with BOS before the text by default."""
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+    exported = tokenizer.hugging_face()
+    by_id = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+    exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name, _ in by_id])
+    bos, _ = tokenizer.bounds
+    exported.post_processor = TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"],
+                                                  special_tokens=[(bos, tokenizer.bos_id)])
+    return exported

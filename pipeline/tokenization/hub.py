@@ -1,0 +1,40 @@
+"""A tokenizer by its name on the Hugging Face Hub (`owner/name`): fetched once, then read from the library's cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def names_the_hub(path: str) -> bool:
+    """Whether a `tokenizer.path` can only mean the Hub: nothing lies there, and it is one name in another's space."""
+    return NAME.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def fetched(name: str, files: list[str]) -> Path:
+    """The folder with those of `files` that the Hub's repository `name` has.
+
+    What was fetched before is taken as it was then: the Hub is asked only where there is nothing, so that nodes without
+    a network find what the launcher has fetched, and a run does not change with the Hub.
+
+    Raises:
+        UserError: it cannot be fetched; what to do about it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"tokenizer.path: nothing lies at {name}, and it cannot be fetched from the Hugging Face Hub "
+                        f"({reason}). Where there is no network, fetch it elsewhere (hf download {name} "
+                        f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder; where the repository asks for "
+                        f"consent, log in first (hf auth login).") from None

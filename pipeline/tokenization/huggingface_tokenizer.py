@@ -1,0 +1,118 @@
+"""Any `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import read_json, sha256_file
+from pipeline.tokenization.base import BOS, EOS, WORD_MARK, Tokenizer
+from pipeline.tokenization.byte_level import byte_of_character
+
+BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
+EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """The file's own tokens and special tokens; truncation and padding that it may ask for are switched off."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path, bounds: tuple[str, str] | None = None) -> None:
+        """Read the file.
+
+        Args:
+            path: `tokenizer.json`.
+            bounds: names of the BOS and EOS tokens; None: from `tokenizer_config.json` beside it, or by known names.
+
+        Raises:
+            UserError: not such a file, or BOS or EOS cannot be found.
+        """
+        from tokenizers import Tokenizer
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever is wrong in the file
+            raise UserError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}.") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True  # their names in a document stay text
+        self._names = {token: name for name, token in self.tokenizer.get_vocab().items()}
+        self.used = max(self._names) + 1
+        bos, eos = bounds or find_bounds(path, set(self._names.values()))
+        ids = {name: token for token, name in self._names.items()}
+        self.bos_id, self.eos_id = ids[bos], ids[eos]
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: index for index, token in added.items() if token.special}
+        self.special_tokens |= {bos: self.bos_id, eos: self.eos_id}
+        self._added = {index: token.content for index, token in added.items()}
+        parts: dict[str, Any] = json.loads(self.tokenizer.to_str())
+        self._byte_of = byte_of_character() if "ByteLevel" in _types(parts["decoder"]) else {}
+        unknown = parts["model"].get("unk_token")
+        self.unk_id = ids.get(unknown) if isinstance(unknown, str) else parts["model"].get("unk_id")
+        if parts["model"].get("byte_fallback"):
+            self.byte_fallback_ids = frozenset(token for token, name in self._names.items() if _is_byte(name))
+        self.sha256 = sha256_file(path)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode([int(token) for token in ids if self.checked(token) < self.used
+                                      and token not in self.special_ids])
+
+    def token_bytes(self, token: int) -> bytes:
+        if self.checked(token) not in self._names or token in self.special_ids or token == self.unk_id:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        name = self._names[token]
+        if token in self.byte_fallback_ids:
+            return bytes([int(name[3:5], 16)])
+        if self._byte_of:
+            return bytes(self._byte_of[character] for character in name if character in self._byte_of)
+        return name.replace(WORD_MARK, " ").encode()
+
+    def hugging_face(self) -> Any:
+        from tokenizers import Tokenizer
+        return Tokenizer.from_str(self.tokenizer.to_str())
+
+
+def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
+    """Names of BOS and EOS: as `tokenizer_config.json` beside the file says, else the first known ones it has."""
+    beside = config_beside(path)
+    said = read_json(beside) if beside.is_file() else {}
+    bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
+    eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
+    if bos is None or eos is None:
+        lacking = " and ".join(word for word, found in (("BOS", bos), ("EOS", eos)) if found is None)
+        raise UserError(f"{path} has no token that is known as {lacking}, which Drover puts around every document. "
+                        f"Put a tokenizer_config.json beside it that says which token to take, for example "
+                        f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
+                        f"(tokenizer.add_special_tokens) if it has none.")
+    return bos, eos
+
+
+def config_beside(path: Path) -> Path:
+    """Where the Hugging Face settings that belong to a `tokenizer.json` would be."""
+    return path.with_name("tokenizer_config.json")
+
+
+def _said(value: Any, names: set[str]) -> str | None:
+    name = value.get("content") if isinstance(value, dict) else value
+    return name if isinstance(name, str) and name in names else None
+
+
+def _types(node: Any) -> set[str]:
+    """Every `type` in a nested description of a decoder."""
+    if isinstance(node, list):
+        return set().union(*map(_types, node)) if node else set()
+    if not isinstance(node, dict):
+        return set()
+    return {node["type"]} if "decoders" not in node else _types(node["decoders"])
+
+
+def _is_byte(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")

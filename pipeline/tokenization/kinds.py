@@ -1,0 +1,125 @@
+"""The kinds of tokenizer by name: which files they come from, and a finished tokenizer stage read back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.files import read_json, sha256_file, write_json
+from pipeline.tokenization.base import Tokenizer
+from pipeline.tokenization.hub import fetched, names_the_hub
+
+RECORD = "vocabulary.json"
+FORMAT = 1
+FILES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "huggingface": "tokenizer.json",
+         "char": "characters.json", "byte": None}
+"""The file that defines a tokenizer of each kind, in the tokenizer stage's folder."""
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What belongs to a `tokenizer.json` that somebody else has made: roles of special tokens, the BOS rule, the chat
+template."""
+UINT16_IDS = 65536
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The ready tokenizer that `tokenizer.path` names, and what belongs to one of Hugging Face's."""
+    if config.tokenizer.path is None:
+        return []
+    path = ready_file(config.tokenizer)
+    beside = files_beside(path) if config.tokenizer.kind == "huggingface" else []
+    return [("tokenizer", path), *((file.stem, file) for file in beside)]
+
+
+def ready_file(settings: TokenizerConfig) -> Path:
+    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub what it names.
+
+    Raises:
+        UserError: it is a name on the Hub, and cannot be fetched.
+    """
+    assert settings.path is not None
+    path, name = Path(settings.path), FILES[settings.kind]
+    if settings.kind == "huggingface" and names_the_hub(settings.path):
+        path = fetched(settings.path, ["tokenizer.json", *BESIDE])
+    return path / name if name is not None and path.is_dir() else path
+
+
+def files_beside(path: Path) -> list[Path]:
+    """The files of BESIDE that lie beside a `tokenizer.json`; none where the first is not there, which transformers
+    needs."""
+    found = [file for name in BESIDE if (file := path.with_name(name)).is_file()]
+    return found if found and found[0].name == BESIDE[0] else []
+
+
+def token_dtype(vocab_size: int) -> str:
+    """`uint16` where it holds every id, else `uint32`. Everything that stores tokens asks here."""
+    return "uint16" if vocab_size <= UINT16_IDS else "uint32"
+
+
+def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:
+    """The tokenizer that a file defines (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
+    if kind == "byte":
+        from pipeline.tokenization.simple import ByteTokenizer
+        return ByteTokenizer()
+    assert path is not None, f"a {kind} tokenizer is read from a file"
+    if kind == "char":
+        from pipeline.tokenization.simple import CharTokenizer
+        return CharTokenizer(path)
+    if kind == "sentencepiece":
+        from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
+        return SentencePieceTokenizer(path)
+    if kind == "tiktoken":
+        from pipeline.tokenization.tiktoken_tokenizer import TiktokenTokenizer
+        return TiktokenTokenizer(path)
+    from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+    return HuggingFaceTokenizer(path, bounds)
+
+
+def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Describe the tokenizer in `vocabulary.json`, so that its size and ids are known without its library."""
+    path = folder / RECORD
+    write_json(path, {
+        "format": FORMAT, "kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used,
+        "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "unk_id": tokenizer.unk_id,
+        "file": FILES[tokenizer.kind], "sha256": tokenizer.sha256, "special_tokens": dict(tokenizer.special_tokens)})
+    return path
+
+
+def vocabulary_record(folder: Path) -> dict[str, Any]:
+    """What `vocabulary.json` in a finished tokenizer stage's folder says (kind, size, used, bos_id, eos_id, ...)."""
+    path = folder / RECORD
+    try:
+        record = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}). Run --stage tokenizer to make it again.") from None
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path} is of format {record.get('format')}, this version of Drover reads {FORMAT}. "
+                        f"Run --stage tokenizer with --force.")
+    return dict(record)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a finished tokenizer stage.
+
+    Raises:
+        UserError: its file is missing or is not the one that the stage made.
+    """
+    record = vocabulary_record(folder)
+    path = folder / record["file"] if record["file"] else None
+    if path is not None and (not path.is_file() or sha256_file(path) != record["sha256"]):
+        raise UserError(f"{path} is {'not the file' if path.is_file() else 'missing, not the one'} that "
+                        f"{folder / RECORD} was written for. Run --stage tokenizer --force to make it again.")
+    names = {token: name for name, token in record["special_tokens"].items()}
+    return open_tokenizer(record["kind"], path, (names[record["bos_id"]], names[record["eos_id"]]))
+
+
+def place(folder: Path, seen_from: Path) -> str:
+    """Another stage's folder as a unit of work names it: relative, so that the unit stays done where a run is moved."""
+    return os.path.relpath(folder, seen_from)
+
+
+def placed(seen_from: Path, place: str) -> Path:
+    """The folder that a `place` names."""
+    return Path(os.path.normpath(seen_from / place))

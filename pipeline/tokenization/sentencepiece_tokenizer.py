@@ -1,0 +1,95 @@
+"""A sentencepiece model as a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import sha256_file
+from pipeline.tokenization.base import WORD_MARK, Tokenizer
+from pipeline.tokenization.byte_level import merges
+
+NEVER = -1e6
+"""A score that keeps a piece out of every best path: in a unigram model of `tokenizers` any piece can match."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A model trained here (no dummy prefix, identity normalisation) or a ready one that has BOS and EOS."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path) -> None:
+        """Read the model; UserError if it is none, or lacks BOS or EOS."""
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+        try:
+            self.processor = processor = SentencePieceProcessor(model_proto=path.read_bytes())
+        except RuntimeError as error:
+            raise UserError(f"{path} is not a sentencepiece model ({error}). If it holds lines of base64 and numbers, "
+                            f"take tokenizer.kind=tiktoken.") from None
+        self.used = len(processor)
+        self.bos_id, self.eos_id, unknown = processor.bos_id(), processor.eos_id(), processor.unk_id()
+        if self.bos_id < 0 or self.eos_id < 0:
+            raise UserError(f"The sentencepiece model {path} has no BOS or no EOS piece, which Drover puts around "
+                            f"every document. Train it with bos_id and eos_id set, or leave tokenizer.path out.")
+        self.unk_id = unknown if unknown >= 0 else None
+        self.special_tokens = {processor.id_to_piece(token): token for token in range(self.used)
+                               if processor.is_control(token)}
+        self.byte_fallback_ids = frozenset(token for token in range(self.used) if processor.is_byte(token))
+        self.sha256 = sha256_file(path)
+        self._schema: Any = sentencepiece_model_pb2
+        self._model = self._schema.ModelProto.FromString(processor.serialized_model_proto())
+        self._unigram = None if self._is_bpe() else self.hugging_face()
+
+    def encode(self, text: str) -> list[int]:
+        # sentencepiece adds up a unigram path's scores in single precision over the whole text, so in long documents
+        # rounding picks the pieces, and no other program finds the same ones. The exported tokenizer adds in double
+        # precision and is what the model's users will run: it encodes here too.
+        if self._unigram is not None:
+            return list(self._unigram.encode(text, add_special_tokens=False).ids)
+        return list(self.processor.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # sentencepiece's own decoding also takes away the space that some ready models put before a text.
+        text: str = self.processor.decode([int(token) for token in ids if self.checked(token) < self.used])
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        if self.checked(token) >= self.used or token in self.special_ids or token == self.unk_id:
+            return b""
+        piece: str = self.processor.id_to_piece(int(token))
+        if token in self.byte_fallback_ids:
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(WORD_MARK, " ").encode()
+
+    def hugging_face(self) -> Any:
+        from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+        tokenizer = Tokenizer(self._bpe() if self._is_bpe() else self._path_model())
+        spaces, back = normalizers.Replace(" ", WORD_MARK), decoders.Replace(WORD_MARK, " ")
+        prefix = self._model.normalizer_spec.add_dummy_prefix
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_MARK), spaces]) if prefix else spaces
+        tokenizer.decoder = decoders.Sequence([back, decoders.ByteFallback(), decoders.Fuse(),
+                                               *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+        tokenizer.add_tokens([AddedToken(piece.piece.replace(WORD_MARK, " "), normalized=False)
+                              for piece in self._model.pieces if piece.type == piece.USER_DEFINED])
+        return tokenizer
+
+    def _is_bpe(self) -> bool:
+        return bool(self._model.trainer_spec.model_type == self._schema.TrainerSpec.BPE)
+
+    def _bpe(self) -> Any:
+        from tokenizers import models
+        pieces = list(enumerate(self._model.pieces))
+        scores = {piece.piece: piece.score for _, piece in pieces}
+        # sentencepiece merges any two neighbours whose union is a piece, best score first: all splits of all pieces.
+        ranked = merges({piece.piece: token for token, piece in pieces if piece.type == piece.NORMAL},
+                        lambda piece: -scores[piece])
+        unknown = self.processor.id_to_piece(self.unk_id) if self.unk_id is not None else None
+        return models.BPE({piece.piece: token for token, piece in pieces}, ranked, unk_token=unknown, fuse_unk=True,
+                          byte_fallback=bool(self.byte_fallback_ids))
+
+    def _path_model(self) -> Any:
+        from tokenizers import models
+        scored = [(piece.piece, piece.score if piece.type == piece.NORMAL else NEVER) for piece in self._model.pieces]
+        return models.Unigram(scored, self.unk_id, byte_fallback=bool(self.byte_fallback_ids))

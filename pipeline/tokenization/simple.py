@@ -1,0 +1,93 @@
+"""Vocabularies without merges, for small experiments: the 256 bytes, or the corpus's characters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import sha256_file, write_json
+from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Tokenizer, byte_piece
+from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0..255 are the bytes of the UTF-8 text; the special ids follow. It has no file of its own."""
+
+    kind = "byte"
+
+    def __init__(self) -> None:
+        self.special_tokens = {name: 256 + index for index, name in enumerate(SPECIAL_TOKENS)}
+        self.used = 256 + len(SPECIAL_TOKENS)
+        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self.sha256 = hashlib.sha256(bytes(range(256))).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if self.checked(token) < 256 else b""
+
+    def hugging_face(self) -> Any:
+        from tokenizers import models
+        return byte_level_tokenizer(models.BPE(byte_of_character(), []))
+
+
+class CharTokenizer(Tokenizer):
+    """The characters of the training split by code point, then 256 bytes, then the special ids.
+
+    A character that training never showed is spelled in bytes: nothing is lost, and the held-out loss stays honest
+    (one id for everything unknown would let the model predict several bytes at once).
+    """
+
+    kind = "char"
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.characters: str = json.loads(path.read_text(encoding="utf-8"))["characters"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is not a list of characters. Run --stage tokenizer with --force.") from None
+        first_byte, first_special = len(self.characters), len(self.characters) + 256
+        self._ids = {character: index for index, character in enumerate(self.characters)}
+        self._first_byte = first_byte
+        self.special_tokens = {name: first_special + index for index, name in enumerate(SPECIAL_TOKENS)}
+        self.byte_fallback_ids = frozenset(range(first_byte, first_special))
+        self.used = first_special + len(SPECIAL_TOKENS)
+        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self.sha256 = sha256_file(path)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for character in text:
+            known = self._ids.get(character)
+            if known is None:
+                ids.extend(self._first_byte + value for value in character.encode())
+            else:
+                ids.append(known)
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        if self.checked(token) < self._first_byte:
+            return self.characters[token].encode()
+        return bytes([token - self._first_byte]) if token in self.byte_fallback_ids else b""
+
+    def hugging_face(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models
+        ids = self._ids | {byte_piece(value): self._first_byte + value for value in range(256)}
+        tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        return tokenizer
+
+
+def write_characters(path: Path, texts: Iterable[str]) -> int:
+    """Collect the characters of `texts` into the file of a `CharTokenizer`; returns how many there are."""
+    seen: set[str] = set()
+    for text in texts:
+        seen.update(text)
+    if not seen:
+        raise UserError("There is no training text to take characters from. Look at the shard stage's sources.")
+    write_json(path, {"characters": "".join(sorted(seen))})
+    return len(seen)

@@ -1,0 +1,146 @@
+"""Training a sentencepiece vocabulary on a sample of the training text, with its traps made into errors."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS
+
+CHUNK_CHARACTERS = 4096
+MAX_SENTENCE_BYTES = 65536
+THREADS = 16
+"""A constant: the model file records it, and unigram's sums depend on it. It need not be the number of cores."""
+
+
+@dataclass
+class Sample:
+    """Counts of the text that a vocabulary was trained on."""
+
+    chunks: int = 0
+    text_bytes: int = 0
+    nul_characters: int = 0
+
+
+def chunked(text: str) -> Iterator[str]:
+    """Cut a document into chunks of about 4 KB, at line ends where there are any, newlines kept.
+
+    sentencepiece drops longer "sentences" than it was told to expect, and its own file reader would take newlines away.
+    """
+    start = 0
+    while len(text) - start > CHUNK_CHARACTERS:
+        stop = text.rfind("\n", start, start + CHUNK_CHARACTERS) + 1 or start + CHUNK_CHARACTERS
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
+
+
+def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, counts: Sample) -> Iterator[str]:
+    """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of seed, key and place.
+
+    So the sample is spread evenly over everything, whatever the order of shards and whatever else is among them.
+    NUL characters, at which sentencepiece would drop the whole chunk, are left out and counted.
+    """
+    limit = int(min(share, 1.0) * 2**64)
+    for key, text in documents:
+        for index, chunk in enumerate(chunked(text)):
+            if share < 1:
+                name = f"{seed}/{key}/{index}".encode()
+                if int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >= limit:
+                    continue
+            nul = chunk.count("\0")
+            if nul:
+                counts.nul_characters += nul
+                chunk = chunk.replace("\0", "")
+            counts.chunks += 1
+            counts.text_bytes += len(chunk.encode())
+            yield chunk
+
+
+def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: Path, log: Path) -> None:
+    """Train a model on `chunks` and write it to `path`; the trainer's own messages go to `log`.
+
+    The same chunks give the same bytes, whatever the number of cores.
+
+    Raises:
+        UserError: the trainer skipped text, or the text does not support so large (or so small) a vocabulary.
+    """
+    from sentencepiece import SentencePieceTrainer
+    model = io.BytesIO()
+    with _standard_error_in(log):
+        try:
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(chunks), model_writer=model,
+                model_type=settings.algorithm, vocab_size=settings.vocab_size,
+                character_coverage=settings.character_coverage, split_digits=settings.split_digits,
+                max_sentencepiece_length=settings.max_piece_length, byte_fallback=True,
+                normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+                split_by_unicode_script=True, allow_whitespace_only_pieces=True,
+                max_sentence_length=MAX_SENTENCE_BYTES, num_threads=THREADS,
+                unk_id=0, bos_id=1, eos_id=2, pad_id=-1, bos_piece=BOS, eos_piece=EOS,
+                control_symbols=list(SPECIAL_TOKENS[2:]),
+                minloglevel=0)  # of the whole process: somebody else's call may have silenced what is read here
+        except RuntimeError as error:
+            raise explained(error, settings, log) from None
+    refuse_skipped(log)
+    with atomic_file(path) as file:
+        file.write(model.getvalue())
+
+
+def refuse_skipped(log: Path) -> None:
+    """UserError if the trainer's log says that it left text out, or is not whole: nobody would know."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if "Done! preprocessed" not in text:  # said after every sentence was looked at
+        raise UserError(f"The trainer's messages did not all reach {log}, as happens when the disk is full, so it "
+                        f"cannot be known whether it left text out. Free some space and run the stage again.")
+    too_long = sum(map(int, re.findall(r"Skipped (\d+) too long sentences", text)))
+    with_nul = text.count("Found null character")
+    if too_long or with_nul:
+        raise UserError(f"sentencepiece left out {too_long} too long and {with_nul} NUL-bearing pieces of the training "
+                        f"text, so the vocabulary would not know them ({log}). Drover cuts text into pieces of "
+                        f"{CHUNK_CHARACTERS} characters so that this cannot happen: please report it.")
+
+
+@contextmanager
+def _standard_error_in(path: Path) -> Iterator[None]:
+    """Send what this process, C++ included, writes to standard error into a file.
+
+    sentencepiece's own `logstream` redirects `sys.stderr`'s descriptor, which need not be the one that C++ writes to.
+    """
+    kept = os.dup(2)
+    try:
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
+    """What the trainer's error means for the user; the error itself where it is not the user's to mend."""
+    message = str(error)
+    if found := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
+        largest = int(found[1]) // 128 * 128
+        advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
+        return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which "
+                         f"supports {found[1]} ids. {advice}, or give more text (shard.sources, tokenizer.train_mb).")
+    if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
+        return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {found[2]} ids are needed for the "
+                         f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "
+                         f"{settings.character_coverage}. Raise the first or lower the second.")
+    if "!sentences_.empty()" in message:
+        return UserError(f"There is no text to train the vocabulary on: tokenizer.train_mb is {settings.train_mb}, "
+                         f"and the sample that it allows is empty. Raise it, or look at the shard stage's sources.")
+    error.add_note(f"The trainer's log is {log}.")
+    return error

@@ -1,0 +1,36 @@
+"""What is known of the device and the process: peak arithmetic, memory, compiled graphs."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
+               "B200": 2250.0, "V100": 125.0}
+"""Dense bf16 peaks from the vendors' data sheets (V100: fp16), by a part of the device's name. A card that is not
+here gets no MFU: no figure is better than a guessed one."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of the device in bf16, or None where it is not known for certain."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if "PCIe" in name or "NVL" in name:
+        return None  # other clocks than the cards of the table
+    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def memory_mb(device: torch.device) -> float:
+    """Peak memory so far in MB: the device's on a GPU, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process so far; 0 where it was never used."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0

@@ -1,0 +1,1 @@
+"""Engines: a model spread over ranks, with its optimizer, behind one interface."""

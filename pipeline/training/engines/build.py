@@ -1,0 +1,52 @@
+"""Which engine trains: the one place where the configuration's choice is made."""
+
+from __future__ import annotations
+
+import torch
+
+from model.attention.backend import Backend
+from model.config import ModelConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.parallel.attention import choose_attention
+from pipeline.parallel.compiler import refuse_without_compiler
+from pipeline.parallel.compiling import compiles
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.initial_values import InitialValues
+from pipeline.training.engines.engine import Engine
+from pipeline.training.optimizers.build import build_elementwise, build_optimizer
+
+
+def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
+                 initial: InitialValues | None) -> Engine:
+    """The configured engine around a model with its initial weights; None leaves them for a checkpoint."""
+    tp = config.parallel.tp
+    assert model.vocab_size is not None
+    if model.vocab_size % tp:
+        raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({tp}) does not divide. Set "
+                        f"model.vocab_size to a multiple (the words beyond the tokenizer's are never used), or another "
+                        f"parallel.tp.")
+    refuse_without_compiler(config.train, grid.ranks.device)
+    attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
+                                 compiles(config.train, grid.ranks.device, config.parallel))
+    make = _zero if config.parallel.engine == "deepspeed" else _fsdp
+    engine = make(config, model, grid, precision, accumulation, initial, attention.backend)
+    engine.across_documents, engine.attention = config.train.across_documents, attention
+    return engine
+
+
+def _fsdp(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
+          initial: InitialValues | None, attention: Backend) -> Engine:
+    from pipeline.parallel.fsdp import parallelize
+    from pipeline.training.engines.fsdp import FsdpEngine
+    train = config.train
+    placed = parallelize(model, initial, grid, precision, train, config.parallel, attention)
+    return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
+                      train.clip_norm, keep_weights=config.parallel.reshard == "never")
+
+
+def _zero(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
+          initial: InitialValues | None, attention: Backend) -> Engine:
+    from pipeline.training.engines.zero import ZeroEngine
+    return ZeroEngine(model, initial, grid.ranks, precision, config.train, config.parallel, accumulation, attention,
+                      lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))

@@ -1,0 +1,173 @@
+"""What the training loop knows of an engine: one optimizer step over micro-batches, and the state as named pieces.
+
+Every engine computes the same: exact sums over uneven target counts, one global norm, one clip, one update by
+the optimizer, which happens only if loss and norm are within the step's limits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.attention.choosing import Choice
+from model.attention.layout import PLAIN
+from model.loss import IGNORED
+from pipeline.data.loader import Batch
+from pipeline.errors import UserError
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from pipeline.training.guards import StepLimits
+from pipeline.training.optimizers.base import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean nats per target token over the global batch; grad_norm: global, before clipping; applied: whether
+    the weights were updated. The same on every rank."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+
+
+@dataclass(frozen=True)
+class LocalWeights:
+    """What this rank holds of a parameter, for comparing replicas: ranks with equal `place` must hold equal bits."""
+
+    name: str
+    place: tuple[int, ...]
+    tensor: Tensor
+
+
+class Engine(ABC):
+    """A model spread over ranks, with its optimizer.
+
+    Attributes:
+        model: call it on every rank alike, as one calls a Llama.
+        updates: optimizer updates that were applied, which is the optimizer's own count of steps.
+        across_documents: whether attention is plain causal attention, without a mask between documents.
+        attention: what computes attention inside documents, and why not something better.
+        loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
+        before_update: called in each step between its last backward pass and its update.
+        proven: whether a step of this attempt gave every parameter a gradient (`prove_gradients`).
+    """
+
+    model: Any
+    updates: int = 0
+    across_documents: bool = False
+    attention: Choice = Choice(PLAIN)
+    loss_factor: float = 1.0
+    before_update: Callable[[], None] = staticmethod(lambda: None)
+    proven: bool = False
+    _attending: int = 0
+
+    @abstractmethod
+    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
+             limits: StepLimits) -> StepResult:
+        """Forward and backward over `count` micro-batches, then one update.
+
+        Args:
+            micro_batches: this rank's part of the global batch.
+            count: how many there are.
+            targets: target tokens of the *global* batch, over all ranks and micro-batches. Every token loss is
+                divided by it, so that accumulation is exact however unevenly the targets fall.
+            lr: learning rate of this update.
+            limits: beyond them, or for a loss or norm that is NaN, the update is left out.
+        """
+
+    @abstractmethod
+    def gradients(self) -> dict[str, list[TensorShard]]:
+        """This rank's share of the gradients, summed over ranks and before clipping, by parameter; one that has none is
+        missing. Only between the last backward pass of a step and its update."""
+
+    @abstractmethod
+    def state_shards(self) -> dict[str, list[TensorShard]]:
+        """This rank's share of weights and the optimizer's states, by name; each element of the whole is in one piece
+        on one rank.
+
+        The tensors are the living ones, on their devices: copy them before the next step.
+        """
+
+    @abstractmethod
+    def load(self, reader: CheckpointReader, updates: int) -> None:
+        """Take weights and the optimizer's states from a checkpoint that any engine on any number of ranks has written.
+
+        Raises:
+            UserError: it was trained by another optimizer.
+        """
+
+    @abstractmethod
+    def replicated_weights(self) -> Iterator[LocalWeights]:
+        """The weights in this rank's memory of which other ranks hold copies."""
+
+    @abstractmethod
+    def free_unsharded(self) -> None:
+        """Let go of what a pass without a backward pass has gathered."""
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """Sum of nats over a micro-batch's targets."""
+        if not self.proven:
+            self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
+        apart: dict[str, Any] = {} if self.across_documents else \
+            {"documents": batch.documents, "positions": batch.positions,
+             "document_lengths": [length for row in batch.lengths for length in row]}
+        loss: Tensor = model(batch.tokens, batch.labels, **apart)
+        return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+
+    def prove_gradients(self, loss: float, device: torch.device) -> None:
+        """Stop, on all ranks alike, if a parameter got no gradient in the first step of an attempt: a graph that was
+        compiled or spread wrongly leaves one out in silence, and the loss falls nevertheless.
+
+        loss: the step's mean loss. device: this rank's.
+
+        One sum over ranks of an integer per parameter, once in an attempt. Exact zeros in a whole tensor come from
+        nothing else: some token occurs, and softmax gives every word a share; a loss of exactly 0 excepted, and scores
+        (wq, wk) where no target's token sees another.
+
+        Raises:
+            UserError: names the parameters.
+        """
+        names = [name for name, _ in self.model.named_parameters()]
+        shares = self.gradients()
+        counts = [sum(int(piece.tensor.count_nonzero()) for piece in shares.get(name, ())) for name in names]
+        total = torch.tensor([self._attending, *counts], dtype=torch.int64, device=device)
+        dist.all_reduce(total)
+        self.proven = True
+        attending, *found = total.tolist()
+        if loss != 0 and (missing := without_gradient(names, found, attending > 0)):
+            raise UserError(missing)
+
+
+def refuse_other_optimizer(reader: CheckpointReader, optimizer: Optimizer, names: Iterable[str]) -> None:
+    """UserError if a checkpoint does not hold the states that `optimizer` has of the parameters `names`."""
+    stored = set(reader.names())
+    wanted = [f"{state}.{name}" for name in names for state in optimizer.state_names(name)]
+    if missing := [tensor for tensor in wanted if tensor not in stored]:
+        raise UserError(f"The checkpoint {reader.folder} does not hold {missing[0]}, nor {len(missing) - 1} more of "
+                        f"{len(wanted)} states that train.optimizer has: another optimizer has trained it, whose "
+                        f"states are of no use to this one. Take that optimizer again (with --accept-drift, since "
+                        f"this one was asked for meanwhile), or begin anew with --force or name=<another>.")
+
+
+def without_gradient(names: Sequence[str], counts: Sequence[int], attending: bool) -> str:
+    """What to tell the user where parameters got no gradient; empty where all is well.
+
+    Args:
+        names: of all parameters.
+        counts: of each, how many elements of its gradient are not zero, over all ranks.
+        attending: whether any target's token saw another one.
+    """
+    missing = [name for name, count in zip(names, counts, strict=True)
+               if count == 0 and (attending or name.split(".")[-2] not in ("wq", "wk"))]
+    if not missing:
+        return ""
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (f"Training stopped in its first step, before any update: {', '.join(missing[:3])}{more}, of {len(names)} "
+            f"parameters, got no gradient (nothing but zeros, over all ranks) and would never be trained. No text "
+            f"explains that: the model was compiled or spread wrongly, with torch {torch.__version__}. Set "
+            f"train.compile=false, or another parallel.tp or parallel.engine, and report which settings did this.")

@@ -1,0 +1,125 @@
+"""The engine on FSDP2, with or without tensor parallelism; a single process takes the same path, where there is nothing
+to split without FSDP2's copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from model.llama import Llama
+from pipeline.data.loader import Batch
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from pipeline.parallel.grid import Grid, own
+from pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from pipeline.training.guards import StepLimits
+from pipeline.training.optimizers.base import Optimizer
+
+
+class FsdpEngine(Engine):
+    """A model that `pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of its parts.
+
+    keep_weights: whether gathered weights stay from one micro-batch to the next.
+    """
+
+    def __init__(self, model: Llama, optimizer: Optimizer, grid: Grid, clip_norm: float,
+                 keep_weights: bool = False) -> None:
+        self.model: Any = model  # with the methods that fully_shard adds
+        self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
+        self.optimizer = optimizer
+        self.grid, self.clip_norm, self.keep_weights = grid, clip_norm, keep_weights
+        self.updates = 0
+        self.parts = {name: grid.part(parameter) for name, parameter in model.named_parameters()}
+
+    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
+             limits: StepLimits) -> StepResult:
+        """See Engine."""
+        self.model.train()
+        device = self.grid.ranks.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(micro_batches):
+            last = index == count - 1
+            if self.sharded:
+                self.model.set_is_last_backward(last)
+                self.model.set_reshard_after_backward(last or not self.keep_weights)
+                self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
+            loss = self.loss(self.model, batch.to(device))
+            (loss / targets).backward()
+            total += loss.detach()
+        sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
+        loss, norm = sums[0], sums[1].sqrt()
+        # A comparison with a number that is none is false, so the limits also catch those. Decided on the device:
+        # nothing here waits for it, and the optimizer leaves the update out by itself.
+        applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
+        if not self.proven:
+            self.prove_gradients(float(loss), device)
+        self.before_update()
+        self.optimizer.step(lr, (norm / self.clip_norm).clamp(min=1.0), applied)
+        self.model.zero_grad(set_to_none=True)
+        values = torch.stack([loss, norm, applied.double()]).tolist()  # one transfer
+        result = StepResult(values[0], values[1], bool(values[2]))
+        self.updates += result.applied
+        return result
+
+    def _squared_norm(self) -> Tensor:
+        """This rank's addend to the squared norm of the whole gradient; what several ranks hold, one of them adds."""
+        gradients = [gradient for name, gradient in self._gradients() if self.parts[name].copy == 0]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.device)
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, own(parameter.grad)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over all ranks; the loss is the same in a tensor group, so that one of the group adds it."""
+        if self.grid.tensor_rank != 0:
+            values[0] = 0.0
+        dist.all_reduce(values)
+        return values
+
+    def gradients(self) -> dict[str, list[TensorShard]]:
+        """See Engine. Ranks that hold copies of a rectangle all give it."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        return {name: [TensorShard(gradient, self.parts[name].offset, shapes[name])]
+                for name, gradient in self._gradients()}
+
+    def state_shards(self) -> dict[str, list[TensorShard]]:
+        """See Engine. Copies of a piece are dealt out over the ranks that hold it."""
+        found = {}
+        for number, (name, parameter) in enumerate(self.model.named_parameters()):
+            part, shape = self.parts[name], tuple(parameter.shape)
+            if number % part.copies != part.copy:
+                continue
+            for kind, tensor in {"model": own(parameter.detach()), **self.optimizer.state(name)}.items():
+                found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, shape)]
+        return found
+
+    @torch.no_grad()
+    def load(self, reader: CheckpointReader, updates: int) -> None:
+        """See Engine."""
+        refuse_other_optimizer(reader, self.optimizer, self.parts)
+        self.updates = updates
+        self.optimizer.resume(updates)
+        for name, parameter in self.model.named_parameters():
+            part = self.parts[name]
+            for kind, place in {"model": own(parameter), **self.optimizer.state(name)}.items():
+                place.copy_(reader.read(f"{kind}.{name}", part.offset, part.size))
+
+    def replicated_weights(self) -> Iterator[LocalWeights]:
+        """See Engine."""
+        for name, parameter in self.model.named_parameters():
+            if self.parts[name].copies > 1:
+                yield LocalWeights(name, self.parts[name].offset, own(parameter.detach()))
+
+    def free_unsharded(self) -> None:
+        """See Engine."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,199 @@
+"""The engine on DeepSpeed's ZeRO, stages 1 to 3, with our optimizer, schedule and checkpoints.
+
+ZeRO lays parameters end to end and cuts the row into equal lengths, one for each rank. What a rank owns of a parameter
+is therefore a range of its elements; as pieces of a checkpoint these are at most three rectangles of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.attention.backend import Backend
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, rectangles
+from pipeline.parallel.initial_values import InitialValues
+from pipeline.parallel.ranks import Ranks
+from pipeline.parallel.zero import spread_by_zero
+from pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from pipeline.training.guards import StepLimits
+from pipeline.training.optimizers.base import ElementwiseOptimizer
+
+Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""(name, offset, size) -> that rectangle."""
+
+
+def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torch.optim.Optimizer:
+    """The optimizer, which from now on leaves an update out where `allowed` says so. DeepSpeed calls `step` once its
+    global norm is known, several times a step, and offers no place of its own for that decision."""
+    update = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        if allowed():
+            update()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The range of a parameter's elements whose masters this rank owns: elements [start, start + count) of the
+    parameter are elements [at, at + count) of the flat master."""
+
+    master: Tensor
+    at: int
+    start: int
+    count: int
+
+
+class ZeroEngine(Engine):
+    """A Llama under DeepSpeed.
+
+    initial: None leaves the weights undefined, for a checkpoint to fill in. make_optimizer: of a model.
+    """
+
+    def __init__(self, config: ModelConfig, initial: InitialValues | None, ranks: Ranks, precision: torch.dtype,
+                 train: TrainConfig, parallel: ParallelConfig, accumulation: int, attention: Backend,
+                 make_optimizer: Callable[[Llama], ElementwiseOptimizer]) -> None:
+        self.ranks, self.stage, self.updates = ranks, parallel.zero_stage, 0
+        self.limits = StepLimits()
+
+        def guarded(model: Llama) -> torch.optim.Optimizer:
+            self.optimizer = make_optimizer(model)
+            return guard(self.optimizer.torch, lambda: self._norm() <= self.limits.grad_norm)
+
+        self.zero: Any = spread_by_zero(config, ranks, precision, train, parallel, accumulation, attention, guarded)
+        self.model: Any = self.zero.module
+        self.names = dict(self.model.named_parameters())
+        self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+                       for name, parameter in self.names.items()}
+        if initial is not None:
+            self._take({"model": lambda name, offset, size: initial(name, self.shapes[name], offset, size)})
+
+    def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
+             limits: StepLimits) -> StepResult:
+        """See Engine."""
+        self.zero.train()
+        self.optimizer.set_lr(lr)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        mean = 0.0
+        for index, batch in enumerate(micro_batches):
+            loss = self.loss(self.zero, batch.to(self.ranks.device))
+            total += loss.detach()
+            # DeepSpeed averages gradients over ranks and would over micro-batches; both are sums here.
+            self.zero.backward(loss * (self.ranks.world / targets), scale_wrt_gas=False)
+            if index == count - 1:
+                mean, = self.ranks.sum(float(total) / targets)
+                # The norm is known only inside `step`, where the optimizer compares it with the limits.
+                self.limits = limits if mean <= limits.loss else StepLimits(grad_norm=-1.0)
+                if not self.proven:
+                    self.prove_gradients(mean, self.ranks.device)
+                self.before_update()
+            self.zero.step()
+        norm = self._norm()
+        applied = norm <= self.limits.grad_norm
+        self.updates += applied
+        return StepResult(mean, norm, applied)
+
+    def _norm(self) -> float:
+        """The global norm of the gradients before clipping; DeepSpeed gives inf or -1 where it is NaN."""
+        norm = float(self.zero.optimizer._global_grad_norm)
+        return norm if norm >= 0 else float("nan")
+
+    def gradients(self) -> dict[str, list[TensorShard]]:
+        """See Engine."""
+        found = {}
+        for name, parameter in self.names.items():
+            fragment, shape = self._fragment(parameter), self.shapes[name]
+            if self.stage == 3:
+                flat = parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter).flatten()
+            elif fragment.count:
+                flat = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+            else:
+                continue
+            whole = self.stage < 3 and len(flat) == torch.Size(shape).numel()  # of stage 1 in bf16: not only our range
+            found[name] = _cut(flat.narrow(0, fragment.start if whole else 0, fragment.count), shape, fragment)
+        return found
+
+    def state_shards(self) -> dict[str, list[TensorShard]]:
+        """See Engine."""
+        found: dict[str, list[TensorShard]] = {}
+        for name, parameter in self.names.items():
+            fragment, shape = self._fragment(parameter), self.shapes[name]
+            for kind, flat in {"model": fragment.master, **self.optimizer.state_of(fragment.master)}.items():
+                owned = flat.detach().narrow(0, fragment.at, fragment.count)
+                found[f"{kind}.{name}"] = _cut(owned, shape, fragment)
+        return found
+
+    def load(self, reader: CheckpointReader, updates: int) -> None:
+        """See Engine."""
+        refuse_other_optimizer(reader, self.optimizer, self.names)
+        self.updates = updates
+
+        def read(kind: str, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+            return reader.read(f"{kind}.{name}", offset, size)
+
+        self._take({kind: partial(read, kind) for kind in ("model", *self.optimizer.names)})
+        for parameter in self.names.values():
+            self.optimizer.resume_at(self._fragment(parameter).master, updates)
+
+    @torch.no_grad()
+    def _take(self, sources: dict[str, Read]) -> None:
+        """Fill masters, states and the weights that are computed with from `sources`, by kind."""
+        for name, parameter in self.names.items():
+            fragment, shape = self._fragment(parameter), self.shapes[name]
+            states = self.optimizer.state_of(fragment.master)
+            for kind, read in sources.items():
+                flat = fragment.master if kind == "model" else states[kind]
+                at = fragment.at
+                for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
+                    values = read(name, offset, size).flatten()
+                    flat.data[at:at + len(values)].copy_(values)
+                    at += len(values)
+            if self.stage == 3:
+                own = fragment.master.data.narrow(0, fragment.at, fragment.count)
+                parameter.ds_tensor.data[:fragment.count].copy_(own)
+            if self.stage < 3 or parameter.numel():  # also in stage 3, small weights stay whole on every rank at times
+                parameter.data.copy_(sources["model"](name, (0,) * len(shape), shape))
+
+    def _fragment(self, parameter: Any) -> Fragment:
+        if self.stage == 3:
+            zero = parameter._z3_optimizer
+            group, at, count = zero.grad_position[zero.get_param_id(parameter)]
+            start = min(parameter.ds_numel, zero._get_param_partition_rank(parameter) * count)
+            count = min(count, parameter.ds_numel - start)  # the last rank's range is padded
+            return Fragment(zero.fp32_partitioned_groups_flat[group], at, start, count)
+        mapping = parameter._hp_mapping
+        if mapping is None:  # other ranks own all of it
+            return Fragment(self.optimizer.torch.param_groups[0]["params"][0], 0, 0, 0)
+        master = self.optimizer.torch.param_groups[mapping.param_group_index]["params"][0]
+        return Fragment(master, mapping.hp_fragment_address.start, mapping.lp_fragment_address.start,
+                        mapping.lp_fragment_address.numel)
+
+    def replicated_weights(self) -> Iterator[LocalWeights]:
+        """See Engine. Stage 3 has copies of nothing."""
+        for name, parameter in self.names.items():
+            if self.stage < 3 and self.ranks.world > 1:
+                yield LocalWeights(name, (0,) * parameter.dim(), parameter.data)
+
+    def free_unsharded(self) -> None:
+        """See Engine. DeepSpeed lets go of weights by itself."""
+
+
+def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[TensorShard]:
+    pieces, at = [], 0
+    for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
+        count = torch.Size(size).numel()
+        pieces.append(TensorShard(flat[at:at + count].view(size), offset, shape))
+        at += count
+    return pieces

@@ -1,0 +1,119 @@
+"""What watches over training: guards that judge each step, rollbacks, equal replicas, and faults that tests inject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline.config.guarding import GuardConfig
+from pipeline.contract.stage_work import Work
+from pipeline.data.exclusion import Range
+from pipeline.data.loader import TrainingData
+from pipeline.data.provenance import documents_of, named
+from pipeline.errors import UserError
+from pipeline.parallel.ranks import Ranks
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from pipeline.training.engines.engine import Engine, StepResult
+from pipeline.training.fault_injection import Faults
+from pipeline.training.guards import Guards, Verdict
+from pipeline.training.replicas import compare, explain, fingerprint
+
+Log = Callable[..., None]
+"""(event, **details): to events.jsonl, from rank 0."""
+
+
+class GuardRunner:
+    """The guards of one attempt at training. Every method is called on all ranks alike.
+
+    Args:
+        nodes: on which each rank runs.
+
+    Attributes:
+        guards: what judges the steps.
+        excluded: sample numbers that rollbacks have left out.
+        rollbacks: all of the run.
+    """
+
+    def __init__(self, work: Work, ranks: Ranks, nodes: Sequence[str], data: TrainingData, config: GuardConfig,
+                 batch_sequences: int, say: Callable[[str], None]) -> None:
+        self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, config
+        self.batch_sequences, self.say = batch_sequences, say
+        self.faults = Faults.from_environment(ranks.rank, work.folder, work.say)
+        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
+        self._last_equal = 0
+
+    def begin(self, progress: TrainingProgress) -> None:
+        """Go on from `progress`: after a start, and after each rollback."""
+        self.rollbacks = self.ranks.same(read_rollbacks(self.folder) if self.ranks.leads else None)
+        self.excluded = excluded_by(self.rollbacks, self.data.order.plan_sha256)
+        self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks),
+                             describe=self._described)
+        self._last_equal = progress.step
+
+    def before(self, step: int, engine: Engine) -> None:
+        """Let injected faults happen in step number `step`, counted from 1, and compare replicas in it if that is due.
+
+        That is before the update: ZeRO's update overwrites all copies of a weight, and what was wrong in one with it.
+        """
+        self.faults.before_step(step, engine.model)
+        engine.loss_factor = self.faults.loss_factor(step)
+        every = self.config.replica_hash_every
+        due = every is not None and step % every == 0
+        engine.before_update = (lambda: self.compare_replicas(engine, step)) if due else lambda: None
+
+    def judge(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
+              log: Log) -> Verdict:
+        """What came of step number `step`; where something did, it is said and logged, with the documents seen."""
+        samples = self.excluded.take(progress.samples, self.batch_sequences).ranges
+        verdict = self.guards.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
+        assert result.applied == verdict.applied, "the device and the guards decided differently"
+        if verdict.event and self.ranks.leads:  # the others neither say nor log: why should they read?
+            documents = documents_of(self.data, verdict.samples)
+            meaning = {"skipped": "the update was skipped", "rollback": "going back to the last checkpoint",
+                       "spike": "logged only"}["skipped" if verdict.skipped else verdict.event]
+            self.say(f"{verdict.text}; {meaning}. Documents: {named(documents)}")
+            log(verdict.event, **verdict.details(), documents=[document.record() for document in documents])
+        return verdict
+
+    def _described(self, samples: Sequence[Range]) -> str:
+        """The documents in samples, for the error that all ranks are about to raise. Only rank 0 reads them, the others
+        wait for it: were they to leave before, they would take it along before it has spoken."""
+        text: str = self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None)
+        return text
+
+    def exclude(self, verdict: Verdict, back_to: int) -> None:
+        """Leave the samples of a step out for good, durably, before anything is loaded."""
+        if self.ranks.leads:
+            add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, self.data.order.plan_sha256,
+                                               verdict.text))
+        self.ranks.barrier()
+
+    def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
+        """What a step's line in the log says of skipping and leaving out; empty where all went well."""
+        left_out: list[Range] = self.excluded.within(before, after)
+        fields = {"skipped": verdict.skipped, "left_out": [list(part) for part in left_out],
+                  "rollbacks": len(self.rollbacks)}
+        return {name: value for name, value in fields.items() if value}
+
+    def compare_replicas(self, engine: Engine, step: int) -> None:
+        """Stop if weights of which several ranks hold copies are not equal to the last bit.
+
+        Raises:
+            UserError: they differ; says which, and on which ranks.
+        """
+        held = list(engine.replicated_weights())
+        if not held:
+            return
+        values = fingerprint(weight.tensor for weight in held)
+        mine = [(weight.name, weight.place, value) for weight, value in zip(held, values, strict=True)]
+        collected = self.ranks.collect(mine)
+        copies: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        for rank, found in enumerate(collected):
+            for name, place, value in found:
+                copies.setdefault((name, place), []).append((value, self._names[rank]))
+        differences = [text for (name, _), group in copies.items() if len({value for value, _ in group}) > 1
+                       for text in compare([[value] for value, _ in group], [name], [label for _, label in group])]
+        if differences := self.ranks.same(differences):
+            raise UserError(explain(differences, step, self._last_equal))
+        self._last_equal = step

@@ -1,0 +1,156 @@
+"""Training that starts from somebody's weights (`train.init_from`) instead of random ones.
+
+Each rank reads the part of every parameter that it holds. The optimizer, the schedule and the data begin anew. What may
+differ from the weights' own model is how positions are turned (theta, scaling, context), which is how a context is
+extended, and a larger vocabulary, whose new rows start as in a new model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from pipeline.contract.stage_work import Work
+from pipeline.errors import UserError, listed
+from pipeline.formats.weights import Weights, open_weights
+from pipeline.parallel.initial_values import InitialValues, drawn
+from pipeline.parallel.ranks import Ranks
+from pipeline.records.weight_files import RUN
+
+SAME = ("dim", "layers", "heads", "kv_heads", "hidden", "tied_embeddings", "norm_eps")
+"""What must be the weights' own."""
+POSITIONS = ("context_length", "rope_theta", "rope_scaling")
+"""What may be changed by name: how a context is extended."""
+TOKENIZER = "tokenizer.json"
+
+
+@contextmanager
+def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool) -> Iterator[InitialValues | None]:
+    """What the parameters of a training start from, as long as the context is open; None where a checkpoint of its own
+    has them.
+
+    Args:
+        model: the shape that is trained, `vocab_size` known.
+
+    Raises:
+        UserError: the weights of `train.init_from` are not there, damaged, or of another shape or tokenizer; the same
+            on every rank.
+    """
+    if begun:
+        yield None
+        return
+    own = drawn(model, work.config.seed)
+    if work.config.train.init_from is None:
+        yield own
+        return
+    path, problem, compared = Path(work.config.train.init_from), None, ""
+    if ranks.leads:
+        try:
+            refuse_other_shape(path, model)
+            compared = refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
+        except UserError as error:
+            problem = error
+    if problems := [found for found in ranks.gather(problem) if found is not None]:
+        raise problems[0]
+    with open_weights(path) as weights:
+        if ranks.leads:
+            work.say(f"starts from the weights in {weights.path} ({weights.form}; {compared})"
+                     + "".join(f"; {change}" for change in changes(weights.config, model)))
+        yield taken(weights, own)
+
+
+def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
+    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`."""
+    def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        rows = min(size[0], max(0, weights.shapes[name][0] - offset[0]))
+        if rows and rows == size[0]:
+            return weights.read(name, offset, size)
+        value = otherwise(name, shape, offset, size).clone()
+        if rows:
+            value[:rows] = weights.read(name, offset, (rows, *size[1:]))
+        return value
+    return values
+
+
+def shape_problems(path: Path, model: ModelConfig) -> list[str]:
+    """Why a run of this shape cannot start from the weights in `path`; `vocab_size` may not be known yet."""
+    with open_weights(path) as weights:
+        theirs = weights.config
+    found = [f"{name} is {getattr(model, name)} here, {getattr(theirs, name)} there" for name in SAME
+             if getattr(model, name) != getattr(theirs, name)]
+    assert theirs.vocab_size is not None
+    if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
+        found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
+                     f"model.vocab_size={theirs.vocab_size}, and take the tokenizer that belongs to the weights)")
+    return found
+
+
+def refuse_other_shape(path: Path, model: ModelConfig) -> None:
+    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`."""
+    if found := shape_problems(path, model):
+        raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\nSet model.* "
+                        f"to theirs (rope_theta, rope_scaling and context_length may differ, vocab_size may grow).")
+
+
+def changes(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
+    """What is changed on purpose, in words: positions, and rows of the vocabulary."""
+    found = [f"{name} {getattr(theirs, name)} -> {getattr(ours, name)}" for name in POSITIONS
+             if getattr(theirs, name) != getattr(ours, name)]
+    assert ours.vocab_size is not None and theirs.vocab_size is not None
+    if ours.vocab_size > theirs.vocab_size:
+        found.append(f"{ours.vocab_size - theirs.vocab_size:,} new rows of the vocabulary, initialised as in a new "
+                     f"model")
+    return found
+
+
+def refuse_other_tokenizer(path: Path, ours: Path) -> str:
+    """UserError if the weights know other tokens by their ids than the run does; else what was compared, in words.
+
+    Args:
+        path: what `train.init_from` says.
+        ours: the export of the run's tokenizer, in Hugging Face's form.
+    """
+    theirs = tokenizer_of(path)
+    if theirs is None:
+        return f"no {TOKENIZER} there to compare the tokenizer with"
+    if theirs.read_bytes() == (ours / TOKENIZER).read_bytes():
+        return "the same tokenizer"
+    old, new = _known(theirs), _known(ours / TOKENIZER)
+    wrong = [f"id {index} is {token!r} there, {new['tokens'].get(index)!r} here"
+             for index, token in sorted(old["tokens"].items()) if new["tokens"].get(index) != token]
+    if not wrong and old["merges"] != new["merges"]:
+        wrong.append("the tokens are the same, but not how text is split into them (merges)")
+    if wrong:
+        more = f"\n  - and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
+        raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
+                        f"would mean something else:\n{listed(wrong[:3])}{more}\nTake theirs: "
+                        f"tokenizer.kind=huggingface tokenizer.path={theirs}, from the stage tokenizer on.")
+    return f"the same {len(old['tokens']):,} tokens"
+
+
+def tokenizer_of(path: Path) -> Path | None:
+    """The tokenizer.json that belongs to weights: beside them, or of the run that they lie in."""
+    places = [path, *(folder / "tokenizer" / "hf" for folder in (path, *path.absolute().parents[:3])
+                      if (folder / RUN).is_file())]
+    return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """Tokens by id, and the merges, of a tokenizer.json. UserError if it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else \
+            ((piece[0], index) for index, piece in enumerate(vocabulary))
+        tokens = {index: token for token, index in pairs}
+        tokens |= {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"].get("merges", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} cannot be compared with the run's tokenizer: it is not read ({error}).") from None
+    return {"tokens": tokens, "merges": merges}

@@ -1,0 +1,86 @@
+"""Looking at the model while it trains: held-out loss, sample texts, and the lines that tell of them.
+
+A line goes to the log after its step's checkpoint, which holds it as well: looking at the model may fail (memory, a bad
+prompt), and must not cost the steps since the last save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from pipeline.contract.stage_work import Work
+from pipeline.parallel.grid import Grid
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.records.metrics import read_metrics
+from pipeline.training.engines.engine import Engine
+from pipeline.training.recorder import Recorder
+from pipeline.training.sampling_attempts import MOST_ENDED, SamplingAttempts
+from pipeline.training.validation import Samples, Validation
+from pipeline.training.watchdog import Watchdog
+
+
+class Monitor:
+    """What one attempt at training shows of its model. Every method is called on all ranks alike."""
+
+    def __init__(self, work: Work, grid: Grid, engine: Engine, recorder: Recorder, watchdog: Watchdog,
+                 say: Callable[[str], None]) -> None:
+        self.work, self.ranks, self.engine, self.recorder = work, grid.ranks, engine, recorder
+        self.watchdog, self.say = watchdog, say
+        self.validation, self.samples = Validation(work, grid), Samples(work, grid)
+        self.attempts = SamplingAttempts(work.folder, grid.ranks)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something done every so many steps is due after step number `step`; always after the last."""
+        return step % every == 0 or step == self.work.config.train.steps
+
+    def validate(self, step: int) -> dict[str, float] | None:
+        """Held-out bits per byte of each source, where that is due after `step`; NaN is said and left out."""
+        if not self.due(step, self.work.config.train.heldout_every):
+            return None
+        with self.recorder.looking():
+            found = self.validation.measure(self.engine, partial(self.watchdog.pulse, first=self.validation.first))
+        finite = {source: bits for source, bits in found.items() if math.isfinite(bits)}
+        if missing := [source for source in found if source not in finite]:
+            self.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
+        return finite
+
+    def log(self, progress: TrainingProgress, heldout: dict[str, float] | None) -> None:
+        """The line of the last step, where that is due, with what validation has found."""
+        due = heldout is not None or self.due(progress.step, self.work.config.train.log_every)
+        if due and self.recorder.log is not None:
+            found = {} if heldout is None else {"heldout_bpb": heldout}
+            self.recorder.log.step({**(progress.record or {}), **found})
+
+    def draw_samples(self, step: int) -> None:
+        """Draw texts where that is due after `step`, unless it ended earlier starts: it would for ever, since the
+        checkpoint is there."""
+        if not self.due(step, self.work.config.train.sample_every):
+            return
+        if (ended := self.attempts.ended(step)) >= MOST_ENDED:
+            self.say(f"no sample texts after step {step}: {ended} starts of training ended while drawing them")
+            self.recorder.event("samples_left_out", step=step, ended=ended)
+            return
+        self.attempts.begin(step, ended)
+        try:
+            with self.recorder.looking():
+                texts = self.samples.draw(self.engine, self.watchdog.pulse)
+            for prompt, text in texts:
+                if self.recorder.log is not None:
+                    self.recorder.log.sample(step, prompt, text)
+        except FloatingPointError as error:  # the guards deal with it: the next loss is NaN too
+            self.say(f"no sample texts after step {step}: {error}")
+        self.attempts.end()
+
+    def catch_up(self, progress: TrainingProgress) -> None:
+        """After a kill between a checkpoint and its step's line in the log: look, and write that line, now."""
+        if progress.record is None:
+            return
+        logged = None
+        if self.ranks.leads:
+            metrics = read_metrics(self.work.folder / "metrics.jsonl")
+            logged = bool(metrics) and metrics[-1]["step"] >= progress.step
+        if not self.ranks.same(logged):
+            self.log(progress, self.validate(progress.step))
+            self.draw_samples(progress.step)

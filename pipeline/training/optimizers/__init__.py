@@ -1,0 +1,1 @@
+"""Optimizers: how this rank's parts of the weights are updated, behind one interface."""

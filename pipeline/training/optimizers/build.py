@@ -1,0 +1,43 @@
+"""The optimizer that the configuration asks for, around a model that is placed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.config.optimizers import optimizer_kind
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.parallel.grid import Grid
+from pipeline.training.optimizers.base import ElementwiseOptimizer, Optimizer, weights_of
+from pipeline.training.optimizers.wrapped import Wrapped
+
+
+def build_optimizer(model: nn.Module, config: Config, grid: Grid, tied: bool) -> Optimizer:
+    """train.optimizer over all parameters of `model`. What is of torch's own form is wrapped, so that nothing trains
+    unclipped or applies what the guards reject.
+
+    tied: whether the output matrix is the embedding.
+
+    Raises:
+        UserError: it cannot be imported, or what it makes is no optimizer.
+    """
+    train = config.train
+    weights = weights_of(model, train, tied)
+    made = optimizer_kind(train.optimizer).maker()(weights, config, grid)
+    if isinstance(made, torch.optim.Optimizer):
+        return Wrapped(weights, made, train.lr)
+    if not isinstance(made, Optimizer):
+        raise UserError(f"train.optimizer '{train.optimizer}' made a {type(made).__name__}, which is neither an "
+                        f"Optimizer (pipeline/training/optimizers/base.py) nor a torch.optim.Optimizer: updates could "
+                        f"not be clipped or left out.")
+    return made
+
+
+def build_elementwise(model: nn.Module, config: Config, grid: Grid, tied: bool) -> ElementwiseOptimizer:
+    """The same for DeepSpeed, which lays weights out flat; UserError where it is no `ElementwiseOptimizer`."""
+    made = build_optimizer(model, config, grid, tied)
+    if not isinstance(made, ElementwiseOptimizer):
+        raise UserError(f"train.optimizer '{config.train.optimizer}' cannot update flat ranges of weights, as "
+                        f"parallel.engine 'deepspeed' wants it. Take parallel.engine=fsdp2.")
+    return made

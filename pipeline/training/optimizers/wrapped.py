@@ -1,0 +1,112 @@
+"""Any `torch.optim.Optimizer` behind our interface: clipped before it steps, not stepped where an update is rejected.
+
+torch's optimizers know neither (fused Adam's `found_inf` and `grad_scale` excepted): as they are, they would train
+unclipped and apply what the guards have rejected. The decision is made on the host, which waits for the device once a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.parallel.grid import own
+from pipeline.training.optimizers.base import Optimizer, Weight, gradients
+
+COUNT = "step"
+"""The one state that may be a number: how many updates there were. It is not saved but set, by `resume`."""
+
+
+class Wrapped(Optimizer):
+    """Weights that `inner` updates, whose states begin as zeros.
+
+    Each group's learning rate is the schedule's times its `lr_factor`, or where it has none, times what its own `lr` is
+    of `lr` at the start. SGD's momentum begins as zeros too, and not, as torch does it, as the first gradient: with
+    `dampening` the first update is that much smaller.
+
+    Args:
+        lr: train.lr, which `inner` was made with.
+
+    Raises:
+        UserError: `inner` leaves a weight out, has no step without a closure, or keeps states that cannot be saved and
+            filled in again: neither a count `step` nor zeros of the parameter's shape at the start.
+    """
+
+    def __init__(self, weights: Sequence[Weight], inner: torch.optim.Optimizer, lr: float) -> None:
+        self.weights, self.inner = {weight.name: weight for weight in weights}, inner
+        self.kind = type(inner).__name__
+        held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
+        if missing := [weight.name for weight in weights if id(weight.parameter) not in held]:
+            raise UserError(f"The optimizer {self.kind} was given {len(weights)} parameters and holds {len(held)}; "
+                            f"{missing[0]} would never be trained. Give it all of them, e.g. by parameter_groups.")
+        self.factors = [group.get("lr_factor", float(group["lr"]) / lr) for group in inner.param_groups]
+        self._make_states()
+        self.names = {name: self._check_states(weight) for name, weight in self.weights.items()}
+        self.resume(0)
+
+    def state_names(self, name: str) -> tuple[str, ...]:
+        """See Optimizer."""
+        return self.names[name]
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """See Optimizer."""
+        found: dict[str, Any] = self.inner.state[self.weights[name].parameter]
+        return {state: own(found[state]) for state in self.names[name]}
+
+    def step(self, lr: float, clip: Tensor, applied: Tensor) -> None:
+        """See Optimizer."""
+        if not bool(applied):
+            return
+        torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], clip)
+        for group, factor in zip(self.inner.param_groups, self.factors, strict=True):
+            group["lr"] = lr * factor
+        self.inner.step()
+
+    def resume(self, updates: int) -> None:
+        """See Optimizer."""
+        for weight in self.weights.values():
+            state = self.inner.state[weight.parameter]
+            if isinstance(state.get(COUNT), Tensor):
+                state[COUNT].fill_(updates)
+            elif COUNT in state:
+                state[COUNT] = updates
+
+    @torch.no_grad()
+    def _make_states(self) -> None:
+        """Let `inner` make its states, which most do in their first step: one of no length, on gradients of zero, to
+        which some would add weights for their decay."""
+        before = {name: own(weight.parameter).clone() for name, weight in self.weights.items()}
+        for weight in self.weights.values():
+            weight.parameter.grad = torch.zeros_like(weight.parameter)
+            own(weight.parameter).zero_()  # it may hold anything before a checkpoint is read
+        for group in self.inner.param_groups:
+            group["lr"] = 0.0
+        try:
+            self.inner.step()
+        except TypeError as error:
+            raise UserError(f"The optimizer {self.kind} cannot be stepped without a closure ({error}): a step of "
+                            f"training computes its gradients once.") from error
+        for name, weight in self.weights.items():
+            own(weight.parameter).copy_(before[name])
+            weight.parameter.grad = None
+
+    def _check_states(self, weight: Weight) -> tuple[str, ...]:
+        """The names of a weight's states that are saved."""
+        names = []
+        for state, value in self.inner.state[weight.parameter].items():
+            if state == COUNT or value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape != weight.parameter.shape:
+                raise UserError(f"The optimizer {self.kind} keeps '{state}' of {weight.name}, which is not shaped like "
+                                f"the parameter, and could not be saved for any layout of ranks. Write it as an "
+                                f"Optimizer (pipeline/training/optimizers/base.py), or take another.")
+            if own(value).count_nonzero():
+                raise UserError(f"The optimizer {self.kind} begins with '{state}' of {weight.name} other than zeros, "
+                                f"which is not kept. Write it as an Optimizer (pipeline/training/optimizers/base.py), "
+                                f"or take another.")
+            names.append(state)
+        return tuple(names)

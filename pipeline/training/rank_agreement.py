@@ -1,0 +1,134 @@
+"""Who the ranks are, and whether they all run the same thing: asked once, before anything else is done together."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+
+from pipeline.config.loading import config_hash
+from pipeline.console import spelled
+from pipeline.contract.run import code_hashes
+from pipeline.contract.stage_work import Work
+from pipeline.contract.stages import STAGES
+from pipeline.errors import UserError
+from pipeline.files import sha256_json
+from pipeline.parallel.ranks import Ranks
+
+SHOWN_NODES = 4
+"""Nodes that a line names; of the others it tells the number."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank as it describes itself. world: the number of ranks that the launcher meant to start, if it said so."""
+
+    node: str
+    device: str | None
+    torch: str
+    python: str
+    nccl: str
+    code: str
+    config: str
+    chain: str
+    world: int | None
+
+
+MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
+              "chain": "submission"}
+"""What has to be the same on all ranks, and what it is called."""
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """All ranks of a run, in order."""
+
+    members: tuple[Member, ...]
+
+    @classmethod
+    def gather(cls, ranks: Ranks, work: Work) -> RankAgreement:
+        """Ask all ranks; on every rank alike.
+
+        Raises:
+            UserError: they do not run the same thing, or are not as many as were meant to be started.
+        """
+        # As plain values: ranks that run other code may know other fields, and must be told so, not fail.
+        told = ranks.gather(asdict(_describe_this(ranks, work)))
+        found = cls(tuple(Member(**{name.name: one.get(name.name, "") for name in fields(Member)}) for one in told))
+        if problem := found.problem():
+            raise UserError(problem)
+        return found
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [member.node for member in self.members]
+
+    def problem(self) -> str:
+        """Why these ranks must not go on together, in a sentence or two; empty if they may."""
+        for key, name in MUST_AGREE.items():
+            if differing := self._groups([getattr(member, key) for member in self.members]):
+                held = ", ".join(f"{value[:12] or 'none'} on {who}" for value, who in differing)
+                return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
+                        f"one environment and one command.")
+        meant = sorted({member.world for member in self.members if member.world is not None})
+        if meant and meant != [len(self.members)]:
+            return (f"{_count(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were to "
+                    f"be started (DROVER_RANKS). Look for ranks that ended at once, in the logs of their nodes.")
+        return ""
+
+    def warning(self) -> str:
+        """What is slow, not wrong, in these ranks; empty if nothing is."""
+        if differing := self._groups([member.device or "CPU" for member in self.members]):
+            held = ", ".join(f"{device} on {who}" for device, who in differing)
+            return f"warning: the devices differ ({held}); the slowest of them sets the pace"
+        return ""
+
+    def __str__(self) -> str:
+        """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
+        placed: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            placed.setdefault(node, []).append(rank)
+        shown = ", ".join(f"{node} {spelled(held)}" for node, held in list(placed.items())[:SHOWN_NODES])
+        more = f" and {len(placed) - SHOWN_NODES} more nodes" if len(placed) > SHOWN_NODES else ""
+        first, devices = self.members[0], dict.fromkeys(member.device or "CPU" for member in self.members)
+        nccl = f", NCCL {first.nccl}" if first.nccl else ""
+        return (f"{_count(len(self.members), 'rank')} on {_count(len(placed), 'node')}: {shown}{more}; "
+                f"{' and '.join(devices)}; torch {first.torch}{nccl}")
+
+    def _groups(self, values: Sequence[str]) -> list[tuple[str, str]]:
+        """(value, who has it), the most frequent first; [] where all have the same."""
+        found: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            found.setdefault(value, []).append(rank)
+        if len(found) == 1:
+            return []
+        return [(value, self._who(held)) for value, held in sorted(found.items(), key=lambda item: -len(item[1]))]
+
+    def _who(self, held: Sequence[int]) -> str:
+        nodes = list(dict.fromkeys(self.members[rank].node for rank in held))
+        more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
+        return (f"rank{'' if len(held) == 1 else 's'} {spelled(held)} (node{'' if len(nodes) == 1 else 's'} "
+                f"{', '.join(nodes[:SHOWN_NODES])}{more})")
+
+
+def node_name() -> str:
+    """What this machine is called: by Slurm, where that may name it otherwise than it does itself."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def _describe_this(ranks: Ranks, work: Work) -> Member:
+    meant = os.environ.get("DROVER_RANKS")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
+    return Member(node=node_name(), device=ranks.device_name, torch=torch.__version__,
+                  python=platform.python_version(), nccl=nccl,
+                  code=sha256_json(code_hashes(STAGES[work.name], work.config)),
+                  config=config_hash(work.config), chain=os.environ.get("DROVER_CHAIN", ""),
+                  world=int(meant) if meant else None)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,105 @@
+"""What an attempt at training records of itself: a line a step, events, the share of time that counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipeline.contract.stage_work import Work
+from pipeline.parallel.ranks import Ranks
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.records.goodput import first_start
+from pipeline.training.async_saver import Saved
+from pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from pipeline.training.engines.engine import StepResult
+from pipeline.training.guards import json_number
+from pipeline.training.progress_line import ProgressLine
+from pipeline.training.sinks.log import open_log
+
+
+class Recorder:
+    """The records of one attempt. Every rank has one; only rank 0's writes.
+
+    Args:
+        flops_per_token: None where utilisation cannot be told, as in arithmetic that peaks are not known for.
+
+    Attributes:
+        log: the files and sinks; None on other ranks, and once they are closed.
+        line: what a person sees.
+        look_s: seconds spent so far on looking at the model.
+    """
+
+    def __init__(self, work: Work, ranks: Ranks, progress: TrainingProgress, flops_per_token: float | None) -> None:
+        self.work, self.ranks, self.train = work, ranks, work.config.train
+        say = work.say if ranks.leads else lambda text: None
+        self.line = ProgressLine(self.train.steps, say)
+        self.log = open_log(work, progress.step, say) if ranks.leads else None
+        peak = peak_flops(ranks.device)
+        self._peak = None if peak is None or flops_per_token is None else peak * ranks.world / flops_per_token
+        self._begun_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
+        self.look_s = 0.0
+
+    def begin(self, progress: TrainingProgress, **details: Any) -> None:
+        """The first step comes now: the process has done all that goes before it."""
+        self.event("resume" if progress.step else "start", step=progress.step, ranks=self.ranks.world,
+                   startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
+        self._began, self.look_s = time.perf_counter(), 0.0
+        if self.log is not None:
+            self._first_start = first_start(self.work.run.folder) or self._first_start
+
+    def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
+             waited_s: float, rate: float) -> dict[str, Any]:
+        """The line of a step, and what it shows on a terminal.
+
+        Args:
+            step_s, waited_s: seconds that it took, and of them, that it waited for data.
+            rate: learning rate.
+        """
+        tokens_per_s, now = self.train.batch_tokens / step_s, time.time()
+        trained = round(train_s(before) + step_s, 5)
+        record: dict[str, Any] = {
+            "step": after.step, "loss": json_number(result.loss), "lr": rate,
+            "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after.samples],
+            "tokens": after.tokens, "targets": after.targets - before.targets, "tokens_per_s": round(tokens_per_s, 1),
+            "step_s": round(step_s, 5), "data_wait_s": round(waited_s, 5),
+            "memory_mb": round(memory_mb(self.ranks.device), 1),
+            "mfu": None if self._peak is None else round(tokens_per_s / self._peak, 4),
+            "time": round(now, 3), "train_s": trained,
+            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),
+            **({"look_s": round(self.look_s, 3)} if self.look_s else {}),
+            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {})}
+        if self.ranks.leads:
+            done = max(1, after.step - self._begun_at)
+            self.line.show(record, (time.perf_counter() - self._began) / done * (self.train.steps - after.step))
+        return record
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Count the time within as spent on looking at the model."""
+        began = time.perf_counter()
+        yield
+        self.look_s += time.perf_counter() - began
+
+    def event(self, event: str, **details: Any) -> None:
+        """Something that happened."""
+        if self.log is not None:
+            self.log.event(event, **details)
+
+    def saves(self, ended: list[Saved]) -> None:
+        """Saves that ended."""
+        if self.log is not None:
+            for saved in ended:
+                self.log.event(saved.event, **saved.details)
+
+    def close(self) -> None:
+        """Make everything durable; nothing is recorded any more."""
+        if self.log is not None:
+            self.log.close()
+        self.log = None
+
+
+def train_s(progress: TrainingProgress) -> float:
+    """Seconds of the steps that led to `progress`; those that were undone do not count."""
+    return float((progress.record or {}).get("train_s", 0.0))

@@ -1,0 +1,84 @@
+"""MLflow: a file store in the run folder, or a tracking server."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from pipeline.config.section import flatten
+from pipeline.training.sinks.base import About, Sink, SinkSettings, checkpoint_curves, curves, kept_id
+
+AT_ONCE = 100
+"""Parameters that MLflow takes in one call."""
+LONGEST = 5000
+"""Characters of a tag that MLflow takes."""
+ENDINGS = {"finish": "FINISHED", "stop": "KILLED"}
+"""MLflow's word for how a run ended, by the event; for any other end it is FAILED."""
+
+
+class MLflow(SinkSettings):
+    """Curves, settings and the newest sample texts in MLflow.
+
+    Every start of one training continues the same run, whose ID stands in train/mlflow.json. MLflow keeps every value
+    of a step: those of steps that are done again after a kill are further points at the same place, with later times,
+    of which the last counts. Sample texts are tags, one a prompt, each the newest (samples.jsonl has all). User and
+    password of a server are MLflow's own affair (MLFLOW_TRACKING_USERNAME and the like in the environment).
+    """
+
+    package = "mlflow"
+    extra = "mlflow"
+
+    experiment: str = "drover"
+    """MLflow's experiment; it is made if there is none of that name."""
+    tracking_uri: str | None = None
+    """The tracking server, as http://host:5000; null: `mlflow/` in the run folder, without a network. `mlflow ui
+    --backend-store-uri runs/<name>/mlflow` of the whole package mlflow shows that, where MLFLOW_ALLOW_FILE_STORE=true
+    is set. A password in it would be written to files: leave it to the environment."""
+
+    def open(self, about: About) -> Sink:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # offline means offline
+        uri = self.tracking_uri
+        if uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # from version 3.13 on it asks for that
+            uri = (about.run_folder.absolute() / "mlflow").as_uri()
+        from mlflow import MlflowClient
+        return _Run(MlflowClient(tracking_uri=uri), self.experiment, about)
+
+
+class _Run:
+    def __init__(self, client: Any, experiment: str, about: About) -> None:
+        self._client, self._ending, self._prompts = client, "FAILED", dict[str, int]()
+
+        def make() -> str:
+            found = client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else client.create_experiment(experiment)
+            return str(client.create_run(place, run_name=about.name).info.run_id)
+        self._id, new = kept_id(about, "mlflow", make)
+        if not new:
+            client.update_run(self._id, status="RUNNING")
+            return
+        from mlflow.entities import Param
+        settings = [Param(name, str(value)[:LONGEST]) for name, value in flatten(dict(about.settings)).items()]
+        for start in range(0, len(settings), AT_ONCE):
+            client.log_batch(self._id, params=settings[start:start + AT_ONCE])
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._log(curves(record), record["step"])
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
+        self._client.set_tag(self._id, f"sample {number}", f"after step {step}: {prompt}{text}"[:LONGEST])
+
+    def event(self, kind: str, details: dict[str, Any]) -> None:
+        self._ending = ENDINGS.get(kind, self._ending)
+        if found := checkpoint_curves(kind, details):
+            self._log(found, details["step"])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id, status=self._ending)
+
+    def _log(self, found: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in found.items()])

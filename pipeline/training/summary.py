@@ -1,0 +1,40 @@
+"""What is about to be trained, in a few lines."""
+
+from __future__ import annotations
+
+import torch
+
+from model.attention.choosing import Choice
+from model.config import ModelConfig
+from model.kernels import chosen
+from pipeline.config.batch import BatchPlan
+from pipeline.config.tree import Config
+from pipeline.data.loader import TrainingData
+from pipeline.parallel.grid import Grid
+
+
+def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
+    """The model and how it is spread, and the batch; precision: which was chosen and why."""
+    train, ranks, batch = config.train, grid.ranks, BatchPlan.of(config.train, config.parallel, grid.ranks.world)
+    return [f"{model.parameter_count:,} parameters; {precision}; {ranks.world} ranks on {ranks.device.type}, "
+            f"{torch.get_num_threads()} threads each; {_layout(config, grid)}",
+            f"batch {batch}; {train.steps:,} steps = {train.steps * batch.tokens:,} tokens, "
+            f"{max(data.order.epochs(train.steps * batch.sequences).values()):.2f} epochs"]
+
+
+def kernel_lines(config: Config, attention: Choice, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """What computes attention and, where there is a choice (float32 on CPUs), the products; and why not the best."""
+    found = [f"attention {attention.backend.name}"]
+    if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
+        found.append(f"float32 products {chosen()}")
+    fallback = attention.fallback and not config.train.across_documents
+    return ["; ".join(found), *([attention.fallback] if fallback else [])]
+
+
+def _layout(config: Config, grid: Grid) -> str:
+    """How the model is spread, in a few words."""
+    parallel = config.parallel
+    if parallel.engine == "deepspeed":
+        offload = f", {parallel.offload} in host memory" if parallel.offload != "none" else ""
+        return f"DeepSpeed ZeRO {parallel.zero_stage}{offload}"
+    return f"FSDP2 {grid.replicate} x {grid.shard}, tensor parallel {grid.tensor}"

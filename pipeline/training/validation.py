@@ -1,0 +1,116 @@
+"""What is looked at while training: held-out bits per byte per source, and texts from fixed prompts.
+
+Both use every rank (a sharded model needs all of them in each forward pass) and draw on no state of training:
+switching them on or off changes no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model.generate import generate
+from pipeline.contract.stage_work import Work
+from pipeline.data.token_shards import TokenShard, open_shards
+from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+from pipeline.parallel.compiling import compiles
+from pipeline.parallel.grid import Grid
+from pipeline.training.engines.engine import Engine
+
+
+class Validation:
+    """A fixed part of each source's held-out documents, measured now and then."""
+
+    def __init__(self, work: Work, grid: Grid) -> None:
+        folder, manifest = work.input("encode")
+        train, self.grid = work.config.train, grid
+        texts = {source.name: some_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
+                                              train.heldout_tokens) for source in work.config.shard.sources}
+        self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
+                                      length=train.sequence_length, batch=train.micro_batch,
+                                      rank=grid.data_rank, world=grid.data_ranks)
+        self.first = True
+
+    def measure(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding. The first
+        time (`first`), it may have to compile.
+
+        pulse: called before each batch.
+        """
+        model = engine.model
+
+        def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+            pulse()
+            nats: Tensor = model(tokens, labels, documents=documents, positions=positions, reduction="none")
+            return nats
+        model.eval()
+        found = measure(forward, self.batches, self.grid.ranks.device, copies=self.grid.tensor)
+        engine.free_unsharded()
+        model.train()
+        self.first = False
+        return {name: result.bits_per_byte for name, result in found.items()}
+
+
+def some_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
+    """Whole documents of `shards` until they have `tokens` tokens (at least one document).
+
+    Taken in the order of their keys, which are hashes: a fixed choice that favours no part of the corpus.
+    """
+    keys = [(shard.document_key(index), number, index)
+            for number, shard in enumerate(shards) for index in range(shard.documents)]
+    documents, total, text_bytes = [], 0, 0
+    for _, number, index in sorted(keys):
+        if total >= tokens:
+            break
+        documents.append(shards[number].document_tokens(index))
+        total += len(documents[-1])
+        text_bytes += shards[number].document_bytes(index)
+    return HeldoutText(documents, text_bytes)
+
+
+class Samples:
+    """Continuations of the configured prompts, always drawn with the same random numbers."""
+
+    def __init__(self, work: Work, grid: Grid) -> None:
+        self.train, self.prompts, self.split = work.config.train, [], grid.tensor
+        self.compiled = compiles(self.train, grid.ranks.device)
+        missing = None
+        try:
+            from pipeline.tokenization.kinds import load_tokenizer
+            self.tokenizer = load_tokenizer(work.input("tokenizer")[0])
+        except ImportError as error:
+            missing = f"rank {grid.ranks.rank} lacks {error.name}"
+        # All ranks draw or none: a sharded model needs all of them.
+        if absent := [name for name in grid.ranks.gather(missing) if name is not None]:
+            if grid.ranks.leads:
+                work.say(f"no sample texts while training: {absent[0]}, which the vocabulary needs")
+            return
+        room = work.config.model.context_length - self.train.sample_tokens
+        self.prompts = [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room])
+                        for text in self.train.prompts]
+
+    def draw(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
+        """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes.
+
+        pulse: called before each token.
+
+        Raises FloatingPointError, on every rank, where the model's scores are NaN.
+        """
+        if not self.prompts:
+            return []
+        if self.compiled:  # each length would be compiled anew
+            with torch.compiler.set_stance("force_eager"):
+                return self._draw(engine, pulse)
+        return self._draw(engine, pulse)
+
+    def _draw(self, engine: Engine, pulse: Callable[[], None]) -> list[tuple[str, str]]:
+        # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache.
+        try:
+            drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens, temperature=0.8,
+                             top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1, multiple_of=self.split,
+                             pulse=pulse)
+        finally:
+            engine.free_unsharded()
+        return [(text, self.tokenizer.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)]

@@ -1,0 +1,139 @@
+"""Wrong keys, wrong types and impossible combinations come in one report; names of other libraries are understood."""
+
+import pytest
+
+from pipeline.config.explaining import explain
+from pipeline.config.field_names import ELSEWHERE, MEANINGS, all_keys, suggestion
+from pipeline.config.loading import load_config
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def refusal(path, *overrides):
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides, check=False)
+    return str(caught.value)
+
+
+def test_keys_types_and_combinations_come_together(tmp_path):
+    path = write(tmp_path / "c.yaml", """
+nmae: x
+model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
+train: {steps: 50, warmup_steps: 60, lr: fast, batch_tokens: 1000, sequence_length: 300}
+tokenizer: {vocab_size: 70016}
+encode: {dtype: uint16}
+""")
+    said = refusal(path, "parallel.tp=two")
+    assert said.startswith("8 problems")
+    for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'?", "'train.lr' is 'fast'", "'parallel.tp'",
+                     "heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
+                     "batch_tokens 1000 is not a multiple of train.sequence_length 300",
+                     "sequence_length 300 is longer than model.context_length 128", "the vocabulary has 70016"):
+        assert expected in said, said
+
+
+@pytest.mark.parametrize(("wrong", "silent"), [
+    ("train.sequence_length=many", ["is longer than", "train.batch_tokens"]),
+    ("train.seq_len=8192", ["is longer than", "train.batch_tokens"]),  # it is what was meant
+    ("model.context_length=big", ["is longer than", "no room"]), ("model.heads=x", ["divisible by kv_heads"]),
+    ("train={lr: x}", ["train.batch_tokens", "warmup_steps"]), ("train=5", ["train.batch_tokens", "warmup_steps"]),
+    ("shard.sources.0.paths=5", ["train.mixture"]), ("shard.sources=[{kind: files, paths: [a]}]", ["train.mixture"])])
+def test_what_depends_on_a_wrong_value_is_not_judged(tmp_path, wrong, silent):
+    path = write(tmp_path / "c.yaml", """
+model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
+train: {steps: 50, warmup_steps: 60, batch_tokens: 1000, sequence_length: 300, sample_tokens: 200, mixture: {web: 1}}
+shard: {sources: [{kind: files, name: notes, paths: [x.txt]}]}
+tokenizer: {vocab_size: 700}
+""")
+    said = refusal(path, wrong)
+    assert not [text for text in silent if text in said], said
+    assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
+
+
+def test_a_tree_of_which_nothing_is_right_is_refused_all_the_same(tmp_path):
+    said = refusal(write(tmp_path / "c.yaml", "train: 5\nmodel: [1]\nshard: {sources: 7}\nlaunch: x\nname: {}\n"))
+    assert said.startswith("5 problems")
+
+
+@pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5e1", 25)])
+def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
+    for config in (load_config(write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\n"), check=False),
+                   load_config(write(tmp_path / "b.yaml", "name: x\n"), [f"train.steps={value}"], check=False)):
+        assert config.train.steps == steps and type(config.train.steps) is int
+    config = load_config(write(tmp_path / "b.yaml", "name: 1e3\nlaunch: {processes: 2e0}\n"), ["name=1e3"], check=False)
+    assert config.launch.processes == 2 and config.name == "1e3"
+
+
+@pytest.mark.parametrize("value", ["1.5", "1e-3", "1e999", "true"])
+def test_what_is_no_whole_number_is_refused(tmp_path, value):
+    assert "'train.steps' is" in refusal(write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\n"))
+    assert "'train.steps' is" in refusal(write(tmp_path / "b.yaml", "name: x\n"), f"train.steps={value}")
+
+
+def test_infinity_is_no_setting(tmp_path):
+    assert "finite" in refusal(write(tmp_path / "a.yaml", "train: {lr: 1e999}\n"))
+
+
+@pytest.mark.parametrize(("key", "said"), [
+    ("train.learning_rate", "did you mean 'lr'?"), ("train.lrr", "did you mean 'lr'?"),
+    ("train.batch_size", "did you mean 'batch_tokens' (counted in tokens"),
+    ("train.wd", "did you mean 'weight_decay'?"), ("launch.nodes", "here that is 'launch.train.nodes'."),
+    ("train.weightdecay", "did you mean 'weight_decay'?"), ("train.seq_len", "did you mean 'sequence_length'?"),
+    ("model.seq_len", "did you mean 'context_length'?"), ("train.grad_clip", "did you mean 'clip_norm'?"),
+    ("train.max_steps", "did you mean 'steps' (optimizer steps"), ("train.warmup", "did you mean 'warmup_steps'"),
+    ("train.gradient_accumulation_steps", "did you mean 'micro_batch' (sequences of a rank at once"),
+    ("train.save_every", "here that is 'train.checkpoint.every_steps'."), ("lr", "did you mean 'train.lr'?"),
+    ("learning_rate", "here that is 'train.lr'."), ("train.optim", "did you mean 'optimizer'?"),
+    ("model.hidden_size", "did you mean 'dim'?"), ("model.n-layers", "did you mean 'layers'?"),
+    ("train.checkpoint.save_total_limit", "did you mean 'keep'?"), ("output_dir", "did you mean 'runs_dir'?"),
+    ("train.xyzzy", "known here: steps, sequence_length"), ("train.tp", "did you mean 'parallel.tp'?")])
+def test_other_names_of_a_setting(tmp_path, key, said):
+    assert f"unknown key '{key}'; {said}" in refusal(write(tmp_path / "a.yaml", "name: x\n"), f"{key}=1")
+
+
+def test_explain_understands_other_names_too():
+    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
+        with pytest.raises(UserError, match=f"There is no setting '{key}'. Nearest: {meant}[,.]"):
+            explain(Config(), key)
+
+
+def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
+    known = set(all_keys())
+    assert set(ELSEWHERE) <= known and set(MEANINGS) <= known
+    for key, names in ELSEWHERE.items():
+        section = key.rpartition(".")[0]
+        assert not [name for name in names.split() if f"{section}.{name}".strip(".") in known - {key}], key
+    assert suggestion("train", "learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ("runs_dir=s3://bucket/runs", "runs_dir: s3://bucket/runs is an address (s3://), but files are read and written "
+                                  "by path on this machine, mounted file systems included. Give a path here, or mount"),
+    ("reuse=gs://bucket/runs/demo", "reuse: gs://bucket/runs/demo is an address (gs://)"),
+    ("tokenizer.path=s3://b/t.model", "Copy it here first (aws s3 sync ...) or mount it"),
+    ("tokenizer.path=https://x.org/t.model", "tokenizer.path: https://x.org/t.model is an address"),
+    ("shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet', 'http://x.org/a']}]",
+     "dataset: owner/set}"),
+    ("shard.sources=[{kind: files, name: a, paths: ['file:///data/a.txt']}]", "without file://"),
+    ("shard.sources=[{kind: hf, name: a, dataset: 's3://b/c'}]", "source a: s3://b/c is an address"),
+    ("evaluate.task_folders=['s3://b/tasks']", "evaluate.task_folders: s3://b/tasks")])
+def test_addresses_are_no_paths(tmp_path, settings, said):
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path / "a.yaml", "name: x\n"), [settings])
+    assert said in str(caught.value)
+    load_config(write(tmp_path / "a.yaml", "name: x\n"), ["runs_dir=/a/b:c/d", "reuse=../s3/x"])
+
+
+def test_explain_says_of_places_that_their_content_decides():
+    assert "what is in them does" in explain(Config(), "train.init_from")
+    assert "what is in them does" in explain(Config(), "tokenizer.path")
+    assert "never makes a finished stage stale" in explain(Config(), "train.micro_batch")
+
+
+def test_explain_knows_presets_although_a_loaded_configuration_spells_the_shape():
+    assert "llama3_8b" in explain(Config(), "model.preset")

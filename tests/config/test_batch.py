@@ -1,0 +1,90 @@
+"""The batch that is planned and shown is the batch that trains, for every way to spread it over ranks."""
+
+import re
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from launch.describe import training_facts
+from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
+from pipeline.config.checks import rank_problems
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.data.exclusion import Excluded
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.ranks import Ranks
+from pipeline.training.session import Session
+from pipeline.training.summary import summary_lines
+
+MODEL = ModelConfig(dim=64, layers=2, heads=8, kv_heads=8, vocab_size=512, context_length=64)
+LENGTH, SEQUENCES = 32, 48
+
+
+def config(tp, dp_replicate, micro_batch):
+    return Config(model=MODEL, parallel=ParallelConfig(tp=tp, dp_replicate=dp_replicate),
+                  train=TrainConfig(steps=10, sequence_length=LENGTH, batch_tokens=SEQUENCES * LENGTH,
+                                    micro_batch=micro_batch))
+
+
+def session_on(settings, rank, ranks):
+    """As much of a session as decides which samples a rank takes; its batches are the sample numbers."""
+    session = Session.__new__(Session)
+    session.config = settings
+    session.ranks = Ranks(rank, ranks, torch.device("cpu"))
+    session.lay_out()
+    session.started_from = SimpleNamespace(step=3, samples=1000)
+    session.guard_runner = SimpleNamespace(excluded=Excluded())
+    session.data = SimpleNamespace(batch_of=lambda numbers: numbers)
+    return session
+
+
+def arithmetic(line):
+    """The numbers of a line on the batch: tokens, sequences, length, takers, (ranks of a group,) micro-batch,
+    accumulation."""
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", line)]
+
+
+@pytest.mark.parametrize(("ranks", "tp", "dp_replicate", "micro_batch"),
+                         product((1, 2, 3, 4, 8, 16), (1, 2, 4), (1, 2, 4), (1, 2, 3, 5, 48)))
+def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_batch):
+    settings = config(tp, dp_replicate, micro_batch)
+    job = SimpleNamespace(ranks=ranks)
+    # Told without BatchPlan: ranks of a tensor group see the same, each of the others takes its share in whole
+    # micro-batches.
+    lays_out = ranks % (tp * dp_replicate) == 0
+    even = lays_out and SEQUENCES % (ranks // tp * micro_batch) == 0
+    assert (rank_problems(settings, ranks) == []) == even
+    shown = [line for line in training_facts(settings, job) if line.startswith("batch")]
+    if not even:
+        assert shown == [] and (lays_out or "ranks" in rank_problems(settings, ranks)[0])
+        return
+    groups = [tp] if tp > 1 else []
+    expected = [SEQUENCES * LENGTH, SEQUENCES, LENGTH, ranks // tp, *groups, micro_batch,
+                SEQUENCES // (ranks // tp) // micro_batch]
+    assert arithmetic(shown[0]) == expected, shown
+    data = SimpleNamespace(order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
+    grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
+    said, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
+    assert arithmetic(said.partition(";")[0]) == expected
+    assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens, {10 * SEQUENCES:.2f} epochs" in said
+
+    taken: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        session = session_on(settings, rank, ranks)
+        numbers = session._make_batch(5)
+        assert len(numbers) == session.batch.accumulation * session.batch.micro_batch
+        taken.setdefault(rank // tp, []).append(tuple(numbers.tolist()))
+    assert all(len(set(same)) == 1 and len(same) == tp for same in taken.values()), "a tensor group sees the same"
+    whole = np.concatenate([same[0] for _, same in sorted(taken.items())])
+    assert whole.tolist() == list(range(1000 + 2 * SEQUENCES, 1000 + 3 * SEQUENCES)), "every sample once, in order"
+
+
+def test_words():
+    assert str(BatchPlan(4096, 8192, 128, 1, 2)) == ("33,554,432 tokens a step = 4,096 sequences of 8,192 = 128 ranks "
+                                                     "x micro batch 2 x 16 accumulated")
+    assert "= 1 tensor-parallel group of 2 ranks x micro batch 8 x 8 accumulated" in str(BatchPlan(64, 128, 1, 2, 8))

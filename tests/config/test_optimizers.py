@@ -1,0 +1,70 @@
+"""The choice of an optimizer in the configuration: refused where it cannot work, and no news to runs of before."""
+
+import re
+
+import pytest
+
+from pipeline.config.checks import problems
+from pipeline.config.loading import dump_config, load_config
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.section import identity
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.contract.manifest import differences
+from pipeline.errors import UserError
+
+
+def config(engine="fsdp2", **train):
+    return Config(train=TrainConfig(**train), parallel=ParallelConfig(engine=engine))
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"optimizer": "lion"}, "train.optimizer 'lion' is not known. There are adamw, muon; one of your own is "),
+    ({"optimizer": "nowhere.lion:LION"}, "'nowhere.lion:LION' cannot be imported (No module named 'nowhere'). Name"),
+    ({"optimizer": "tests.training.optimizers.outside:LION"}, "outside:LION' cannot be imported (module "),
+    ({"optimizer": "tests.training.optimizers.outside:sgd"}, "names a function, not an OptimizerKind: name one that"),
+    ({"optimizer": "muon", "engine": "deepspeed"}, "train.optimizer 'muon' works under parallel.engine fsdp2, not "
+     "'deepspeed', which lays weights out flat. Take parallel.engine=fsdp2, or train.optimizer=adamw."),
+    ({"optimizer": "tests.training.optimizers.outside:SGD", "engine": "deepspeed"}, "not 'deepspeed', which lays"),
+    ({"optimizer": "muon", "optimizer_settings": {"beta": 0.9}},
+     "has 'beta', which the optimizer 'muon' does not know; it knows momentum, nesterov, iterations."),
+    ({"optimizer_settings": {"momentum": 0.9}}, "has 'momentum', which the optimizer 'adamw' does not know; it"),
+    ({"optimizer": "muon", "optimizer_settings": {"iterations": 2.5}},
+     "train.optimizer_settings.iterations is 2.5; like its default 5 it is to be of type int."),
+    ({"optimizer": "muon", "optimizer_settings": {"momentum": True}}, "momentum is True; like its default 0.95"),
+    ({"lr_factors": {"output.*": -1.0}}, "train.lr_factors has -1.0 for 'output.*'; a factor is 0 or more."),
+])
+def test_what_cannot_work_is_refused_before_anything_starts(settings, words):
+    found = problems(config(**settings))
+    assert any(words in problem for problem in found), found
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"engine": "deepspeed"}, {"optimizer": "muon", "optimizer_settings": {"momentum": 0, "nesterov": False}},
+    {"optimizer": "tests.training.optimizers.outside:SGD", "optimizer_settings": {"momentum": 0.5}},
+    {"lr_factors": {"output.*": 0.5}}])
+def test_what_can_work_is_not(settings):
+    assert problems(config(**settings)) == []
+
+
+def test_runs_made_before_there_was_a_choice_are_neither_stale_nor_changed():
+    before = identity(config().train)
+    assert not before.keys() & {"optimizer", "optimizer_settings", "lr_factors"} and before["lr"] == 3e-3
+    assert identity(config(optimizer="adamw", optimizer_settings={}, lr_factors={}).train) == before
+    changed = identity(config(optimizer="muon", optimizer_settings={"momentum": 0.9}, lr_factors={"a": 2.0}).train)
+    found = differences(*({"config": {"train": settings}, "inputs": {}, "files": {}} for settings in (before, changed)))
+    assert [str(difference) for difference in found] == [
+        "train.lr_factors.a: absent -> 2.0", 'train.optimizer: absent -> "muon"',
+        "train.optimizer_settings.momentum: absent -> 0.9"]
+
+
+def test_settings_come_from_files_and_the_command_line_and_load_back_equal(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text('train: {optimizer: muon, optimizer_settings: {momentum: 0.9}, lr_factors: {"output.*": 2}}\n')
+    loaded = load_config(path, ["train.optimizer_settings.nesterov=false", "train.optimizer_settings.iterations=6"])
+    assert loaded.train.optimizer_settings == {"momentum": 0.9, "nesterov": False, "iterations": 6}
+    assert loaded.train.lr_factors == {"output.*": 2}
+    (tmp_path / "again.yaml").write_text(dump_config(loaded))
+    assert load_config(tmp_path / "again.yaml") == loaded
+    with pytest.raises(UserError, match=re.escape("'train.lr_factors.output.*' is 'fast'")):
+        load_config(path, ["train.lr_factors={output.*: fast}"])

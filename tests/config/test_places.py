@@ -1,0 +1,75 @@
+"""A run's folder that cannot be: one sentence before anything starts, by launcher and stages alike."""
+
+import os
+
+import pytest
+import yaml
+
+from launch.submit import main as submit
+from pipeline.config.places import blocked, make_folder, unwritable
+from pipeline.contract.entry import stage_main
+from pipeline.errors import UserError
+from tests.stand_ins import never
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "corpus.txt").write_text("some text\n")
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"name": "a", "train": {"warmup_steps": 2000}, "shard": {"sources": [
+        {"kind": "files", "name": "t", "paths": [str(tmp_path / "corpus.txt")]}]}}))
+    return path
+
+
+CANNOT_BE = [("file", "/file is a file, not a folder"), ("file/deeper/still", "/file is a file, not a folder"),
+             ("link", "/link is a link to something that is not there"), ("x" * 300, "File name too long")]
+
+
+@pytest.mark.parametrize(("runs_dir", "said"), CANNOT_BE)
+def test_a_run_folder_that_cannot_be(config, capsys, runs_dir, said):
+    before = sorted(config.parent.iterdir())
+    runs_dir = f"runs_dir={config.parent}/{runs_dir}"
+    for more in ([], ["--dry-run"], ["--dry-run", "--cluster", "slurm"]):
+        assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local", *more, runs_dir]) == 2
+        text = capsys.readouterr().err
+        assert said in text and "2 problems" in text and "train.warmup_steps 2000" in text, text
+    assert submit(["--why", "shard", "--config", str(config), runs_dir]) == 2
+    assert said in capsys.readouterr().err
+    assert stage_main("shard", never, ["--config", str(config), runs_dir, "train.warmup_steps=1"]) == 2
+    assert said in capsys.readouterr().err and sorted(config.parent.iterdir()) == before
+
+
+def test_a_folder_that_may_not_be_written(config, capsys, monkeypatch):
+    """The real look at permissions: root may everything, and would see nothing of them."""
+    (config.parent / "theirs").mkdir()
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "theirs" not in str(path) and allowed(path, mode))
+    arguments = ["--config", str(config), f"runs_dir={config.parent}/theirs/deeper", "train.warmup_steps=1"]
+    assert submit(["--stage", "shard", "--cluster", "local", *arguments]) == 2
+    said = f"you may not write into {config.parent}/theirs: set runs_dir"
+    assert said in capsys.readouterr().err and not list((config.parent / "theirs").iterdir())
+    assert submit(["--stage", "shard", "--cluster", "slurm", "--dry-run", *arguments]) == 0, "it may be another machine"
+    capsys.readouterr()
+    (config.parent / "theirs/deeper/a").mkdir(parents=True)
+    assert stage_main("shard", never, arguments) == 2
+    assert "/theirs/deeper/a: set runs_dir" in capsys.readouterr().err
+
+
+def test_a_folder_that_the_system_refuses_to_make(config, capsys):
+    """Nothing can be made in /proc, whoever asks and whatever its permissions say."""
+    arguments = ["--config", str(config), "runs_dir=/proc/drover", "train.warmup_steps=1"]
+    assert submit(["--stage", "shard", "--cluster", "local", *arguments]) == 2
+    assert "/proc/drover" in (said := capsys.readouterr().err) and "Traceback" not in said
+    assert stage_main("shard", never, arguments) == 2
+    assert "/proc/drover/a" in capsys.readouterr().err
+    with pytest.raises(UserError, match="/proc/drover"):
+        make_folder(config.parent.__class__("/proc/drover/a"))
+
+
+def test_a_folder_is_made_or_found(tmp_path):
+    assert blocked(tmp_path / "a/b") is None and unwritable(tmp_path / "a/b") is None
+    make_folder(tmp_path / "a/b")
+    make_folder(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()

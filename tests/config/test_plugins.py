@@ -1,0 +1,93 @@
+"""`plugins:` imports code from outside the package, in every process that loads the configuration."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.config.loading import dump_config, load_config
+from pipeline.config.plugins import loaded_plugins, plugin_folders
+from pipeline.contract.run import code_hashes
+from pipeline.contract.stages import STAGES, Stage, register_stage
+from pipeline.errors import UserError
+from tests.conftest import REPOSITORY, environment
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a plugin; what its import changes in this process is undone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr("pipeline.config.plugins._LOADED", {})
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/plugged_in.py").write_text("import os\nLOADED = os.getpid()\n")
+    (tmp_path / "config.yaml").write_text("plugins: [here/plugged_in.py]\n")
+    yield tmp_path
+    sys.modules.pop("plugged_in", None)
+
+
+def test_a_file_beside_the_configuration_is_imported_and_found_by_other_processes(place):
+    loaded = load_config(place / "config.yaml", check=False)
+    assert os.getpid() == sys.modules["plugged_in"].LOADED
+    assert loaded.plugins == [str(place / "here/plugged_in.py")] and plugin_folders() == [str(place / "here")]
+    child = subprocess.run([sys.executable, "-c", "import plugged_in, os; print(plugged_in.LOADED == os.getpid())"],
+                           capture_output=True, text=True, check=True)
+    assert child.stdout == "True\n"
+
+
+def test_the_resolved_configuration_loads_it_from_anywhere(place, tmp_path_factory):
+    resolved = tmp_path_factory.mktemp("elsewhere") / "resolved.yaml"
+    resolved.write_text(dump_config(load_config(place / "config.yaml", check=False)))
+    code = (f"from pipeline.config.loading import load_config; load_config({str(resolved)!r}, check=False); "
+            "import plugged_in; print(plugged_in.__file__)")
+    child = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True,
+                           env={**environment(), "PYTHONPATH": str(REPOSITORY)})
+    assert child.stdout.strip() == str(place / "here/plugged_in.py")
+
+
+def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place, monkeypatch):
+    package = place / "packaged/inside"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "more.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(place / "packaged"))
+    load_config(place / "config.yaml", ["plugins=[inside.more]"], check=False)
+    assert loaded_plugins() == {"inside.more": package / "more.py"} and plugin_folders() == [str(place / "packaged")]
+    before = code_hashes(STAGES["shard"])
+    (package / "more.py").write_text("VALUE = 2\n")
+    changed = {name for name, digest in code_hashes(STAGES["shard"]).items() if before[name] != digest}
+    assert changed == {"inside.more"}
+
+
+def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, tmp_path_factory):
+    """Its configuration has whole paths, of where they were."""
+    moved = tmp_path_factory.mktemp("moved")
+    (moved / "config.yaml").write_text("plugins: [/was/somewhere/else/moved_along.py]\n")
+    with pytest.raises(UserError, match=f"no plugin moved_along.py .looked in /was/somewhere/else, {moved}.. Put it"):
+        load_config(moved / "config.yaml", check=False)
+    (moved / "moved_along.py").write_text("")
+    assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]
+
+
+@pytest.mark.parametrize("plugins, message", [
+    ("[absent.py]", r"the command line \(plugins=\[absent.py\]\): there is no plugin absent.py \(looked in .*"),
+    ("[no_such_module]", "plugin no_such_module cannot be imported: ModuleNotFoundError: No module named"),
+    ("[here/broken.py]", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
+    ("[here/json.py]", "json.py is called like another module, .*json/__init__.py. Rename it"),
+    ("here/plugged_in.py", "`plugins` is a list of modules and files, not 'here/plugged_in.py'")])
+def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
+    (place / "here/broken.py").write_text("1 / 0\n")
+    (place / "here/json.py").write_text("")
+    with pytest.raises(UserError, match=message):
+        load_config(place / "config.yaml", [f"plugins={plugins}"])
+
+
+@pytest.mark.parametrize("stage, message", [
+    (Stage("train", needs=(), reads=(), code=(), own_module="ours"), "There is a stage 'train' already"),
+    (Stage("ours", needs=("shards",), reads=(), code=(), own_module="ours"), "'ours' needs shards: there is no such"),
+    (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it")])
+def test_a_stage_that_cannot_be_is_refused(stage, message):
+    with pytest.raises(ValueError, match=message):
+        register_stage(stage)
+    assert "ours" not in STAGES

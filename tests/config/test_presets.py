@@ -1,0 +1,69 @@
+"""`model.preset`: a published shape, over which the other keys of the section are laid."""
+
+import pytest
+
+from model.presets import PRESETS
+from pipeline.config.loading import dump_config, load_config
+from pipeline.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text, name="config.yaml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+    return write
+
+
+def shape(path, *overrides):
+    return load_config(path, overrides, check=False).model
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_published_shape(config, name):
+    found, published = shape(config(f"model: {{preset: {name}}}")), PRESETS[name]
+    assert found.vocab_size is published.vocab_size is None or found.parameter_count == published.parameter_count
+    assert found.hidden == published.hidden
+    assert found.rope_scaling == published.rope_scaling
+    assert found.context_length == published.context_length
+
+
+def test_other_keys_are_laid_over_it(config):
+    found = shape(config("model: {preset: llama3_8b, layers: 2, vocab_size: null}"))
+    assert (found.layers, found.vocab_size, found.dim, found.hidden) == (2, None, 4096, 14336)
+
+
+def test_the_width_may_be_told_by_the_rule(config):
+    found = shape(config("model: {preset: llama3_8b, ffn_dim_multiplier: 1.0}"))
+    assert found.problems() == [] and found.hidden == 11264
+
+
+def test_who_names_a_preset_means_all_of_it(config):
+    config("model: {dim: 64, heads: 2, kv_heads: 1, layers: 2}", "small.yaml")
+    child = config("base: small.yaml\nmodel: {preset: llama3_8b}")
+    assert shape(child).parameter_count == PRESETS["llama3_8b"].parameter_count
+    other = shape(config("model: {dim: 64, layers: 3}"), "model.layers=4", "model.preset=llama3.2_1b")
+    assert (other.dim, other.layers) == (2048, 4)
+    assert shape(child, "model.preset=null", "model.dim=32").dim == 32
+
+
+def test_the_resolved_configuration_spells_the_shape(config):
+    loaded = load_config(config("model: {preset: llama3_8b}"), check=False)
+    text = dump_config(loaded)
+    assert "preset" not in text
+    assert load_config(config(text, "again.yaml"), check=False) == loaded
+
+
+def test_a_name_may_be_spelt_as_the_models_are(config):
+    assert shape(config("model: {preset: Llama3.1-8B}")) == shape(config("model: {preset: llama3.1_8b}"))
+
+
+def test_an_unknown_preset_is_answered_with_the_known_ones(config):
+    path = config("seed: 1\nmodel:\n  preset: llama3-8\n")
+    with pytest.raises(UserError, match=r"config.yaml:3: There is no preset 'llama3-8'. Did you mean llama3_8b"):
+        load_config(path)
+
+
+def test_a_near_miss_of_the_key_is_understood(config):
+    with pytest.raises(UserError, match="did you mean 'preset'"):
+        load_config(config("model: {presets: llama3_8b}"))

@@ -1,0 +1,76 @@
+"""What a YAML file may hold, and what is said of one that cannot be read."""
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.errors import UserError
+
+
+def write(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refusal(path, *overrides):
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_merge_keys(tmp_path):
+    """Own keys win over merged ones, earlier merged mappings over later ones; nested ones are replaced whole."""
+    config = load_config(write(tmp_path / "c.yaml", """
+train: &small {steps: 7, warmup_steps: 2, checkpoint: {keep: 5, every_steps: 3}}
+launch:
+  shard: &one {cpus: 3, mem: 5G}
+  encode: {<<: *one, mem: 7G}
+  tokenizer: {<<: [{mem: 1G}, *one]}
+"""))
+    launch = config.launch
+    assert (launch.encode.cpus, launch.encode.mem) == (3, "7G") and config.train.checkpoint.keep == 5
+    assert (launch.tokenizer.cpus, launch.tokenizer.mem) == (3, "1G")
+
+
+def test_a_problem_in_what_was_merged_is_named_where_it_was_written(tmp_path):
+    path = write(tmp_path / "c.yaml", "launch:\n  shard: &one\n    cpus: many\n  encode:\n    <<: *one\n    mem: 7\n")
+    text = refusal(path)
+    assert f"{path}:3: 'launch.shard.cpus'" in text and f"{path}:3: 'launch.encode.cpus'" in text
+    assert f"{path}:6: 'launch.encode.mem'" in text
+
+
+@pytest.mark.parametrize("text", ["train: {<<: 5}\n", "train: {<<: [1]}\n", "train: {<<: [[{steps: 3}]]}\n"])
+def test_only_mappings_can_be_merged(tmp_path, text):
+    assert "`<<` takes a mapping" in refusal(write(tmp_path / "c.yaml", text))
+
+
+@pytest.mark.parametrize("text", ["train: &x {lr: *x}\n", "train: &x\n  prompts: [a, *x]\n", "shard: &x {<<: *x}\n",
+                                  "train: &x {guards: {spike: [[*x]]}}\n", "&x shard: {sources: &y [[*y]]}\n"])
+def test_an_alias_inside_of_itself(tmp_path, text):
+    said = refusal(write(tmp_path / "c.yaml", text))
+    assert f"{tmp_path}/c.yaml:1: an alias" in said and "contains the alias itself" in said
+
+
+def test_an_alias_may_be_used_often(tmp_path):
+    text = "train: {prompts: &x [a, b]}\nevaluate: {prompts: *x}\n"
+    assert load_config(write(tmp_path / "c.yaml", text)).evaluate.prompts == ["a", "b"]
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (b"name: x\ntrain: {prompts: [caf\xe9]}\n", "c.yaml:2: the byte 0xe9 is not UTF-8"),
+    ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"name: \x00\n", "is not valid YAML"),
+    (b"[" * 20_000, "nested too deeply"), (b"\x1f\x8b\x08\x00", "c.yaml:1: the byte 0x8b is not UTF-8")])
+def test_files_that_are_no_text(tmp_path, data, words):
+    assert words in refusal(write(tmp_path / "c.yaml", data))
+
+
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(tmp_path):
+    assert load_config(write(tmp_path / "c.yaml", b"\xef\xbb\xbfname: y\n")).name == "y"
+
+
+def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refusal("configs/mine.yaml")
+    assert f"looked in {tmp_path}/configs" in said and "--config" in said
+    said = refusal(write(tmp_path / "c.yaml", "name: x\nbase: other.yaml\n"))
+    assert f"{tmp_path}/other.yaml cannot be read" in said and f"Correct `base:` in {tmp_path}/c.yaml:2" in said
+    assert str(tmp_path / "clusters" / "ours.yaml") in refusal(write(tmp_path / "c.yaml", "launch: {cluster: ours}\n"))

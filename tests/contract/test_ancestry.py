@@ -1,0 +1,194 @@
+"""Every stage answers for all that it is made of: settings, stages and outside files, over `reuse` too."""
+
+import json
+import os
+
+import pytest
+
+import pipeline.contract.external_inputs
+import pipeline.contract.run
+from launch.checks import refuse_unsound, say_absent
+from launch.plan import Options, plan
+from pipeline.config.loading import load_config
+from pipeline.contract.entry import stage_main
+from pipeline.contract.external_inputs import HASHES
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import STARTED, Run
+from pipeline.contract.stages import parse_stages
+from pipeline.errors import UserError
+from pipeline.files import write_json
+from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
+
+
+@pytest.fixture
+def made(place):
+    """A run whose shard and tokenizer are done, of two sources: `t`, a file by its name, and `g`, a glob."""
+    (place / "more").mkdir()
+    for name in ("one", "two"):
+        (place / f"more/{name}.txt").write_text(f"{name}\n")
+    text = (place / "c.yaml").read_text().replace(
+        "  - kind: files", f"  - {{kind: files, name: g, paths: ['{place}/more/*.txt']}}\n  - kind: files", 1)
+    assert "name: g" in text
+    (place / "c.yaml").write_text(text)
+    assert call(place, "shard", copy_corpus) == call(place, "tokenizer", count_bytes) == 0
+    return place
+
+
+def ask(place, stages, *overrides, **options):
+    """As the launcher does before it starts anything; returns the jobs."""
+    run = Run(load_config(place / "c.yaml", overrides))
+    request = Options("local", str(place / "c.yaml"), tuple(overrides), **options)
+    jobs = plan(run.config, run, parse_stages(stages), request)
+    refuse_unsound(run, jobs, request)
+    say_absent(run, jobs)
+    return jobs
+
+
+def refused(capsys, place, stages, *overrides, **options):
+    """What the launcher says, and that the stage itself says so too."""
+    with pytest.raises(UserError) as found:
+        ask(place, stages, *overrides, **options)
+    asked = [f"--{name.replace('_', '-')}" for name in options]
+    assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *asked, *overrides]) == 2
+    said = capsys.readouterr().err
+    assert str(found.value).split("Ways on")[0] in said
+    return str(found.value)
+
+
+def test_a_source_that_grew_is_refused_whatever_stage_is_asked_for(made, capsys):
+    with open(made / "corpus.txt", "a") as file:
+        file.write("one more line\n")
+    for stage in ("tokenizer", "encode"):
+        text = refused(capsys, made, stage)
+        assert "stage shard" in text and "input file t/corpus.txt has other content: " in text and " -> " in text
+        assert f"--stage shard,{stage}" in text
+    assert "has other content" in refused(capsys, made, "encode", force=True)
+    with pytest.raises(UserError, match="has other content"):
+        ask(made, "encode", "name=b", f"reuse={made}/runs/a")
+    # Accepted where it is asked for, it is accepted for all that follows, and leaves its trace.
+    assert call(made, "shard", never, "--accept-drift") == 0
+    assert call(made, "tokenizer", never) == call(made, "encode", count_bytes_again) == 0
+    assert "t/corpus.txt has other content" in str(read_manifest(made / "runs/a/encode").drift)
+
+
+def test_other_paths_are_refused_with_old_and_new(made, capsys):
+    (made / "other.txt").write_text("some other text\n")
+    other = f"shard.sources.1.paths=[{made}/other.txt]"
+    for overrides in ([other], ["name=b", f"reuse={made}/runs/a", other]):
+        text = refused(capsys, made, "encode", *overrides)
+        assert f'shard.sources.1.paths.0: "{made}/corpus.txt" -> "{made}/other.txt"' in text
+        assert "input file t/other.txt is new" in text and "input file t/corpus.txt is gone" in text
+    (made / "other.txt").unlink()
+    (made / "corpus.txt").unlink()
+    text = refused(capsys, made, "encode", other)
+    assert f'"{made}/corpus.txt" -> "{made}/other.txt"' in text, "it was never read, whether it is there or not"
+
+
+def test_equal_files_may_lie_elsewhere(made):
+    (made / "moved").mkdir()
+    (made / "corpus.txt").rename(made / "moved/corpus.txt")
+    moved = f"shard.sources.1.paths=[{made}/moved/corpus.txt]"
+    ask(made, "encode", "name=b", f"reuse={made}/runs/a", moved)
+    assert call(made, "encode", count_bytes_again, moved) == 0
+
+
+@pytest.mark.parametrize("gone", [["corpus.txt"], ["more/one.txt", "more/two.txt"],
+                                  ["corpus.txt", "more/one.txt", "more/two.txt"]])
+def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, capsys, gone):
+    for name in gone:
+        (made / name).unlink()
+    capsys.readouterr()
+    ask(made, "shard,tokenizer", "name=b", f"reuse={made}/runs/a")
+    said = capsys.readouterr().out
+    assert said.count("not there any more") == 1 and f"{len(gone)} of the files that the stage shard" in said
+    assert call(made, "shard", never) == 0
+    capsys.readouterr()
+    assert call(made, "encode", count_bytes_again, "name=b", f"reuse={made}/runs/a") == 0
+    assert capsys.readouterr().out.count("not there any more") == 1
+    if "corpus.txt" not in gone:  # what is there is looked at as ever
+        (made / "corpus.txt").write_text("other\n")
+        assert "t/corpus.txt has other content" in refused(capsys, made, "encode")
+
+
+def test_a_file_that_leaves_or_enters_a_glob_is_a_change(made, capsys):
+    (made / "more/one.txt").rename(made / "one.txt")
+    assert "input file g/one.txt is gone" in refused(capsys, made, "encode")
+    (made / "one.txt").rename(made / "more/one.txt")
+    (made / "more/three.txt").write_text("three\n")
+    assert "input file g/three.txt is new" in refused(capsys, made, "encode")
+
+
+def test_names_below_a_common_folder_do_not_change_because_files_are_gone(place, capsys):
+    """The common folder of what is left is another."""
+    for name in ("x/one.txt", "y/two.txt", "y/three.txt"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(name)
+    paths = f"shard.sources.0.paths=[{place}/x/one.txt, {place}/y/*.txt]"
+    assert call(place, "shard", copy_corpus, paths) == 0
+    (place / "x/one.txt").unlink()
+    assert call(place, "tokenizer", count_bytes, paths) == 0
+    (place / "y/two.txt").write_text("changed")
+    assert call(place, "tokenizer", never, paths) == 2
+    assert "input file t/y/two.txt has other content" in capsys.readouterr().err
+
+
+def test_a_stage_made_of_an_earlier_version_of_another_is_refused_further_on(made, capsys):
+    """The tokenizer is of the shards that were, encode would be of both."""
+    (made / "more/one.txt").write_text("other text\n")
+    assert call(made, "shard", copy_corpus, "--force") == 0
+    text = refused(capsys, made, "encode")
+    assert "The stage tokenizer" in text and "outputs of the stage shard: " in text
+
+
+def test_a_stage_before_that_was_deleted_has_not_changed(made):
+    assert call(made, "encode", count_bytes_again) == 0
+    for path in (made / "runs/a/shard").iterdir():
+        path.unlink()
+    assert Run(load_config(made / "c.yaml")).changed("tokenizer") == []
+    ask(made, "train")
+
+
+def test_a_touched_file_is_hashed_once(made, monkeypatch):
+    hashed, sha256 = [], pipeline.contract.external_inputs.sha256_file
+    monkeypatch.setattr(pipeline.contract.external_inputs, "sha256_file",
+                        lambda path: hashed.append(path.name) or sha256(path))
+    os.utime(made / "corpus.txt", (1, 1))
+    for _ in range(3):
+        ask(made, "encode")
+    assert hashed == ["corpus.txt"]
+    assert list(json.loads((made / "runs/a" / HASHES).read_text())) == [str(made / "corpus.txt")]
+
+
+def test_only_the_first_rank_looks_at_files(made, monkeypatch):
+    (made / "corpus.txt").write_text("other text\n")
+    looked, look = [], pipeline.contract.run.look
+    monkeypatch.setattr(pipeline.contract.run, "look", lambda stage, *rest, **more: looked.append(stage.name) or look(
+        stage, *rest, **more))
+    monkeypatch.setenv("RANK", "3")
+    assert call(made, "encode", lambda work: None) == 0 and looked == []
+    monkeypatch.setenv("RANK", "0")
+    assert call(made, "encode", never) == 2 and "shard" in looked
+
+
+def test_a_job_goes_on_with_what_its_submission_began(made, monkeypatch, capsys):
+    """Nobody is there at night to answer for a corpus that has grown; it was asked for when the jobs were queued."""
+    monkeypatch.setenv("DROVER_CHAIN", "c1")
+    assert call(made, "encode", lambda work: None) == 130
+    (made / "corpus.txt").write_text("other text\n")
+    assert call(made, "encode", count_bytes_again) == 0
+    said = capsys.readouterr().out
+    assert "goes on as it was submitted" in said and "t/corpus.txt has other content" in said
+    (made / "runs/a/encode/manifest.json").unlink()
+    monkeypatch.setenv("DROVER_CHAIN", "c2")
+    assert call(made, "encode", never) == 2
+
+
+def test_start_records_of_earlier_versions_are_read(made):
+    """They know no chain, and their manifests no places."""
+    manifest = read_manifest(made / "runs/a/shard")
+    manifest.places = {}
+    manifest.write(made / "runs/a/shard")
+    record = made / "runs/a/shard" / STARTED
+    write_json(record, {key: value for key, value in json.loads(record.read_text()).items() if key != "chain"})
+    (made / "corpus.txt").unlink()
+    ask(made, "encode")

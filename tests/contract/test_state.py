@@ -1,0 +1,150 @@
+"""STATE.json, forcing once for an id: what a stage says of itself, whatever befalls it."""
+
+import pytest
+
+from pipeline.contract import state as state_module
+from pipeline.contract.locks import lock
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.stage_work import set_aside
+from pipeline.contract.state import read_state, write_state
+from pipeline.errors import UserError
+from pipeline.files import write_text
+from tests.stand_ins import call, copy_corpus, count_bytes, never, state
+
+
+def test_the_state_says_how_a_stage_ended(place, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    seen = []
+
+    def look(work):
+        seen.append(state(place))
+        copy_corpus(work)
+    assert call(place, "shard", look) == 0 and seen == [("running", None)] and state(place) == ("done", None)
+    assert read_state(place / "runs/a/shard").job == "77"
+    assert "STATE.json" not in [record["path"] for record in read_manifest(place / "runs/a/shard").outputs]
+
+    def refuse(work):
+        raise UserError("the corpus is in Latin-1")
+    assert call(place, "tokenizer", refuse) == 2
+    assert state(place, "tokenizer") == ("failed", None)
+    assert read_state(place / "runs/a/tokenizer").reason == "the corpus is in Latin-1"
+    assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
+
+
+def test_the_state_of_a_stage_that_ends_otherwise(place):
+    def full(work):
+        raise OSError(28, "No space left on device", str(work.folder / "x"))
+
+    def broken(work):
+        raise ZeroDivisionError
+
+    def interrupted(work):
+        raise KeyboardInterrupt
+
+    def stopped(work):
+        write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
+    assert call(place, "shard", full) == 2 and state(place) == ("failed", None)
+    assert "is full" in read_state(place / "runs/a/shard").reason
+    with pytest.raises(ZeroDivisionError):
+        call(place, "shard", broken)
+    assert state(place) == ("running", None)  # whoever finds this knows that it crashed
+    assert call(place, "shard", interrupted) == 130 and state(place) == ("preempted", None)
+    assert call(place, "shard", stopped) == 130 and state(place) == ("preempted", 4)
+
+
+def test_the_state_of_a_finished_stage_is_made_right(place):
+    call(place, "shard", copy_corpus)
+    path = place / "runs/a/shard/STATE.json"
+    path.unlink()
+    assert call(place, "shard", never) == 0 and state(place) == ("done", None)
+    write_state(path.parent, "running")  # killed between the manifest and this
+    assert call(place, "shard", never) == 0 and state(place) == ("done", None)
+    assert call(place, "shard", never, "shard.heldout_share=0.5") == 2 and state(place) == ("failed", None)
+    assert call(place, "shard", never, "shard.heldout_share=0.5", "--accept-drift") == 0
+    assert state(place) == ("done", None)
+    path.write_text("{")  # torn
+    held = lock(place / "runs/a", "shard")
+    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and path.read_text() == "{"  # others have it
+    held.close()
+    assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and state(place) == ("done", None)
+
+
+def test_who_is_refused_a_stage_in_use_leaves_its_state_alone(place):
+    call(place, "shard", lambda work: None)
+    held = lock(place / "runs/a", "shard")
+    assert call(place, "shard", never) == 2 and state(place) == ("running", None)
+    held.close()
+
+
+def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
+    assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
+    monkeypatch.setenv("DROVER_CHAIN", "c1")
+    assert call(place, "tokenizer", never) == 2 and state(place, "tokenizer") == ("failed", None)
+    assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
+    call(place, "shard", copy_corpus)
+    assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
+
+
+def test_what_refused_training_left_is_not_kept_for_its_sake(place):
+    folder = place / "runs/a/train"
+    write_state(folder, "failed", reason="no tokens")
+    assert set_aside(folder, keep=True) is None and not folder.exists()
+
+
+def test_force_id_forces_once(place):
+    made = []
+
+    def body(work):
+        made.append(work.name)
+        copy_corpus(work)
+    for identifier, times in [("one", 1), ("one", 1), ("two", 2), ("two", 2), ("one", 3)]:
+        assert call(place, "shard", body, "--force-id", identifier) == 0 and len(made) == times
+    assert call(place, "shard", lambda work: made.append("begun"), "--force-id", "three") == 130
+    write_text(place / "runs/a/shard/half.txt", "half")
+    assert call(place, "shard", lambda work: made.append("begun")) == 130  # without the ID it is not forgotten
+    assert call(place, "shard", body, "--force-id", "three") == 0
+    assert (place / "runs/a/shard/half.txt").exists()
+    (place / "runs/a/shard/started.json").write_text("{")
+    assert call(place, "shard", body, "--force-id", "three") == 0
+    assert not (place / "runs/a/shard/half.txt").exists() and state(place) == ("done", None)
+
+
+def test_on_a_full_disk_the_last_word_takes_the_room_kept_for_it(place, monkeypatch):
+    """With no byte left, neither the reason nor a second attempt's could be written."""
+    folder = place / "runs/a/shard"
+    reserve, write = folder / "STATE.reserve", state_module.write_json
+    full: list[int] = []
+
+    def scarce(path, value):
+        if full and reserve.exists():
+            raise OSError(28, "No space left on device", str(path))
+        write(path, value)
+    monkeypatch.setattr(state_module, "write_json", scarce)
+
+    def fill(work):
+        assert reserve.stat().st_size == state_module.RESERVE_BYTES
+        full.append(1)
+        raise OSError(28, "No space left on device", str(work.folder / "x"))
+    assert call(place, "shard", fill) == 2 and state(place) == ("failed", None)
+    assert "is full" in read_state(folder).reason and not reserve.exists()
+
+    full.clear()
+    assert call(place, "shard", copy_corpus) == 0 and state(place) == ("done", None)
+    assert not reserve.exists()
+
+
+def test_what_a_killed_save_left_makes_room_for_the_next_start(place):
+    torn = place / "runs/a/shard/checkpoints/step-8.tmp"
+
+    def killed(work):
+        torn.mkdir(parents=True)
+        (torn / "rank-0.safetensors").write_bytes(b"half")
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        call(place, "shard", killed)
+    seen = []
+
+    def look(work):
+        seen.append(torn.exists())
+        copy_corpus(work)
+    assert call(place, "shard", look) == 0 and seen == [False]

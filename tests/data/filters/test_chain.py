@@ -1,0 +1,32 @@
+"""Counts of filters: added up over units and sources, with few reasons however many a filter gives."""
+
+from pipeline.data.documents import Document, to_json
+from pipeline.data.filters.base import Filter
+from pipeline.data.filters.chain import MOST_REASONS, OTHER_REASONS, Chain, Dropped, few_reasons, no_counts, total
+
+
+class Numbered(Filter):
+    """Drops everything, for as many reasons as there are lengths."""
+
+    def __call__(self, document):
+        return f"reason {len(document.text)}"
+
+
+def test_reasons_of_a_filter_that_keeps_to_no_few_are_counted_together():
+    chain = Chain([Numbered(kind="length")])
+    for size in [*range(1, 101), 1, 1, 100]:
+        document = Document("x" * size, "s", "i", {})
+        assert isinstance(chain(document, to_json(document)), Dropped)
+    counts = chain.counts["length"]
+    assert counts["documents"] == 103 == sum(counts["reasons"].values()) and len(counts["reasons"]) == MOST_REASONS + 1
+    assert counts["reasons"]["reason 1"] == 3 and counts["reasons"][OTHER_REASONS] == 51
+    other = {"length": {**counts, "reasons": {f"more {number}": 2 for number in range(40)} | {OTHER_REASONS: 5}}}
+    few = few_reasons(total([no_counts(chain.filters), chain.counts, other]))["length"]
+    assert sum(few["reasons"].values()) == 103 + 85 and few["documents"] == 206
+    assert list(few["reasons"])[:2] == ["reason 1", "more 0"] and few["reasons"][OTHER_REASONS] == 51 + 5 + 40
+    assert few_reasons(total([other, chain.counts]))["length"]["reasons"] == few["reasons"]
+
+
+def test_totals_have_what_only_some_parts_have():
+    assert total([{"a": 1, "b": {"x": 1}}, {"b": {"y": 2}}, {"a": 2, "b": {"x": 3}}]) == {"a": 3, "b": {"x": 4, "y": 2}}
+    assert total([]) == {}

@@ -1,0 +1,359 @@
+"""Filters in the shard stage: equal bytes for any number of processes and after kills, counts that add up, drops kept
+on request, filters of one's own, and runs of before there were filters."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.loading import load_config
+from pipeline.config.section import identity
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
+from pipeline.data.documents import key_fits
+from pipeline.encode import encode
+from pipeline.files import sha256_json
+from pipeline.tokenizer import make_tokenizer
+from tests.conftest import REPOSITORY
+from tests.stages.test_shard import documents, files_source, folder_of, hashes, kill_at, run, start, write_config
+from tests.waiting import HANG_S
+from tools.where import main as where
+
+FILTERS = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
+           "most_words": 40}, {"kind": "repetition"}]
+
+
+def make_corpus(folder, files=6, rows=100):
+    """Two sources of texts of which each filter drops some, which the masks make equal or different."""
+    for source in ("web", "books"):
+        (folder / source).mkdir(parents=True)
+        for number in range(files):
+            texts = [f"{source} {number} {row} " + "lorem " * (row % 60) + ("\nagain and again" * 9) * (row % 7 == 0)
+                     + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(rows)]
+            texts += [f"the same text but for the address a{number}{source}@example.org", "short", " \n"]
+            (folder / source / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n"
+                                                                     for text in texts))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A config over them, with filters and what they drop kept, in many small units and shards."""
+    make_corpus(tmp_path / "in")
+    sources = [files_source(name, tmp_path / "in" / name / "*.jsonl") for name in ("web", "books")]
+    return write_config(tmp_path, sources, shard_mb=0.02, heldout_share=0.1, filters=FILTERS, keep_dropped=True)
+
+
+def dropped(config, name="a"):
+    """The documents that were kept aside, in order."""
+    folder = folder_of(config, name)
+    return [json.loads(line) for record in read_manifest(folder).outputs if record["split"] == "dropped"
+            for line in (folder / record["path"]).read_text().splitlines()]
+
+
+def test_counts_add_up_and_are_told(corpus, capsys):
+    assert run(corpus) == 0
+    counts, gone = read_manifest(folder_of(corpus)).counts, dropped(corpus)
+    for source, own in (*counts["sources"].items(), (None, counts)):
+        aside = [line for line in gone if source in (None, line["source"])]
+        assert own["documents_in"] == (own["train"] + own["heldout"] + sum(own["dropped"].values()) + own["rejected"])
+        assert list(own["dropped"]) == ["duplicate", "empty", "masking", "length", "long", "repetition"]
+        for name, passed in own["filters"].items():
+            mine = [line for line in aside if line["filter"] == name]
+            assert own["dropped"][name] == passed["documents"] == len(mine)
+            assert passed["bytes"] == sum(len(line["text"].encode()) for line in mine)
+            assert passed["reasons"] == Counter(line["reason"] for line in mine)
+    assert counts["documents_in"] == 2 * 6 * 103
+    assert counts["dropped"]["duplicate"] == 11  # equal once they are masked, over files and sources
+    assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
+    assert counts["dropped"]["repetition"] > 5 and counts["dropped"]["long"] > 100 and counts["dropped"]["length"] >= 12
+    out = capsys.readouterr().out
+    assert f"filter long: {counts['dropped']['long']:,} documents (" in out and "more than 40 words), 0 changed" in out
+    assert f"{counts['dropped']['long']:,} long" in out and "252 changed" in out
+
+
+def test_changed_documents_are_what_is_hashed_split_and_found_again(corpus, capsys):
+    assert run(corpus) == 0
+    train, heldout = documents(corpus, "train"), documents(corpus, "heldout")
+    assert all(key_fits(document) for document in train + heldout)
+    assert any("<email>" in document.text for document in train)
+    assert not any("@" in document.text for document in train + heldout)
+    for document in train + heldout:
+        share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
+        assert (document in heldout) == (share < 0.1)
+    config = yaml.safe_load(corpus.read_text())
+    config |= {"tokenizer": {"kind": "byte"}, "train": {"sequence_length": 64, "batch_tokens": 1024, "steps": 4,
+                                                        "warmup_steps": 1}}
+    corpus.write_text(yaml.safe_dump(config))
+    for stage, body in (("tokenizer", make_tokenizer), ("encode", encode)):
+        assert stage_main(stage, body, ["--config", str(corpus)]) == 0
+    capsys.readouterr()
+    assert where(["--run", str(corpus.parent / "runs/a"), "--step", "1", "--text"]) == 0
+    shown = capsys.readouterr().out
+    keys = {document.key: document.text for document in train}
+    found = [line.split("key ")[1].split()[0] for line in shown.splitlines() if line.startswith("sample ")]
+    assert len(found) >= 16 and all(key in keys for key in found) and "@" not in shown
+    assert any("<email>" in keys[key] for key in found)
+
+
+def test_bytes_are_the_same_for_any_number_of_processes_and_after_kills(corpus):
+    assert run(corpus) == 0
+    killed = []
+    for phase, goal in (("read", 2), ("read", 6), ("write", 2)):
+        process = start(corpus, "name=b", "launch.processes=2")
+        killed.append(kill_at(process, folder_of(corpus, "b") / "units" / phase, goal))
+    assert killed.count(-signal.SIGKILL) >= 2, "too few attempts were killed in the middle of their work"
+    process = start(corpus, "name=b", "launch.processes=3")
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, output
+    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus)) and any(
+        path.startswith("dropped/") for path in hashes(folder_of(corpus)))
+    one, other = read_manifest(folder_of(corpus)), read_manifest(folder_of(corpus, "b"))
+    assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
+
+
+def test_parts_make_the_same_bytes(corpus):
+    assert run(corpus) == 0
+    for part in ("1/2", "0/2"):
+        assert run(corpus, "name=b", "--part", part) == 0
+    assert run(corpus, "name=b") == 0
+    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
+
+
+def test_a_lost_file_of_dropped_documents_is_made_again(corpus):
+    assert run(corpus) == 0
+    before = hashes(folder_of(corpus))
+    (folder_of(corpus) / "dropped/web-00001.jsonl").unlink()
+    assert run(corpus) == 0
+    assert hashes(folder_of(corpus)) == before
+
+
+def test_dropped_documents_can_be_read_as_a_source_and_are_not_kept_unasked(corpus, tmp_path):
+    assert run(corpus) == 0
+    again = write_config(tmp_path / "in", [files_source("gone", folder_of(corpus) / "dropped/*.jsonl",
+                                                        meta_fields=["filter", "reason"])], heldout_share=0.2)
+    assert run(again) == 0
+    texts = {document.text for split in ("train", "heldout") for document in documents(again, split)}
+    assert texts == {line["text"] for line in dropped(corpus)}
+    assert run(corpus, "name=b", "shard.keep_dropped=false") == 0
+    assert not (folder_of(corpus, "b") / "dropped").exists()
+    assert read_manifest(folder_of(corpus, "b")).counts == read_manifest(folder_of(corpus)).counts
+
+
+def test_filters_decide_what_a_finished_stage_is_worth(corpus, capsys):
+    assert run(corpus) == 0
+    assert run(corpus, "shard.filters.1.least_characters=21") == 2
+    assert "shard.filters.1.least_characters: 20 -> 21" in capsys.readouterr().err
+    assert run(corpus, "shard.filters=[]", "shard.keep_dropped=false") == 2
+    assert 'shard.filters.0.kind: "masking" -> absent' in capsys.readouterr().err
+
+
+def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("|".join(f"{name * number}" for number in range(9)))
+    config = write_config(tmp_path, [files_source(name, tmp_path / f"{name}.txt", separator="|") for name in "ab"],
+                          filters=[{"kind": "characters", "least": {"digits": 1}}], heldout_share=0.5)
+    assert run(config) == 2
+    error = capsys.readouterr().err
+    assert "source b yields no documents: 9 read, of which 1 empty, 0 duplicates, 0 unreadable, dropped by filters: " \
+           "characters 8. Correct the source or shard.filters, or leave it out." in error
+
+
+BEFORE = {"demo": "7ece3d422c2afc3ef7f390f12c10202df7635d80f24850c54c2b8539366a69f8",
+          "tinystories": "d59de0de5cd5077b4c69d73ddacc7029dfc31c1a6e43c86cb078513525ccbc0a",
+          "shakespeare_char": "3e0c235432fd7560b6d2045596e88a888043c37aa912f125b2520e79796c53e2"}
+"""Hashes of the settings that decide the shard stage of shipped configurations, from before there were filters."""
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_configuration_without_filters_is_what_it_was_before_there_were_any(name):
+    config = load_config(REPOSITORY / f"configs/{name}.yaml")
+    assert sha256_json(identity(config.shard)) == BEFORE[name]
+
+
+def test_a_stage_that_was_begun_or_finished_before_there_were_filters_goes_on(tmp_path, capsys):
+    make_corpus(tmp_path / "in", files=2)
+    config = write_config(tmp_path, [files_source("web", tmp_path / "in/web/*.jsonl")], shard_mb=0.005)
+    units = folder_of(config) / "units/read"
+    kill_at(start(config, "launch.processes=1"), units, 1)
+    for path in units.glob("*.json"):  # as that version wrote them
+        record = json.loads(path.read_text())
+        assert set(record) - {"key", "documents", "empty", "rejected", "lost", "outputs"} == {"read", "filters"}
+        assert record.pop("filters") == {}
+        record.pop("read")
+        path.write_text(json.dumps(record))
+    assert run(config) == 0
+    counts = read_manifest(folder_of(config)).counts
+    assert counts["documents_in"] == 206 and "filters" not in counts
+    assert list(counts["dropped"]) == ["duplicate", "empty"]
+    assert set(identity(load_config(config).shard)) == {
+        "sources", "shard_mb", "heldout_share", "heldout_rule", "drop_duplicates"}
+
+
+MINE = '''
+from dataclasses import replace
+from pydantic import Field
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+
+class Mine(Filter):
+    """Drops what holds a word, and writes another large."""
+    word: str
+    """The word."""
+    large: int = Field(0, ge=0)
+    """How many letters to write large."""
+
+    def __call__(self, document: Document) -> Document | str:
+        if self.word in document.text:
+            return "holds the word"
+        if document.text == "fail":
+            raise RuntimeError("out of order")
+        if document.text == "none":
+            return None
+        if document.text == "void":
+            return replace(document, text=" ")
+        if document.text == "stolen":
+            return replace(document, source="other")
+        return replace(document, text=document.text[:self.large].upper() + document.text[self.large:])
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A config with a filter from a module that lies beside it."""
+    (tmp_path / "my_filters.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "f.txt").write_text("|".join(["bad one", "void", *(f"text {number}" for number in range(30))]))
+    yield write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="|")], heldout_share=0.3,
+                       filters=[{"kind": "my_filters:Mine", "word": "bad", "large": 1}], keep_dropped=True)
+    sys.modules.pop("my_filters", None)
+
+
+def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
+    process = start(mine)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, output
+    assert "filters of the module my_filters are not Drover's" in output and "filter Mine: 2 documents" in output
+    manifest = read_manifest(folder_of(mine))
+    assert manifest.counts["filters"]["Mine"] == {"documents": 2, "bytes": 11, "changed": 30, "reasons": {
+        "holds the word": 1, "no text was left": 1}}
+    assert {document.text for document in documents(mine, "train")} <= {f"Text {number}" for number in range(30)}
+    own = mine.parent / "my_filters.py"
+    assert manifest.code["my_filters"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    own.write_text(MINE + "# changed\n")
+    assert run(mine) == 0
+    out = capsys.readouterr().out
+    assert "up to date" in out and "made by other code than is here now (my_filters)" in out
+
+
+def test_units_read_by_other_code_are_read_again(mine):
+    assert run(mine, "--part", "0/1") == 0
+    assert run(mine, "name=b", "--part", "0/1") == 0
+    (mine.parent / "my_filters.py").write_text(MINE.replace(".upper()", ".title()").replace("bad", "good") + "\n")
+    records = [folder_of(mine, name) / "units/read/s-00000.json" for name in "ab"]
+    keys = [json.loads(record.read_text())["key"] for record in records]
+    assert keys[0] == keys[1]
+    process = start(mine, "name=b", "--part", "0/1")
+    process.communicate(timeout=HANG_S)
+    assert json.loads(records[1].read_text())["key"] != keys[1]
+
+
+def test_the_filters_that_the_docs_show_are_filters(tmp_path, monkeypatch):
+    """The list, and the class of one's own, of docs/data.md."""
+    page = (REPOSITORY / "docs/data.md").read_text()
+    shown, own = (re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)[1] for language in ("yaml", "python"))
+    (tmp_path / "my_filters.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "f.txt").write_text("|".join(f"{number} {'?' * number}" for number in range(60)))
+    source = files_source("s", tmp_path / "f.txt", separator="|")
+    listed = load_config(write_config(tmp_path, [source], **yaml.safe_load(shown)["shard"])).shard
+    assert len(listed.filters) == 5 and listed.keep_dropped
+    config = write_config(tmp_path, [source], heldout_share=0.5, filters=[{"kind": "my_filters:Questions", "most": 5}])
+    try:
+        assert run(config) == 0
+    finally:
+        sys.modules.pop("my_filters", None)
+    assert read_manifest(folder_of(config)).counts["filters"]["Questions"]["reasons"] == {"too many questions": 54}
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("fail", "RuntimeError: out of order"), ("none", "TypeError: it returned a NoneType, not a document"),
+    ("stolen", "ValueError: it changed the document's source or id")])
+def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys, text, said):
+    (mine.parent / "f.txt").write_text(f"one|two|{text}|three")
+    assert run(mine) == 2
+    error = capsys.readouterr().err
+    assert f"The filter Mine of shard.filters fails on the document f.txt:3 of the source s: {said}" in error
+    assert re.search(r"\(\w+\.py:\d+\)\. Correct", error), "and where it failed"
+    assert read_manifest(folder_of(mine)) is None
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"kind": "my_filters:Mine", "wrod": 1, "large": -1},
+     ["'shard.filters.0.word' is missing", "unknown key 'shard.filters.0.wrod'; did you mean 'word'?",
+      "'shard.filters.0.large' is -1: input should be greater than or equal to 0"]),
+    ({"kind": "my_filters:Document"}, ["it must be a class that extends pipeline.data.filters.base.Filter"]),
+    ({"kind": "my_filters:Absent"}, ["cannot be imported (AttributeError"]),
+    ({"kind": "no_such_module:X"}, ["shard.filters.0.kind names no_such_module:X", "on PYTHONPATH"])])
+def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, said):
+    from launch.submit import main
+    override = f"shard.filters=[{json.dumps(wrong)}]"
+    assert run(mine, override) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in said), error
+    assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in said), error
+    assert not (mine.parent / "runs/c").exists()
+
+
+def test_looking_at_a_run_imports_nothing_that_its_configuration_names(tmp_path):
+    (tmp_path / "trap.py").write_text("raise SystemExit('executed')\n")
+    config = write_config(tmp_path, [files_source("s", tmp_path / "trap.py", format="txt")],
+                          filters=[{"kind": "trap:Trap", "x": [1]}])
+    result = subprocess.run([sys.executable, str(REPOSITORY / "launch/submit.py"), "--why", "shard", "--config",
+                             str(config)], capture_output=True, text=True, check=False,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0 and "shard: to do" in result.stdout, result.stdout + result.stderr
+
+
+TEXTS = st.lists(st.sampled_from(["", " ", "a", "ab", "abc", "abcd", "x@y.org", "z@y.org", "8.8.8.8", "1234"]) |
+                 st.text(max_size=5), max_size=12)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow,
+                                                                 HealthCheck.function_scoped_fixture])
+@given(files=st.lists(TEXTS, max_size=4), drop=st.booleans())
+def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
+    place = tmp_path_factory.mktemp("any")
+    files = [[f"text number {number}" for number in range(30)], *files]
+    for number, texts in enumerate(files):
+        (place / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = write_config(place, [files_source("s", place / "*.jsonl")], heldout_share=0.3, shard_mb=1e-5,
+                          drop_duplicates=drop, keep_dropped=True,
+                          filters=[{"kind": "masking"}, {"kind": "length", "least_characters": 3},
+                                   {"kind": "characters", "most": {"digits": 0.9}}])
+    assert run(config) == 0
+    every = [text for texts in files for text in texts]
+    empty = sum(not text.strip() for text in every)
+    after = [text.replace("x@y.org", "<email>").replace("z@y.org", "<email>").replace("8.8.8.8", "<ip>")
+             for text in every if text.strip()]
+    short = [text for text in after if len(text) < 3]
+    numbers = [text for text in after if len(text) >= 3 and text == "1234"]
+    gone = dropped(config)
+    assert Counter(line["text"] for line in gone if line["filter"] == "length") == Counter(short)
+    assert [line["text"] for line in gone if line["filter"] == "characters"] >= numbers
+    counts = read_manifest(folder_of(config)).counts
+    assert counts["documents_in"] == len(every) and counts["dropped"]["empty"] == empty
+    kept = [document.text for split in ("train", "heldout") for document in documents(config, split)]
+    left = Counter(after) - Counter(line["text"] for line in gone)
+    assert Counter(kept) == (Counter(set(left)) if drop else left)

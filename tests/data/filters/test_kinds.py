@@ -1,0 +1,113 @@
+"""What each kind of filter keeps, drops and changes; what it is told wrongly is refused when it is made."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.config.shipped import FILTERS
+from pipeline.data.documents import Document
+
+
+def made(**settings):
+    [found] = FILTERS.made([FILTERS.read(settings)])
+    return found
+
+
+def document(text):
+    return Document(text, "s", "f.txt:1", {"stars": 3})
+
+
+def outcome(own, text):
+    """The reason why a text is dropped, the text that it becomes, or None where it is kept as it is."""
+    before = document(text)
+    found = own(before)
+    if isinstance(found, str) or found is before:
+        return found if isinstance(found, str) else None
+    assert found == replace(before, text=found.text)  # all else stays
+    return found
+
+
+@pytest.mark.parametrize(("settings", "text", "reason"), [
+    ({"least_characters": 3}, "ab", "fewer than 3 characters"), ({"least_characters": 3}, "abc", None),
+    ({"most_characters": 3}, "abcd", "more than 3 characters"), ({"most_characters": 3}, "äöü", None),
+    ({"least_words": 2}, "one", "fewer than 2 words"), ({"least_words": 2}, "one\ntwo", None),
+    ({"most_words": 2}, "one two  three", "more than 2 words"), ({"most_words": 2}, " one  two ", None),
+    ({"least_words": 1_000, "most_characters": 1}, "ab", "more than 1 characters")])
+def test_length(settings, text, reason):
+    assert outcome(made(kind="length", **settings), text) == reason
+
+
+LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
+
+
+@pytest.mark.parametrize(("settings", "text", "reason"), [
+    ({}, LINES, "more than 0.3 of the lines are repetitions"),
+    ({"most_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
+    ({"most_lines": 0.5, "most_characters": 0.3}, LINES, None),
+    ({"most_lines": 0, "most_characters": 0}, "a\nb\n\n\nc", None),
+    ({"most_lines": 0, "most_characters": 1}, "a\n  a ", "more than 0 of the lines are repetitions"),
+    ({}, "x" * 1000, None)])
+def test_repetition(settings, text, reason):
+    assert outcome(made(kind="repetition", **settings), text) == reason
+
+
+@pytest.mark.parametrize(("settings", "text", "reason"), [
+    ({"most": {"digits": 0.5}}, "ab12", None), ({"most": {"digits": 0.5}}, "ab123", "more than 0.5 digits"),
+    ({"least": {"letters": 0.5}}, "ab   \n  12", None),
+    ({"least": {"letters": 0.5}}, "ab12.", "fewer than 0.5 letters"),
+    ({"most": {"control": 0}}, "a\tb\n", None), ({"most": {"control": 0}}, "a\0b", "more than 0 control"),
+    ({"most": {"symbols": 0.2}}, "ab\ufffd", "more than 0.2 symbols"),
+    ({"most": {"punctuation": 0.2}}, "a?!", "more than 0.2 punctuation"),
+    ({"least": {"letters": 1}}, "e\u0301té漢", None),  # a combining accent belongs to its letter
+    # The first reason does not hang on the order in which the shares are written.
+    ({"most": {"symbols": 0, "digits": 0}}, "1+", "more than 0 digits")])
+def test_characters(settings, text, reason):
+    assert outcome(made(kind="characters", **settings), text) == reason
+
+
+def masked(text, **settings):
+    found = outcome(made(kind="masking", **settings), text)
+    return text if found is None else found.text
+
+
+@pytest.mark.parametrize(("text", "after"), [
+    ("mail me (john.doe+x@example.co.uk).", "mail me (<email>)."), ("a@b.org,c@d.org", "<email>,<email>"),
+    ("@decorator x @ y a@b user@host", "@decorator x @ y a@b user@host"),
+    ("from 8.8.8.8, port 53", "from <ip>, port 53"), ("http://93.184.216.34:8080/", "http://<ip>:8080/"),
+    ("2606:4700:4700::1111 and 2a00:1450:4001:81b:0:0:0:200e.", "<ip> and <ip>."), ("::ffff:8.8.4.4", "::ffff:<ip>"),
+    ("127.0.0.1 10.1.2.3 192.168.0.1 255.255.255.0 2001:db8::1:2", None), ("1.2.3 1.2.3.4.5 256.1.1.1 v1.2.3.4", None),
+    ("12:34:56:78 x[1::2] std::vector a:b:c:d fe80::1", None), ("nothing to hide", None)])
+def test_masking(text, after):
+    assert masked(text) == (text if after is None else after)
+
+
+def test_masks_can_be_chosen_left_out_and_added():
+    text = "a@b.org 8.8.8.8 12-345 \\1"
+    assert masked(text, email="", ip=None) == " 8.8.8.8 12-345 \\1"
+    own = [{"find": "[0-9]{2}-[0-9]{3}", "mask": r"\1"}, {"find": "1", "mask": "one"}]
+    assert masked(text, email=None, ip=None, patterns=own) == "a@b.org 8.8.8.8 \\one \\one"
+
+
+@given(st.text(st.sampled_from("a1.@:-_%f0 \n<>") | st.characters(codec="utf-8"), max_size=60))
+def test_masking_twice_masks_nothing_more(text):
+    once = masked(text)
+    assert masked(once) == once
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"kind": "length"}, "needs one of least_characters"),
+    ({"kind": "length", "least_words": 3, "most_words": 2}, "the least is more than the most"),
+    ({"kind": "characters"}, "needs a share"),
+    ({"kind": "characters", "most": {"digits": 1.5}}, "less than or equal to 1"),
+    ({"kind": "characters", "least": {"digits": 0.5}, "most": {"digits": 0.4}}, "the least share is above the most"),
+    ({"kind": "masking", "email": None, "ip": None}, "needs one of email, ip, patterns"),
+    ({"kind": "masking", "patterns": [{"find": "(", "mask": ""}]}, "no regular expression"),
+    ({"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]}, "matches the empty text"),
+    ({"kind": "repetition", "most_lines": -1}, "greater than or equal to 0")])
+def test_settings_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValidationError) as caught:
+        FILTERS.read(settings)
+    assert said in str(caught.value)

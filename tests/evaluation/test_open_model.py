@@ -1,0 +1,80 @@
+"""Model and tokenizer of whatever a user points at, and what lacks one of them refused in a sentence."""
+
+import shutil
+
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.evaluation.open_model import open_model, run_of
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.tiny_models import for_tokenizer, write_huggingface, write_run
+
+TOKENIZER = ByteTokenizer()
+TEXT = "A text \u2581 of é, 漢 and <|end_of_text|>."
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {step: for_tokenizer(TOKENIZER, seed=step) for step in (2, 7)}
+
+
+def opened(path):
+    return open_model(path, torch.device("cpu"), torch.float32)
+
+
+def is_model(found, model):
+    tokens = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]])
+    assert torch.equal(found.model(tokens), model(tokens))
+    assert found.tokenizer.encode(TEXT) == TOKENIZER.encode(TEXT)
+    assert (found.tokenizer.bos_id, found.tokenizer.eos_id) == (TOKENIZER.bos_id, TOKENIZER.eos_id)
+    assert found.config.vocab_size == TOKENIZER.size and found.config == found.model.config
+
+
+def test_a_run_and_the_checkpoints_inside_of_it(models, tmp_path, monkeypatch):
+    run = write_run(tmp_path / "runs/one", models, TOKENIZER)
+    found = opened(run)
+    is_model(found, models[7])
+    assert found.path == run / "train/checkpoints/step-00000007"
+    is_model(opened(run / "train/checkpoints/step-00000002"), models[2])
+    (tmp_path / "link").symlink_to(run / "train/checkpoints/step-00000002")
+    is_model(opened(tmp_path / "link"), models[2])
+    monkeypatch.chdir(run / "train/checkpoints")
+    is_model(opened(type(run)("step-00000002")), models[2])
+    assert run_of(type(run)("step-00000002")).folder == run
+
+
+def test_the_tokenizer_of_a_run_may_be_another_runs(models, tmp_path):
+    first = write_run(tmp_path / "runs/first", {}, TOKENIZER)
+    second = write_run(tmp_path / "runs/second", models, None, reuse=str(first))
+    is_model(opened(second), models[7])
+    shutil.move(tmp_path / "runs", tmp_path / "moved")
+    is_model(opened(tmp_path / "moved/second/train/checkpoints/step-00000002"), models[2])
+
+
+def test_a_hugging_face_folder_has_its_own(models, tmp_path):
+    folder = write_huggingface(tmp_path / "hf", models[2], TOKENIZER)
+    found = opened(folder)
+    is_model(found, models[2])
+    assert found.path == folder and run_of(folder) is None
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        opened(folder)
+
+
+def test_what_lacks_a_tokenizer_or_has_anothers_is_refused(models, tmp_path):
+    run = write_run(tmp_path / "one", models, None)
+    with pytest.raises(UserError, match=r"stage tokenizer of .* is not done"):
+        opened(run)
+    shutil.copytree(run / "train/checkpoints/step-00000002", tmp_path / "alone")
+    with pytest.raises(UserError, match="outside of a run"):
+        opened(tmp_path / "alone")
+    small = write_run(tmp_path / "two", {1: for_tokenizer(TOKENIZER, vocab_size=300)}, TOKENIZER)
+    with pytest.raises(UserError, match="knows 300 ids, but its tokenizer has 512"):
+        opened(small)
+
+
+def test_the_device_and_type_are_as_asked(models, tmp_path):
+    found = open_model(write_run(tmp_path / "one", models, TOKENIZER), torch.device("cpu"), torch.bfloat16)
+    assert {parameter.dtype for parameter in found.model.parameters()} == {torch.bfloat16}
+    assert not found.model.training and not any(parameter.requires_grad for parameter in found.model.parameters())

@@ -1,0 +1,217 @@
+"""Tasks mean what lm-evaluation-harness means by them: the numbers are those of its own evaluation of another class."""
+
+import json
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+from lm_eval.api.model import LM
+from lm_eval.evaluator import evaluate, simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from pipeline.config.evaluation import EvaluateConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.evaluation.harness import HarnessModel
+from pipeline.evaluation.items import right_choices
+from pipeline.evaluation.running import TaskRunner
+from pipeline.evaluation.tasks import chosen_tasks
+from tests.evaluation.test_harness import VOCABULARY, direct, small_model
+
+ITERS = 40
+"""Bootstrap draws: enough that another number of them, or another seed, gives another standard error."""
+NAMES = ["Ann", "Bob", "the cat", "my hat", "a tree", "the sea", "him", "her"]
+
+TASKS = {
+    # A context for each choice, one ending for all: the Winograd pattern. doc_to_text is the number of the right one.
+    "winograd": {
+        "items": [{"first": f"{NAMES[n]} saw {NAMES[n - 1]} as {NAMES[n]}", "label": n % 2,
+                   "second": f"{NAMES[n]} saw {NAMES[n - 1]} as {NAMES[n - 1]}", "ending": f"was {n} miles away"}
+                  for n in range(8)],
+        "yaml": """
+output_type: multiple_choice
+doc_to_text: label
+doc_to_choice: "{{[first, second]}}"
+doc_to_target: ending
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: f1}]
+"""},
+    "few_shot_winograd": {"yaml": """
+output_type: multiple_choice
+num_fewshot: 2
+doc_to_text: "{{label}}"
+doc_to_choice: "{{[first, second]}}"
+doc_to_target: "{{ending}}"
+metric_list: [{metric: acc}]
+"""},
+    # Targets that are text; two of the eight are none of the choices.
+    "named": {
+        "items": [{"query": f"{name} is", "choices": ["here", "far away", "not"],
+                   "gold": ["here", "not", "far away", "lost"][n % 4]} for n, name in enumerate(NAMES)],
+        "yaml": """
+output_type: multiple_choice
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
+"""},
+    "several": {
+        "items": [{"query": f"{name} is", "choices": ["here", "far away", "not"], "gold": [[0], [1, 2], [0, 2]][n % 3]}
+                  for n, name in enumerate(NAMES)],
+        "yaml": """
+output_type: multiple_choice
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""},
+    "last_word": {
+        "items": [{"text": f"Nobody saw {name} but", "word": other}
+                  for name, other in zip(NAMES, NAMES[::-1], strict=True)],
+        "yaml": """
+output_type: loglikelihood
+doc_to_text: text
+doc_to_target: word
+metric_list: [{metric: perplexity}, {metric: acc}]
+"""},
+    "whole_texts": {
+        "items": [{"page": f"{name} and " * 3} for name in NAMES],
+        "yaml": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: page
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+"""},
+}
+TASKS["few_shot_winograd"]["items"] = TASKS["winograd"]["items"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tasks' files; data by absolute paths, so that the harness finds it by itself."""
+    place = tmp_path_factory.mktemp("tasks")
+    for name, task in TASKS.items():
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in task["items"]))
+        (place / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {place / name}.jsonl}}}}\n"
+            f"test_split: test\nfewshot_split: test\n" + task["yaml"])
+    return place
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(context=192)
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
+
+
+class Simplest(LM):
+    """A model as the harness's documentation asks for one: each text alone, nothing of ours but the network."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.network = model
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return [direct(self.network, *request.args) for request in requests]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return [direct(self.network, "", request.args[0])[0] for request in requests]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+
+def ours(model, folder, *names, log=None, **settings):
+    tasks = chosen_tasks(Config(evaluate=EvaluateConfig(tasks=list(names), task_folders=[str(folder)])))
+    with TaskRunner(HarnessModel(model, VOCABULARY, batch=3), [folder], None, ITERS, log) as runner:
+        return {task.name: runner.measure(task) for task in tasks}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_numbers_are_the_harnesss_own(model, folder, name):
+    theirs = simple_evaluate(
+        model=Simplest(model), tasks=[name], bootstrap_iters=ITERS, log_samples=False,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False))["results"][name]
+    found = ours(model, folder, name)[name]
+    assert found["metrics"] and found["items"] == 8
+    for metric, entry in found["metrics"].items():
+        assert entry["value"] == pytest.approx(theirs[f"{metric},none"], rel=1e-5), metric
+        error = theirs[f"{metric}_stderr,none"]
+        if name == "whole_texts":
+            assert error == "N/A" and entry["stderr"] > 0, "for these the harness has none"
+        else:
+            assert entry["stderr"] == pytest.approx(error, rel=1e-4), metric
+    bootstrapped = {"winograd": "f1", "last_word": "perplexity"}
+    if name in bootstrapped:
+        assert found["metrics"][bootstrapped[name]]["stderr"] > 0
+
+
+def test_draws_are_the_harnesss_by_default():
+    import inspect
+    default = inspect.signature(evaluate).parameters["bootstrap_iters"].default
+    assert EvaluateConfig().bootstrap_iters == default
+
+
+def test_chance_and_right_answers_of_a_winograd_task(model, folder):
+    found = ours(model, folder, "winograd")["winograd"]
+    assert found["chance"] == 0.5 and found["items_without_right_choice"] == 0
+    nats = sum(direct(model, item["second" if item["label"] else "first"], " " + item["ending"])[0]
+               for item in TASKS["winograd"]["items"])
+    size = sum(len(" " + item["ending"]) for item in TASKS["winograd"]["items"])
+    assert found["answer_bits_per_byte"] == pytest.approx(-nats / math.log(2) / size, rel=1e-5)
+
+
+def test_items_without_a_right_choice_are_counted(model, folder):
+    found = ours(model, folder, "named")["named"]
+    assert found["items_without_right_choice"] == 2
+    assert found["chance"] == pytest.approx(6 / 8 / 3)
+    assert found["answer_bits_per_byte"] > 0
+
+
+@pytest.mark.parametrize(("gold", "multiple_input", "right"), [
+    (1, 0, [1]), ("b", 0, [1]), ("x", 0, []), (5, 0, []), (-100, 0, []), ([0, 2], 0, [0, 2]), ([2, 7], 0, [2]),
+    ("a", 3, [0]), (1.0, 0, [1])])
+def test_right_choices(gold, multiple_input, right):
+    task = SimpleNamespace(multiple_input=multiple_input, doc_to_choice=lambda doc: ["a", "b", "c"],
+                           doc_to_target=lambda doc: "shared ending" if multiple_input else gold,
+                           doc_to_text=lambda doc: 0 if multiple_input else "text")
+    assert right_choices(task, {}) == (["a", "b", "c"], right)
+
+
+def test_what_the_harness_says_goes_to_the_log(model, folder, tmp_path, capfd):
+    """Progress bars, warnings on labels and the line of each bootstrap, whoever set up logging before."""
+    before = logging.getLogger("lm_eval").propagate  # which the harness's own command line sets
+    logging.getLogger("lm_eval").addHandler(handler := logging.StreamHandler())
+    try:
+        ours(model, folder, "winograd", "named", log=tmp_path / "lm_eval.log")
+    finally:
+        logging.getLogger("lm_eval").removeHandler(handler)
+    told = capfd.readouterr()
+    assert (told.out, told.err) == ("", "")
+    log = (tmp_path / "lm_eval.log").read_text()
+    assert "bootstrapping for stddev: f1_score" in log
+    assert "Label index was not in within range of available choices" in log
+    assert logging.getLogger("lm_eval").propagate == before
+
+
+def test_a_task_that_fails_is_named_in_a_sentence(model, folder, tmp_path, capfd):
+    items = [{"query": "a", "choices": ["b"], "gold": ["one", "two"]}]
+    (tmp_path / "broken.jsonl").write_text(json.dumps(items[0]) + "\n")
+    (tmp_path / "broken.yaml").write_text(
+        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: broken.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: query\ndoc_to_choice: choices\ndoc_to_target: gold\n"
+        "metric_list: [{metric: acc}]\n")
+    with pytest.raises(UserError, match=r"^The task broken \(.*broken.yaml\) failed: TypeError: .*\.$"):
+        ours(model, tmp_path, "broken", log=tmp_path / "lm_eval.log")
+    assert "Traceback" in (tmp_path / "lm_eval.log").read_text()
+    told = capfd.readouterr()
+    assert (told.out, told.err) == ("", "")
+
+
+def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
+    with pytest.raises(UserError, match=r"The task winograd .* failed: A task asks for .* the model takes 8"):
+        ours(small_model(context=8), folder, "winograd")

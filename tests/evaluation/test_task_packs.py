@@ -1,0 +1,126 @@
+"""The forms of tasks that configs/tasks/README.md shows, as they stand there, on a small model."""
+
+import json
+import math
+import re
+
+import pytest
+
+from pipeline.contract.stages import REPOSITORY
+from pipeline.evaluation.harness import HarnessModel
+from pipeline.evaluation.running import TaskRunner
+from pipeline.evaluation.tasks import tasks_named
+from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
+
+FILES = {name: text for name, _, text in re.findall(
+    r"^`([\w.]+)`\n\n```(yaml|json)\n(.*?)```", (REPOSITORY / "configs/tasks/README.md").read_text(encoding="utf-8"),
+    re.DOTALL | re.MULTILINE)}
+NAMES = [name.removesuffix(".yaml") for name in FILES if name.endswith(".yaml")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(context=256)
+
+
+@pytest.fixture(scope="module")
+def harness(model):
+    return HarnessModel(model, VOCABULARY, batch=2)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory, harness):
+    """The README's files; the model gives the first sum's answer, so that something is right."""
+    place = tmp_path_factory.mktemp("pack")
+    for name, text in FILES.items():
+        (place / name).write_text(text, encoding="utf-8")
+    items = lines(place / "sums.jsonl")
+    written, = harness.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
+    items[0]["sum"] = written.strip()
+    (place / "sums.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return place
+
+
+@pytest.fixture(scope="module")
+def results(pack, harness):
+    with pytest.MonkeyPatch.context() as patch, TaskRunner(harness, [pack], None, 20) as runner:
+        patch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
+        return {task.name: runner.measure(task) for task in tasks_named(NAMES, [pack], "the test")}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def bits(model, pairs):
+    """Of right answers, by the book: (bits, bytes) of each."""
+    return [(-direct(model, *pair)[0] / math.log(2), len(pair[1].encode())) for pair in pairs]
+
+
+def test_all_forms_are_shown():
+    assert NAMES == ["capitals", "endings", "pages", "sums", "capitals_2shot"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_can_be_read_alone(results, pack, name):
+    found = results[name]
+    data = lines(pack / f"{name.removesuffix('_2shot')}.jsonl")
+    assert found["items"] == len(data) and found["version"] == "1.0"
+    assert found["few_shot"] == (2 if name == "capitals_2shot" else 0)
+    assert found["chance"] == (pytest.approx((1 / 3 + 1 / 3 + 1 / 4) / 3) if "capitals" in name else None)
+    assert all(entry["stderr"] is not None for entry in found["metrics"].values())
+    assert (found["answer_bits_per_byte"] is None) == (name in ("pages", "sums"))
+    assert len(found["per_item"]["hashes"]) == len(data)
+
+
+def test_bits_of_the_right_choices(results, pack, model):
+    pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
+             for item in lines(pack / "capitals.jsonl")]
+    expected = bits(model, pairs)
+    assert results["capitals"]["answer_bits_per_byte"] == pytest.approx(
+        sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
+    assert results["capitals"]["per_item"]["metrics"]["answer_bits_per_byte"] == [
+        (pytest.approx(one, rel=1e-5), size) for one, size in expected]
+
+
+def test_bits_of_endings(results, pack, model):
+    expected = bits(model, [(item["text"], " " + item["word"]) for item in lines(pack / "endings.jsonl")])
+    assert results["endings"]["answer_bits_per_byte"] == pytest.approx(
+        sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
+
+
+def test_bits_of_pages(results, pack, model):
+    expected = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
+    value = sum(one for one, _ in expected) / sum(size for _, size in expected)
+    assert results["pages"]["metrics"]["bits_per_byte"]["value"] == pytest.approx(value, rel=1e-5)
+    assert results["pages"]["per_item"]["metrics"]["bits_per_byte"] == [
+        (pytest.approx(one, rel=1e-5), size) for one, size in expected]
+
+
+def test_errors_of_pages(results, pack, model):
+    """Of two texts the ratio's error by hand; the delta method carries it to perplexities."""
+    (one, first), (other, second) = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
+    ratio = (one + other) / (first + second)
+    stderr = math.sqrt(2 * ((one - ratio * first) ** 2 + (other - ratio * second) ** 2)) / (first + second)
+    found = results["pages"]["metrics"]
+    assert found["bits_per_byte"]["stderr"] == pytest.approx(stderr, rel=1e-3)
+    assert found["byte_perplexity"]["stderr"] == pytest.approx(2**ratio * stderr * math.log(2), rel=1e-3)
+    assert found["word_perplexity"]["stderr"] > found["byte_perplexity"]["stderr"]
+
+
+def test_what_is_written_is_compared(results):
+    assert results["sums"]["metrics"] == {"exact_match (stripped)": {"value": 0.5, "stderr": pytest.approx(0.5)}}
+    assert results["sums"]["per_item"]["metrics"]["exact_match (stripped)"] == [(1.0, 1.0), (0.0, 1.0)]
+
+
+def test_few_shot_examples_stand_before_the_question(results, pack, model):
+    """Two of the three examples in some order, an empty line after each."""
+    shown = [f"Question: What is the capital of {item['country']}?\nAnswer: {item['choices'][item['gold']]}\n\n"
+             for item in lines(pack / "capitals_examples.jsonl")]
+    item = lines(pack / "capitals.jsonl")[0]
+    question = "Question: What is the capital of France?\nAnswer:"
+    possible = [bits(model, [(one + other + question, " " + item["choices"][item["gold"]])])[0][0]
+                for one in shown for other in shown if one != other]
+    found = results["capitals_2shot"]["per_item"]["metrics"]["answer_bits_per_byte"][0][0]
+    assert any(found == pytest.approx(value, rel=1e-5) for value in possible)
+    assert results["capitals_2shot"]["per_item"]["texts"][0] == f"{question} Paris", "examples are no part of an item"

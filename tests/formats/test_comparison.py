@@ -1,0 +1,217 @@
+"""The judgement of an export: sharp and rounded models pass, each planted defect is named."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pipeline.formats.huggingface as huggingface
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.errors import UserError
+from pipeline.formats.comparison import (
+    FACTOR,
+    agreement,
+    compare_config,
+    compare_logits,
+    compare_tensors,
+    streamed_logits,
+)
+from tests.formats.exporting import write_state
+
+CONFIG = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=96, vocab_size=160, context_length=256)
+IDS = torch.randint(0, 160, (1, 200), generator=torch.Generator().manual_seed(1))
+
+
+def sharp(config=CONFIG, output=8.0):
+    """Weights of a model that is sure of itself: logits between 20 and 50, attention on few tokens."""
+    model = Llama(config)
+    initialise(model, config, seed=5)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(12 if "wq" in name or "wk" in name else 6 if "wo" in name or "w2" in name else 1)
+            if "norm" in name:
+                weight.mul_(0.5 + torch.rand(weight.shape, generator=generator))
+        model.output.weight.mul_(output)
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def exported(folder, weights, config=CONFIG, dtype=torch.float32):
+    write_state(folder, weights, config, dtype=dtype, bos_id=1, eos_id=2)
+    return folder
+
+
+def judged(folder, weights, config=CONFIG, dtype=torch.float32, layers=None):
+    """All that convert asks of a folder: its agreement, or UserError."""
+    def read(name):
+        return weights[name].to(dtype)
+    compare_config(folder, config)
+    assert compare_tensors(folder, config, list(weights), read) == len(weights)
+    return compare_logits(folder, config, read, IDS, layers or config.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharp_model_passes(tmp_path, dtype, tied):
+    config = CONFIG.model_copy(update={"tied_embeddings": tied})
+    weights = sharp(config, output=25.0 if tied else 12.0)
+    found = judged(exported(tmp_path, weights, config, dtype), weights, config, dtype)
+    assert 20 < found.largest_logit < 60
+    assert tied or found.largest_logit_difference > 1e-4, "an absolute limit would refuse it"
+    assert 0 < found.transformers_logit_error <= FACTOR * found.single_precision_logit_error < 0.05
+    assert found.argmax_equal >= found.argmax_decided > 150 and found.argmax_wrong == 0
+    assert found.transformers_loss_error < 0.01 < found.token_loss
+
+
+def test_a_fresh_model_passes_with_fewer_layers_too(tmp_path):
+    model = Llama(CONFIG)
+    initialise(model, CONFIG, seed=5)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    found = judged(exported(tmp_path, weights), weights, layers=2)
+    assert found.layers_compared == 2 and found.largest_logit_difference < 1e-5
+
+
+def test_streamed_logits_are_the_models():
+    weights = sharp()
+    model = Llama(CONFIG)
+    model.load_state_dict(weights)
+    states = {}
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IDS), streamed_logits(CONFIG, weights.__getitem__, IDS, torch.float32))
+        exact = streamed_logits(CONFIG, weights.__getitem__, IDS, torch.float64, states=states)
+        assert exact.dtype == torch.float64 and torch.equal(model.double()(IDS), exact)
+    assert list(states) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
+    assert torch.equal(states["output"], exact)
+
+
+def edited(change):
+    """A defect of the files: `change(tensors)` of the safetensors file."""
+    def plant(folder, monkeypatch):
+        path, = folder.glob("*.safetensors")
+        tensors = load_file(path)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return plant
+
+
+def reconfigured(**values):
+    """A defect of config.json."""
+    def plant(folder, monkeypatch):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | values))
+    return plant
+
+
+def one_element(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][17, 3] += 1e-6
+
+
+def swap(tensors):
+    gate, up = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def replaced(name, function):
+    def change(tensors):
+        tensors[name] = function(tensors[name])
+    return change
+
+
+OUT, QUERY, DOWN = (f"model.layers.2.{name}.weight" for name in ("self_attn.o_proj", "self_attn.q_proj",
+                                                                 "mlp.down_proj"))
+THETA = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(("plant", "message"), [
+    (edited(one_element), r"layers.1.feed_forward.w3.weight .* 1 of 6,144 values differ, the first at \[17, 3\]"),
+    (edited(swap), r"layers.1.feed_forward.w1.weight .* 6,144 of 6,144 values differ"),
+    (edited(replaced(OUT, torch.t)), r"layers.2.attention.wo.weight .* values differ"),
+    (edited(replaced(DOWN, torch.t)), r"layers.2.feed_forward.w2.weight .* \(96, 64\), not \(64, 96\)"),
+    (edited(replaced(DOWN, lambda tensor: tensor[:-1])), r"w2.weight .* its shape is \(63, 96\), not \(64, 96\)"),
+    (edited(replaced(QUERY, lambda tensor: tensor[:-1])), r"layers.2.self_attn.q_proj.weight is \(63, 64\)"),
+    (edited(replaced(QUERY, lambda tensor: tensor.bfloat16())), r"layers.2.attention.wq.weight .* torch.bfloat16, not"),
+    (edited(lambda tensors: tensors.pop("model.norm.weight")), r"lacks norm.weight"),
+    (edited(lambda tensors: tensors.update(bias=torch.zeros(1))), r"There is no parameter 'bias'"),
+    (reconfigured(**THETA), r"rope_theta is 10000.0; trained with 500000.0"),
+    (reconfigured(tie_word_embeddings=True), r"tied_embeddings is True; trained with False"),
+    (reconfigured(rms_norm_eps=1e-6, num_key_value_heads=4),
+     r"(?s)kv_heads is 4; trained with 2.*norm_eps is 1e-06; trained with 1e-05"),
+    (reconfigured(max_position_embeddings=512), r"context_length is 512; trained with 256"),
+    (reconfigured(hidden_act="gelu"), r"cannot be read back: config.json has hidden_act"),
+])
+def test_a_defect_of_the_files_is_named(tmp_path, monkeypatch, plant, message):
+    weights = sharp()
+    plant(exported(tmp_path, weights), monkeypatch)
+    with pytest.raises(UserError, match=message):
+        judged(tmp_path, weights)
+
+
+def same_order(folder, monkeypatch):
+    """Rows of wq and wk written and read as they are: what is read back is the checkpoint's."""
+    for name in ("half_rows", "pair_rows"):
+        monkeypatch.setattr(huggingface, name, lambda weight, heads: weight)
+    exported(folder, sharp())
+
+
+def crossed(folder, monkeypatch):
+    """Two norms change names, written and read."""
+    names = dict(huggingface._BLOCK_NAMES)
+    names["attention_norm.weight"], names["ffn_norm.weight"] = names["ffn_norm.weight"], names["attention_norm.weight"]
+    monkeypatch.setattr(huggingface, "_BLOCK_NAMES", names)
+    exported(folder, sharp())
+
+
+def believed(**values):
+    """A wrong config.json that our reader takes for right."""
+    def plant(folder, monkeypatch):
+        reconfigured(**values)(folder, monkeypatch)
+        monkeypatch.setattr(huggingface, "_config_from_json", lambda content: CONFIG)
+    return plant
+
+
+@pytest.mark.parametrize(("plant", "message"), [
+    (same_order, "They agree before layers.0; after it"),
+    (crossed, "They agree before layers.0; after it"),
+    (believed(**THETA), "They agree before layers.0; after it"),
+    (believed(rms_norm_eps=1e-3), "They agree before layers.0; after it"),
+])
+def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_path, monkeypatch, plant, message):
+    """Writer and reader of one program agree on anything; what transformers makes of it is the proof."""
+    weights = sharp()
+    plant(exported(tmp_path, weights), monkeypatch)
+    with pytest.raises(UserError, match=r"(?s)transformers' logits are off by up to .*" + message):
+        judged(tmp_path, weights)
+
+
+def test_numbers_that_are_none_are_refused(tmp_path):
+    weights = sharp()
+    weights["norm.weight"][3] = float("inf")
+    exported(tmp_path, weights)
+    with pytest.raises(UserError, match="logits that are NaN or infinite"):
+        compare_logits(tmp_path, CONFIG, weights.__getitem__, IDS, 3)
+
+
+def test_each_side_is_judged():
+    """Whichever of them is wrong, and NaN, is told; single precision's own error is the yardstick."""
+    reference = torch.randn(1, 50, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 10
+    ids, near = torch.arange(50)[None] % 30, reference.float()
+    off = near + 1e-3
+    bent = near.clone()
+    bent[0, 7] = -bent[0, 7]
+
+    def problems(ours, theirs, single):
+        return agreement(reference, ours, theirs, single, ids, 1).problems
+    assert problems(near, near, near) == []
+    assert problems(near, off, off) == [] and problems(off, off, off) == [], "what float32 itself is off is no defect"
+    assert "transformers' logits" in problems(near, off, near)[0]
+    assert any("transformers' by only" in line for line in problems(off, near, off)), "ours is as near as transformers"
+    told = problems(near, bent, near)
+    assert any("likeliest next token is another on 1 of" in line for line in told)
+    assert any("token losses" in line for line in told)
+    assert len(problems(near, near * float("nan"), near)) >= 2
+    found = agreement(reference, near, bent, near, ids, 1)
+    assert found.argmax_equal == 49 and found.argmax_decided > 40
+    assert set(dataclasses.asdict(found)) == set(found.counts())

@@ -1,0 +1,304 @@
+"""Meta's form both ways: against a reference of its layout written for the tests, and against transformers."""
+
+import json
+import os
+import pickle
+import random
+import struct
+
+import pytest
+import torch
+
+from model.config import ModelConfig, RopeScaling
+from model.presets import PRESETS
+from pipeline.errors import UserError
+from pipeline.formats.comparison import SHAPE
+from pipeline.formats.meta_params import config_of, params_of, read_params
+from pipeline.formats.weights import open_weights
+from tests.formats import meta_reference
+from tests.formats.meta_reference import parts_of, write_folder
+from tests.formats.test_huggingface import built, write
+from tools.weights import convert
+
+PARTS = (1, 2, 4, 8, 16)
+WIDE = ModelConfig(dim=64, layers=2, heads=16, kv_heads=4, ffn_dim=96, vocab_size=160, context_length=4096)
+EXTENDED = WIDE.model_copy(update={"context_length": 16384, "rope_scaling": RopeScaling(factor=8)})
+LLAMA2 = WIDE.model_copy(update={"rope_theta": 10000.0, "kv_heads": 16})
+TIED = WIDE.model_copy(update={"tied_embeddings": True})
+LENGTH = 2100
+
+
+def params_for(config, **changes):
+    """params.json by hand, for a width that Llama's rule gives with multiple_of 96."""
+    return {"dim": config.dim, "n_layers": config.layers, "n_heads": config.heads, "n_kv_heads": config.kv_heads,
+            "vocab_size": config.vocab_size, "ffn_dim_multiplier": 0.5, "multiple_of": 96, "norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta} | changes
+
+
+def state_of(model):
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()
+            if name != "output.weight" or not model.config.tied_embeddings}
+
+
+def as_meta(folder, model, parts, embedding_columns=False, **changes):
+    config = model.config
+    state = parts_of(state_of(model), parts, config.kv_heads, embedding_columns)
+    return write_folder(folder, state, params_for(config, **changes))
+
+
+def tokens(length=LENGTH):
+    return torch.randint(WIDE.vocab_size, (length,), generator=torch.Generator().manual_seed(1))
+
+
+def transformers_logits(folder):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(tokens()[None]).logits[0]
+
+
+def carried(source, target, form, parts=1, dtype=None, shard_bytes=10**9):
+    convert(source, target, form, dtype, shard_bytes, parts)
+    return target
+
+
+@pytest.mark.parametrize(("config", "counts"), [(EXTENDED, (1, 16)), (LLAMA2, (8,)), (TIED, (2,))],
+                         ids=["3.1", "2", "tied"])
+def test_what_is_written_computes_the_logits_of_transformers_by_metas_forward_pass(config, counts, tmp_path):
+    write(built(config), tmp_path / "hf")
+    expected = transformers_logits(tmp_path / "hf")
+    assert expected.std() > 0.1
+    for parts in counts:
+        made = carried(tmp_path / "hf", tmp_path / f"meta-{parts}", "meta", parts)
+        state, params = meta_reference.read_folder(made)
+        assert len(state) == parts
+        if parts > 1:
+            width = state[0]["tok_embeddings.weight"].shape[1]
+            assert width == (config.dim // parts if config is LLAMA2 else config.dim)
+        found = meta_reference.logits(state, params, tokens())
+        assert (found - expected).abs().max() < 2e-5, parts
+
+
+@pytest.mark.parametrize("config", [EXTENDED, LLAMA2], ids=["3.1", "2"])
+def test_what_is_read_gives_transformers_the_logits_of_metas_forward_pass(config, tmp_path):
+    model = built(config)
+    made = as_meta(tmp_path / "meta", model, 4, config is LLAMA2,
+                   **({"use_scaled_rope": True} if config.rope_scaling else {}))
+    expected = meta_reference.logits(*meta_reference.read_folder(made), tokens())
+    assert (transformers_logits(carried(made, tmp_path / "hf", "hf")) - expected).abs().max() < 2e-5
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(("config", "dtype"), [
+    (WIDE, torch.bfloat16), (EXTENDED, torch.float32), (LLAMA2, torch.float16), (TIED, torch.bfloat16)],
+    ids=["3", "3.1", "2", "tied"])
+def test_through_all_forms_and_back_every_bit_is_the_same(config, dtype, tmp_path):
+    write(built(config, dtype), tmp_path / "0-hf", dtype=dtype, max_shard_bytes=40_000)
+    here = tmp_path / "0-hf"
+    for parts in PARTS:
+        here = carried(here, tmp_path / f"meta-{parts}", "meta", parts)
+        assert len(list(here.glob("*.pth"))) == parts
+    here = carried(carried(here, tmp_path / "drover", "drover", shard_bytes=50_000), tmp_path / "hf", "hf",
+                   shard_bytes=40_000)
+    names = sorted(path.name for path in (tmp_path / "0-hf").iterdir())
+    assert len([name for name in names if name.endswith(".safetensors")]) > 2
+    for name in names:
+        assert (here / name).read_bytes() == (tmp_path / "0-hf" / name).read_bytes(), name
+
+
+FOREIGN = {
+    "one part": lambda folder, model: as_meta(folder, model, 1),
+    "rows": lambda folder, model: as_meta(folder, model, 4),
+    "columns, no vocabulary": lambda folder, model: as_meta(folder, model, 4, True, vocab_size=-1),
+    "more parts than heads": lambda folder, model: as_meta(folder, model, 16),
+    "copies counted": lambda folder, model: as_meta(folder, model, 16, n_kv_heads=16),
+    "nested": lambda folder, model: write_folder(
+        folder, parts_of(state_of(model), 2, 4, False), {"model": params_for(model.config), "unknown": 1}),
+    "frequencies": lambda folder, model: write_folder(
+        folder, [{**part, "rope.freqs": torch.ones(2)} for part in parts_of(state_of(model), 2, 4, True)],
+        params_for(model.config, max_batch_size=3)),
+}
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_every_rectangle_is_read_from_the_part_that_holds_it(form, tmp_path):
+    model, chance = built(WIDE), random.Random(form)
+    with open_weights(FOREIGN[form](tmp_path / "meta", model)) as weights:
+        assert (weights.form, weights.config.kv_heads, weights.config.vocab_size) == ("meta", 4, 160)
+        assert weights.config.hidden == WIDE.hidden and not weights.config.tied_embeddings
+        assert weights.names() == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights.read(name), parameter) and weights.dtype(name) == torch.float32
+            for _ in range(6):
+                offset = [chance.randint(0, size) for size in parameter.shape]
+                shape = [chance.randint(0, size - start) for start, size in zip(offset, parameter.shape, strict=True)]
+                expected = parameter[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+                assert torch.equal(weights.read(name, offset, shape), expected), (name, offset, shape)
+
+
+@pytest.mark.parametrize("stored", ["once", "twice", "shared"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_one_matrix_for_both_ends_is_seen_however_it_is_stored(stored, parts, tmp_path):
+    model = built(TIED)
+    state = parts_of(state_of(model), parts, 4, False)
+    for part in state if stored != "once" else []:
+        matrix = part["tok_embeddings.weight"]
+        part["output.weight"] = matrix if stored == "shared" else matrix.clone()
+    with open_weights(write_folder(tmp_path / "meta", state, params_for(TIED))) as weights:
+        assert weights.config.tied_embeddings and "output.weight" not in weights.names()
+        assert torch.equal(weights.read("tok_embeddings.weight"), model.tok_embeddings.weight)
+
+
+def test_a_tied_matrix_takes_room_once(tmp_path):
+    write(built(TIED), tmp_path / "hf")
+    made = carried(tmp_path / "hf", tmp_path / "meta", "meta", 2)
+    state, _ = meta_reference.read_folder(made)
+    assert torch.equal(state[1]["output.weight"], state[1]["tok_embeddings.weight"])
+    assert (made / "consolidated.00.pth").stat().st_size < 4 * TIED.parameter_count / 2 + 20_000
+
+
+META_PARAMS = {
+    "llama2_7b": {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, "vocab_size": -1},
+    "llama3_8b": {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256,
+                  "multiple_of": 1024, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0},
+    "llama3.1_8b": {"dim": 4096, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32, "n_kv_heads": 8,
+                    "n_layers": 32, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
+                    "vocab_size": 128256},
+    "llama3.2_1b": {"dim": 2048, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "n_heads": 32, "n_kv_heads": 8,
+                    "n_layers": 16, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
+                    "vocab_size": 128256},
+    "llama3.1_405b": {"dim": 16384, "ffn_dim_multiplier": 1.2, "multiple_of": 4096, "n_heads": 128, "n_kv_heads": 8,
+                      "n_layers": 126, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
+                      "vocab_size": 128256},
+}
+
+
+@pytest.mark.parametrize("name", META_PARAMS)
+def test_the_published_params_are_the_presets(name, tmp_path):
+    (tmp_path / "params.json").write_text(json.dumps(META_PARAMS[name]))
+    known = PRESETS[name]
+    found = config_of(read_params(tmp_path), vocab_size=known.vocab_size, kv_heads=known.kv_heads,
+                      tied=known.tied_embeddings)
+    assert [getattr(found, field) for field in SHAPE] == [getattr(known, field) for field in SHAPE]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_params_of_every_preset_lose_nothing(name):
+    known = PRESETS[name].model_copy(update={"vocab_size": PRESETS[name].vocab_size or 32000})
+    # As a Hugging Face folder gives it: only the width itself.
+    for config in (known, known.model_copy(update={"ffn_dim": known.hidden, "ffn_dim_multiplier": None})):
+        found = config_of(json.loads(json.dumps(params_of(config, 1))), vocab_size=config.vocab_size,
+                          kv_heads=config.kv_heads, tied=config.tied_embeddings)
+        assert [getattr(found, field) for field in SHAPE] == [getattr(known, field) for field in SHAPE]
+
+
+def test_any_width_can_be_said():
+    for width in (*range(1, 400, 7), 14335, 14336, 53248):
+        for dim in (32, 64, 4096):
+            config = WIDE.model_copy(update={"dim": dim, "ffn_dim": width})
+            params = json.loads(json.dumps(params_of(config, 1)))
+            assert config_of(params, vocab_size=160, kv_heads=4, tied=False).hidden == width
+
+
+@pytest.mark.parametrize(("config", "parts", "said"), [
+    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Take --parts 1\."),
+    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Take --parts 1 or 2 or 4\."),
+    (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
+    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1, r"factor=8.*this model has .*factor=32")])
+def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
+    write(built(config), tmp_path / "hf")
+    with pytest.raises(UserError, match=said):
+        convert(tmp_path / "hf", tmp_path / "meta", "meta", None, 10**9, parts)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+class Hostile:
+    """Unpickled by anything that executes what it is told, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return as_meta(tmp_path / "meta", built(WIDE), 2)
+
+
+def refused(folder, said):
+    with pytest.raises(UserError, match=said) as error:
+        open_weights(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_in_a_file_is_executed(folder, tmp_path):
+    part = folder / "consolidated.01.pth"
+    sound = torch.load(part, weights_only=True)
+    torch.save({**sound, "norm.weight": Hostile(tmp_path / "executed")}, part)
+    refused(folder, "nothing of it was executed .*posix")
+    part.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
+    refused(folder, "is no zip file")
+    torch.save({**sound, "extra": [1, 2]}, part)
+    refused(folder, "'extra', which is no plain tensor")
+    torch.save([1], part)
+    refused(folder, "holds a list")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()  # it would have
+
+
+def test_torn_and_forged_files_are_said(folder):
+    part = folder / "consolidated.00.pth"
+    sound = part.read_bytes()
+    for length in (0, 3, 50, 1000, len(sound) // 2, len(sound) - 1):
+        part.write_bytes(sound[:length])
+        refused(folder, "is no zip file|is torn")
+    said = b"M" + struct.pack("<H", 160 // 2 * 64)  # how many values the pickle says that lie in an embedding
+    assert sound.count(said) == 2
+    part.write_bytes(sound.replace(said, b"M" + struct.pack("<H", 10)))
+    refused(folder, "is torn")
+    part.unlink()
+    refused(folder, "of these numbers there are: 01")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"dim": 96}, "dim is 96, and the embedding is 64 wide"),
+    ({"multiple_of": 256}, r"w1.weight is \[48, 64\] in each part; by params.json it is \[128, 64\]"),
+    ({"n_layers": 3}, "layers.2.* is missing"),
+    ({"n_layers": 1}, "layers.1.* is no parameter"), ({"vocab_size": 161}, "vocab_size is 161"),
+    ({"n_heads": 5}, "do not make a Llama: .*divisible"), ({"n_heads": "x"}, "do not make a Llama"),
+    ({"n_kv_heads": 0.5}, "n_kv_heads"), ({"n_layers": 10**12}, "n_layers is"), ({"norm_eps": None}, "do not make"),
+    ({"use_qk_norm": True}, "use_qk_norm"), ({"moe_args": {"num_experts": 8}}, "moe_args")])
+def test_params_that_do_not_fit_are_said(folder, change, said):
+    params = json.loads((folder / "params.json").read_text())
+    (folder / "params.json").write_text(json.dumps(params | change))
+    refused(folder, said)
+
+
+def test_params_that_are_none_are_said(folder):
+    for text in ("", "[]", "{", '{"model": 3}', '{"dim": 64}', "[" * 5000):
+        (folder / "params.json").write_text(text)
+        refused(folder, "params.json")
+
+
+def test_parts_of_two_models_are_told_apart(folder, tmp_path):
+    other = built(WIDE.model_copy(update={"layers": 2}))
+    with torch.no_grad():
+        other.norm.weight.add_(1)
+    as_meta(tmp_path / "other", other, 2)
+    (tmp_path / "other/consolidated.01.pth").rename(folder / "consolidated.01.pth")
+    with open_weights(folder) as weights, pytest.raises(UserError, match=r"should hold the same norm\.weight"):
+        weights.read("norm.weight")
+
+
+def test_metas_folder_is_read_by_its_params_when_these_are_edited(tmp_path):
+    write(built(WIDE), tmp_path / "hf")
+    made = carried(tmp_path / "hf", tmp_path / "meta", "meta", 8)
+    with open_weights(made) as weights:
+        assert (weights.config.context_length, weights.config.kv_heads) == (4096, 4)
+    params = json.loads((made / "params.json").read_text())
+    (made / "params.json").write_text(json.dumps(params | {"rope_theta": 1e6}))
+    with open_weights(made) as weights:
+        assert (weights.config.rope_theta, weights.config.context_length, weights.config.kv_heads) == (1e6, 8192, 4)

@@ -1,0 +1,279 @@
+"""The portable checkpoint: what any ranks wrote in pieces, any others read in other pieces, bit for bit."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import pipeline.formats.sharded_tensors as checkpoint
+import pipeline.formats.tensor_file as tensor_file
+from pipeline.errors import UserError, is_full_disk
+from pipeline.files import sha256_file
+from pipeline.formats.sharded_tensors import (
+    INDEX,
+    CheckpointReader,
+    TensorShard,
+    rectangles,
+    whole,
+    write_index,
+    write_part,
+)
+from tests.formats.cutting import cut, part_of, piece, write_checkpoint
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+SHAPES = st.lists(st.integers(0, 9), max_size=3)
+
+
+def random_bits(shape, dtype, seed=0):
+    """Any bit pattern the type has, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, tuple(shape), generator=generator).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def random_rectangle(shape, chance):
+    low = [chance.randint(0, size) for size in shape]
+    return low, [chance.randint(0, size - start) for start, size in zip(low, shape, strict=True)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(shape=SHAPES, dtype=st.sampled_from(DTYPES), ranks=st.integers(1, 4), cuts=st.integers(0, 7),
+       seed=st.integers(0))
+def test_any_rectangle_of_any_pieces_is_read_back(shape, dtype, ranks, cuts, seed):
+    chance, tensor = random.Random(seed), random_bits(shape, dtype, seed % 2**32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        records = write_checkpoint(folder, {"model.x": tensor}, ranks, cuts, seed)
+        for record in records:
+            path = folder / record["path"]
+            assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_file(path))
+        with CheckpointReader(folder) as reader:
+            assert reader.names() == ["model.x"] and reader.names("exp_avg.") == []
+            assert reader.shape("model.x") == tensor.shape and reader.dtype("model.x") == dtype
+            assert same(reader.read("model.x"), tensor)
+            for _ in range(5):
+                offset, size = random_rectangle(shape, chance)
+                assert same(reader.read("model.x", offset, size), part_of(tensor, offset, size))
+
+
+@given(shape=SHAPES, seed=st.integers(0))
+def test_a_flat_range_is_the_elements_of_its_rectangles(shape, seed):
+    chance, tensor = random.Random(seed), torch.arange(torch.Size(shape).numel()).view(tuple(shape))
+    start = chance.randint(0, tensor.numel())
+    stop = chance.randint(start, tensor.numel())
+    found = [part_of(tensor, offset, size).reshape(-1) for offset, size in rectangles(shape, start, stop)]
+    assert all(part.numel() for part in found) and len(found) <= max(1, 2 * len(shape) - 1)
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(start, stop))
+
+
+@pytest.mark.parametrize(("block", "run"), [(1, 1), (100, 1 << 30), (1 << 30, 1 << 30), (1 << 30, 1)])
+def test_every_way_of_reading_gives_the_same(tmp_path, monkeypatch, block, run):
+    """Straight, row by row, in blocks: whichever the sizes choose."""
+    monkeypatch.setattr(tensor_file, "_BLOCK", block)
+    monkeypatch.setattr(tensor_file, "_RUN", run)
+    tensor, chance = random_bits((13, 6, 11), torch.float32), random.Random(1)
+    write_checkpoint(tmp_path, {"x": tensor}, cuts=6)
+    with CheckpointReader(tmp_path) as reader:
+        for _ in range(30):
+            offset, size = random_rectangle(tensor.shape, chance)
+            assert same(reader.read("x", offset, size), part_of(tensor, offset, size))
+
+
+def test_a_read_fills_what_it_is_given(tmp_path):
+    tensor = torch.randn(8, 6)
+    write_checkpoint(tmp_path, {"x": tensor})
+    with CheckpointReader(tmp_path) as reader:
+        strided = torch.zeros(6, 8)
+        assert reader.read("x", out=strided.T) is not None and torch.equal(strided, tensor.T)
+        doubles = torch.zeros(3, 4, dtype=torch.float64)
+        reader.read("x", (2, 1), out=doubles)
+        assert torch.equal(doubles, tensor[2:5, 1:5].double())
+        parameter = torch.nn.Parameter(torch.zeros(8, 6))
+        assert torch.equal(reader.read("x", out=parameter), tensor) and parameter.is_leaf
+        with pytest.raises(ValueError, match="does not lie in"):
+            reader.read("x", (4, 0), (5, 6))
+        with pytest.raises(ValueError, match="are to be read"):
+            reader.read("x", (0, 0), (5, 6), out=torch.zeros(6, 5))
+        with pytest.raises(KeyError):
+            reader.read("y")
+
+
+def test_the_library_reads_the_files(tmp_path):
+    """Alone in its file a piece has the tensor's name; types of all widths lie in one file."""
+    first = {"model.w": random_bits((4, 3), torch.bfloat16), "flag": torch.tensor([True, False, True]),
+             "exp_avg.w": torch.randn(4, 3, dtype=torch.float64), "step": torch.tensor(7), "empty": torch.zeros(0, 5)}
+    write_part(tmp_path / "a.safetensors", {name: whole(tensor) for name, tensor in first.items()})
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == first.keys() and all(same(found[name], tensor) for name, tensor in first.items())
+    tensor = torch.randn(5, 4)
+    pieces = [piece(tensor, *rectangle) for rectangle in rectangles(tensor.shape, 3, 17)]
+    write_part(tmp_path / "b.safetensors", {"w": pieces})
+    found = load_file(tmp_path / "b.safetensors")
+    assert sorted(found) == ["w@0,3", "w@1,0", "w@4,0"] and torch.equal(found["w@1,0"], tensor[1:4])
+
+
+def test_a_rank_may_own_nothing(tmp_path):
+    tensor = torch.randn(3, 4)
+    parts = [write_part(tmp_path / "0.safetensors", {"x": whole(tensor)}), write_part(tmp_path / "1.safetensors", {}),
+             write_part(tmp_path / "2.safetensors", {"x": TensorShard(torch.zeros(0, 4), (3, 0), (3, 4))})]
+    write_index(tmp_path, pickle.loads(pickle.dumps(parts)))
+    assert load_file(tmp_path / "1.safetensors") == load_file(tmp_path / "2.safetensors") == {}
+    with CheckpointReader(tmp_path) as reader:
+        assert torch.equal(reader.read("x"), tensor)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_OPEN_FILES", 2)
+    tensor = torch.randn(7, 3)
+    write_index(tmp_path, [write_part(tmp_path / str(row), {"x": piece(tensor, (row, 0), (1, 3))}) for row in range(7)])
+    before = open_files()
+    with CheckpointReader(tmp_path) as reader:
+        for _ in range(2):
+            assert torch.equal(reader.read("x"), tensor)
+            assert open_files() == before + 2
+    assert open_files() == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), cuts=st.integers(1, 6), seed=st.integers(0))
+def test_holes_and_overlaps_are_refused(shape, cuts, seed):
+    chance, tensor = random.Random(seed), torch.zeros(shape)
+    pieces = [rectangle for rectangle in cut(shape, cuts, chance) if torch.Size(rectangle[1]).numel()]
+    victim = chance.randrange(len(pieces))
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "part"
+        missing = [entry for number, entry in enumerate(pieces) if number != victim]
+        for wrong in ([*pieces, pieces[victim]], missing, [*missing, missing[0]] if missing else []):
+            part = write_part(path, {"x": [piece(tensor, *entry) for entry in wrong]})
+            if part.entries:
+                with pytest.raises(ValueError, match=r"x .* do not cover it exactly once"):
+                    write_index(Path(name), [part])
+        assert not (Path(name) / INDEX).exists()
+
+
+def test_an_overlap_that_hides_a_hole_is_found(tmp_path):
+    """The counts add up: rows 0-1 twice, rows 2-3 never."""
+    tensor = torch.zeros(4, 2)
+    parts = [write_part(tmp_path / str(n), {"x": piece(tensor, (0, 0), (2, 2))}) for n in range(2)]
+    with pytest.raises(ValueError, match=r"the element at \[0, 0\] lies in 2 of 2"):
+        write_index(tmp_path, parts)
+    scalars = [write_part(tmp_path / str(n), {"s": whole(torch.tensor(1.0))}) for n in range(2)]
+    with pytest.raises(ValueError, match="lies in 2 of 2"):
+        write_index(tmp_path, scalars)
+
+
+def test_ranks_that_disagree_are_refused(tmp_path):
+    tensor = torch.zeros(4, 2)
+    parts = [write_part(tmp_path / "0", {"x": piece(tensor, (0, 0), (2, 2))}),
+             write_part(tmp_path / "1", {"x": piece(tensor.double(), (2, 0), (2, 2))})]
+    with pytest.raises(ValueError, match=r"F32 .* in one part, F64 .* in 1"):
+        write_index(tmp_path, parts)
+
+
+def test_pieces_that_cannot_be_are_refused(tmp_path):
+    for offset, shape in (((3, 0), (4, 2)), ((-1, 0), (4, 2)), ((0,), (4, 2)), ((0, 0), (4, 2, 1))):
+        with pytest.raises(ValueError, match="does not lie in"):
+            TensorShard(torch.zeros(2, 2), offset, shape)
+    with pytest.raises(ValueError, match="not contiguous"):
+        write_part(tmp_path / "x", {"x": whole(torch.zeros(3, 2).T)})
+    with pytest.raises(ValueError, match="host memory"):
+        write_part(tmp_path / "x", {"x": whole(torch.zeros(3, 2, device="meta"))})
+
+
+def damage_cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_header(path):
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def damage_other(path):
+    write_part(path, {"x": whole(torch.zeros(9, 9))})
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, damage_cut, damage_header, damage_other,
+                                    lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"[" * 99)])
+def test_a_damaged_part_is_named(tmp_path, damage):
+    write_checkpoint(tmp_path, {"x": torch.randn(6, 4)}, ranks=1, cuts=0)
+    damage(tmp_path / "rank-00000.safetensors")
+    with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=r"rank-00000\.safetensors") as caught:
+        reader.read("x")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_that_shrinks_while_it_is_open(tmp_path):
+    write_checkpoint(tmp_path, {"x": torch.randn(600, 4)}, ranks=1, cuts=0)
+    with CheckpointReader(tmp_path) as reader:
+        reader.read("x", (0, 0), (1, 4))
+        os.truncate(tmp_path / "rank-00000.safetensors", 900)
+        with pytest.raises(UserError, match="ends at byte"):
+            reader.read("x")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, damage_cut, lambda path: path.write_bytes(b""),
+                                    lambda path: path.write_bytes(b"[]"), lambda path: path.write_bytes(b"{}")])
+def test_a_damaged_index_is_named(tmp_path, damage):
+    write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})
+    damage(tmp_path / INDEX)
+    with pytest.raises(UserError, match=r"index\.json is missing or torn") as caught:
+        CheckpointReader(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_form_of_the_future_is_refused(tmp_path):
+    write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})
+    content = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps({**content, "version": 2}))
+    with pytest.raises(UserError, match="form 2"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_full_disk_is_an_error_of_the_system():
+    """/dev/full takes nothing: a real write that really fails."""
+    with pytest.raises(OSError) as caught:
+        write_part(Path("/dev/full"), {"x": whole(torch.zeros(4))})
+    assert caught.value.errno == errno.ENOSPC and is_full_disk(caught.value)
+
+
+def test_writes_that_come_up_short_are_continued(tmp_path, monkeypatch):
+    """A file system may take less than it was given, and a limit may be hit in the middle."""
+    import resource
+    import signal
+    tensor = torch.randn(1000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_part(tmp_path / "x", {"x": whole(tensor)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG and (tmp_path / "x").stat().st_size == 2000
+
+
+def test_the_same_pieces_give_the_same_bytes(tmp_path):
+    tensors = {"b": torch.randn(6, 4), "a": torch.randn(3)}
+    first, second = (write_checkpoint(tmp_path / name, tensors) for name in ("one", "two"))
+    assert first == second

@@ -1,0 +1,236 @@
+"""Weights by our names from every form: whole and in rectangles, and what is no model refused in a sentence."""
+
+import json
+import os
+import random
+import struct
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelConfig, RopeScaling
+from model.llama import Llama, initialise
+from pipeline.errors import UserError
+from pipeline.formats.huggingface import to_huggingface
+from pipeline.formats.weights import MODEL, load_model, open_weights
+from tests.formats.cutting import write_checkpoint
+from tests.formats.exporting import write_model
+
+SHAPES = {
+    "untied": ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=64),
+    "tied": ModelConfig(dim=32, layers=1, heads=4, kv_heads=4, vocab_size=70, tied_embeddings=True),
+    "scaled": ModelConfig(dim=32, layers=3, heads=2, kv_heads=1, vocab_size=99, context_length=512,
+                          rope_scaling=RopeScaling(factor=32, original_context_length=64)),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request):
+    built = Llama(SHAPES[request.param])
+    initialise(built, built.config, seed=3)
+    return built
+
+
+def as_huggingface(folder, model, **options):
+    folder.mkdir(parents=True)
+    write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2, **options)
+    return folder
+
+
+def as_checkpoint(folder, model):
+    """As a run writes it: optimizer states beside the weights, `vocab_size` left to the tokenizer."""
+    tensors = {f"{kind}{name}": parameter.detach() for name, parameter in model.named_parameters()
+               for kind in (MODEL, "exp_avg.")}
+    records = write_checkpoint(folder, tensors, ranks=3, cuts=5)
+    shape = model.config.model_copy(update={"vocab_size": None})
+    (folder / "COMPLETE.json").write_text(json.dumps({
+        "format": 2, "progress": {"step": 7}, "files": records, "config": {"model": shape.model_dump(mode="json")}}))
+    return folder
+
+
+def as_pickled(folder, model, files=1):
+    """As folders of earlier years have it; the frequencies that they stored as well."""
+    as_huggingface(folder, model)
+    for path in folder.glob("model*"):
+        path.unlink()
+    tensors = [*to_huggingface(((name, each.detach()) for name, each in model.named_parameters()), model.config),
+               ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(2))]
+    names = [f"pytorch_model-{number}.bin" for number in range(files)] if files > 1 else ["pytorch_model.bin"]
+    for number, name in enumerate(names):
+        torch.save(OrderedDict(tensors[number::files]), folder / name)
+    if files > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(
+            {"weight_map": {name: names[number % files] for number, (name, _) in enumerate(tensors)}}))
+    return folder
+
+
+FORMS = {
+    "pickled": as_pickled,
+    "many pickled": lambda folder, model: as_pickled(folder, model, 3),
+    "one file": as_huggingface,
+    "many files": lambda folder, model: as_huggingface(folder, model, max_shard_bytes=9000),
+    "checkpoint": as_checkpoint,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_rectangle_is_that_of_the_network(form, model, tmp_path):
+    chance = random.Random(form)
+    with open_weights(FORMS[form](tmp_path / "x", model)) as weights:
+        assert weights.config.model_copy(update={"ffn_dim": None}) == \
+            model.config.model_copy(update={"ffn_dim": None}) and weights.config.hidden == model.config.hidden
+        assert weights.names() == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights.read(name), parameter) and weights.dtype(name) == torch.float32
+            for _ in range(8):
+                offset = [chance.randint(0, size) for size in parameter.shape]
+                shape = [chance.randint(0, size - start) for start, size in zip(offset, parameter.shape, strict=True)]
+                expected = parameter[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+                assert torch.equal(weights.read(name, offset, shape), expected), (name, offset, shape)
+        with pytest.raises(ValueError, match="does not lie in"):
+            weights.read("norm.weight", (1,), (model.config.dim,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loaded_network_computes_the_same(form, model, tmp_path):
+    tokens = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(0))
+    with open_weights(FORMS[form](tmp_path / "x", model)) as weights:
+        loaded = load_model(weights, torch.device("cpu"), torch.float32)
+    assert torch.equal(loaded(tokens), model.eval()(tokens))
+    assert (loaded.output.weight is loaded.tok_embeddings.weight) == model.config.tied_embeddings
+
+
+def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("name: run\n")
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        open_weights(run)
+    models = {}
+    for step in (3, 12, 20):
+        models[step] = Llama(SHAPES["tied"])
+        initialise(models[step], SHAPES["tied"], seed=step)
+        as_checkpoint(run / f"train/checkpoints/step-{step:08d}", models[step])
+    (run / "train/checkpoints/step-00000020/COMPLETE.json").unlink()
+    with open_weights(run) as weights:
+        assert torch.equal(weights.read("tok_embeddings.weight"), models[12].tok_embeddings.weight)
+
+
+def damage(folder, change):
+    """Rewrite a folder's only safetensors file with other tensors, or its config with other values."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda tensors, config: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
+    (lambda tensors, config: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers"),
+    (lambda tensors, config: config.update(vocab_size=91), r"is \[90, 48\]; by config.json it is \[91, 48\]"),
+    (lambda tensors, config: config.update(model_type="mamba"), "'mamba'"),
+    (lambda tensors, config: config.pop("hidden_size"), "hidden_size"),
+    (lambda tensors, config: config.update(num_hidden_layers=3), "layers.2.* is missing"),
+])
+def test_what_does_not_fit_is_said(tmp_path, change, said):
+    model = Llama(SHAPES["untied"])
+    initialise(model, model.config, seed=0)
+    folder = as_single_file(tmp_path / "x", model)
+    damage(folder, change)
+    with pytest.raises(UserError, match=said):
+        open_weights(folder)
+
+
+def as_single_file(folder, model):
+    as_huggingface(folder, model)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        assert len(names) == 1
+        (folder / names.pop()).rename(folder / "model.safetensors")
+        index.unlink()
+    return folder
+
+
+def test_torn_and_hostile_files_are_said_and_nothing_is_executed(tmp_path):
+    model = Llama(SHAPES["untied"])
+    initialise(model, model.config, seed=0)
+    folder = as_single_file(tmp_path / "x", model)
+    path = folder / "model.safetensors"
+    sound = path.read_bytes()
+    for content in (sound[:-1], sound[:100], b"", struct.pack("<Q", 1 << 62) + sound[8:], sound + b"\0"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            open_weights(folder)
+    path.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        open_weights(folder)
+    for index in ('{"weight_map": {"a": "../../etc/passwd"}}', '{"weight_map": []}', "[", '{"weight_map": {"a": 1}}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match="index"):
+            open_weights(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="does not describe a Llama"):
+        open_weights(folder)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_nothing_in_a_pickled_file_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Llama(SHAPES["tied"])
+    initialise(model, model.config, seed=0)
+    folder = as_pickled(tmp_path / "x", model)
+    torch.save({"model.norm.weight": Hostile()}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="nothing of it was executed"):
+        open_weights(folder)
+    assert not (tmp_path / "executed").exists()
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../x/pytorch_model.bin"}}')
+    with pytest.raises(UserError, match="which is no file beside it"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"sliding_window": 4096}, "sliding_window = 4096"), ({"use_qk_norm": True}, "use_qk_norm = True"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"partial_rotary_factor": 0.5}, "partial_rotary"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn'"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_scaling.type = 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25"),
+    ({"rope_parameters": [1]}, "does not describe"), ({"num_attention_heads": 0}, "does not describe"),
+    ({"num_attention_heads": 5}, "does not describe"), ({"vocab_size": None}, "does not describe")])
+def test_descendants_that_compute_something_else_are_refused_by_the_key(changes, said, tmp_path):
+    folder = as_huggingface(tmp_path / "x", Llama(SHAPES["tied"]))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=said) as error:
+        open_weights(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spelled", ["type", "rope_type"])
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_scaling_is_read_in_every_spelling(where, spelled, tmp_path):
+    folder = as_huggingface(tmp_path / "x", Llama(SHAPES["scaled"]))
+    config = json.loads((folder / "config.json").read_text())
+    scaling = config.pop("rope_scaling")
+    scaling[spelled] = scaling.pop("rope_type")
+    config.pop("rope_parameters")
+    theta = config.pop("rope_theta")
+    config |= {where: {**scaling, "rope_theta": theta}} if where == "rope_parameters" else \
+        {where: scaling, "rope_theta": theta}
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": False, "pretraining_tp": 1}))
+    with open_weights(folder) as weights:
+        assert (weights.config.rope_scaling, weights.config.rope_theta) == (SHAPES["scaled"].rope_scaling, 5e5)
+
+
+def test_a_folder_of_something_else_names_what_is_known(tmp_path):
+    with pytest.raises(UserError, match=r"holds no weights .* a training checkpoint .* a Hugging Face folder"):
+        open_weights(tmp_path)
+    with pytest.raises(UserError, match="is no folder"):
+        open_weights(tmp_path / "none")

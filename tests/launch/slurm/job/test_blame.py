@@ -1,0 +1,177 @@
+"""Who of many nodes is blamed: the sick ones and never the slow ones, whatever the number of nodes."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.job import preflight
+from launch.slurm.job.allocation import Allocation
+from launch.slurm.job.blame import Blame
+from launch.slurm.job.node_trial import Problem, Report
+from launch.slurm.job.preflight import Arrivals, allowed_s, judge
+from launch.slurm.job.srun import StepEnd
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.nodes import excluded, few, strikes
+from launch.slurm.scheduler import Scheduler
+
+COUNTS = (2, 4, 64, 512, 4096)
+GPU = Problem("gpu", "7 GPUs instead of 8")
+
+
+def nodes_of(count: int) -> list[str]:
+    return [f"n{number:04d}" for number in range(count)]
+
+
+def sound(count: int) -> list[Report]:
+    """What the ranks of sound nodes write, one a node."""
+    return [Report(rank, node, clock_at=1000.0, product_s=0.01, pair_s=0.02, reduce_s=0.05, finished=True)
+            for rank, node in enumerate(nodes_of(count))]
+
+
+def importing(count: int, answered: int) -> list[Report]:
+    """What is there while the others still import torch: nobody has met anybody."""
+    return [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.585, 0.9, 0.999])
+@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 15.0), (30.0, 30.0), (200.0, 150.0)])
+def test_slow_nodes_are_never_blamed(count: int, share: float, lasted: float, quiet: float) -> None:
+    """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
+    answered = min(count - 1, max(1, int(count * share)))
+    found = judge(importing(count, answered), count, 4.0, nodes_of(count), lasted, quiet)
+    assert not found.bad and not found.shared
+    assert found.told[0].startswith("not all nodes have answered yet") and f"({count - answered} of {count}" in \
+        found.told[0]
+
+
+@pytest.mark.parametrize("count", COUNTS[1:])
+@pytest.mark.parametrize("share", [0.3, 0.585, 0.9])
+def test_a_sick_node_is_found_among_slow_ones(count: int, share: float) -> None:
+    reports = importing(count, int(count * share))
+    reports[0] = replace(reports[0], problems=[GPU])
+    found = judge(reports, count, 4.0, nodes_of(count), 45.0, 15.0)
+    assert found.bad == {"n0000": GPU} and "slow is not sick" in found.told[0]
+
+
+@pytest.mark.parametrize("count", COUNTS[1:])
+def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
+    """All others came within 50 s; for 100 s nothing has come."""
+    found = judge(importing(count, count - few(count)), count, 4.0, nodes_of(count), 50.0, 100.0)
+    assert list(found.bad) == nodes_of(count)[count - few(count):]
+    too_many = judge(importing(count, count - few(count) - 1), count, 4.0, nodes_of(count), 50.0, 100.0)
+    assert not too_many.bad and "have a cause in common: no strikes" in too_many.told[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("count", COUNTS)
+def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
+    """Whatever is wrong with however many; those with a failed check are named in any case."""
+    draw = random.Random(seed)
+    reports, sick = sound(count), set[str]()
+    for number in draw.sample(range(count), draw.choice([0, 1, few(count), count // 2, count])):
+        report = reports[number]
+        change = draw.choice(["gpu", "product", "pair", "clock", "unfinished", "shm"])
+        if change in ("gpu", "shm"):
+            report = replace(report, problems=[Problem(change, change)])
+            sick.add(report.node)
+        reports[number] = replace(report, **{
+            "product": {"product_s": 3.0}, "pair": {"pair_s": 3.0}, "clock": {"clock_at": 2000.0},
+            "unfinished": {"finished": False}}.get(change, {}))
+    reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
+    sick &= {report.node for report in reports}
+    found = judge(reports, count, 4.0, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
+    assert len(found.bad) <= few(count)
+    assert set(found.shared if len(sick) > few(count) else found.bad) >= sick
+    assert set(found.shared) in (set(), sick)
+    told = preflight._told(found, reports, nodes_of(count), 100.0, "")
+    assert told.everywhere == bool(found.shared) and (not told.everywhere or "launch.exclude" in told.reason)
+    assert len(" ".join(told.told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
+
+
+def test_the_time_allowed_grows_with_the_nodes() -> None:
+    times = [allowed_s(count) for count in COUNTS]
+    assert times == sorted(times) and times[0] >= 180 and times[2] < times[3] < times[4] <= 1800
+
+
+def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
+    reports = Arrivals(tmp_path, nodes_of(4))
+
+    def write(rank: int, at: int) -> None:
+        (tmp_path / f"rank-{rank}.json").touch()
+        os.utime(tmp_path / f"rank-{rank}.json", (at, at))
+
+    for rank in range(3):
+        now += 10
+        write(rank, rank)
+        (tmp_path / f"rank-3.json.n3-{rank}.tmp").touch()  # as it is being written
+        reports.look()
+    now += 5
+    assert (reports.lasted_s, reports.quiet_s, reports.are_over) == (30.0, 5.0, False)
+    now += 114
+    assert not reports.are_over, "one of four, for twice as long as what it takes to be stuck"
+    now += 1
+    assert reports.are_over
+    write(0, 50)  # it is done
+    now += 5
+    reports.look()
+    assert (reports.quiet_s, reports.are_over) == (0.0, False)
+    write(3, 51)
+    now += 1000
+    reports.look()
+    now += 1000
+    assert not reports.are_over, "all have reported: they measure, for as long as they are allowed to"
+
+
+def test_the_many_that_are_slow_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
+    reports = Arrivals(tmp_path, nodes_of(64))
+    for rank in range(60):
+        (tmp_path / f"rank-{rank}.json").touch()
+    now = 5.0
+    reports.look()
+    now = 500.0
+    assert not reports.are_over, "4 of 64 are too many to give up on"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path: Path, count: int) -> None:
+    said: list[str] = []
+    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"), Allocation("12", "12", 0, tuple(nodes_of(
+        count))), Scheduler(), said.append)
+    down = dict.fromkeys(nodes_of(count)[:few(count)], "went down")
+    assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
+    more = dict.fromkeys(nodes_of(count)[:few(count) + 1], "went down")
+    assert blame.strike(more, 0, 1) == {} and "has a cause in common: none of them gets a strike" in said[-1]
+    assert strikes(tmp_path) == dict.fromkeys(down, 1)
+    assert blame.strike(down, 0, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+
+
+@pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
+def test_the_trial_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int,
+                                            setting: float | None, limit: int) -> None:
+    now, went_on = 1000.0, []
+
+    def run_step(command: list[str], environment: object, folder: Path, goes_on: Callable[[], bool],
+                 say: object) -> StepEnd:
+        nonlocal now
+        assert command[-1] == str(limit), "the ranks wait for one another as long"
+        for second in (0.0, limit - 1.0, limit + 1.0):
+            now = 1000.0 + second
+            went_on.append(goes_on())
+        return StepEnd(143)
+
+    monkeypatch.setattr(preflight, "run_step", run_step)
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
+    spec = JobSpec(str(tmp_path), "t", "train", ("python",), "c", ranks=nodes, nodes=nodes, preflight_s=setting)
+    found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes))
+    assert went_on == [True, True, False] and not found.bad and "no rank reported" in found.told[0]

@@ -1,0 +1,293 @@
+"""Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.slurm.job import node_trial, preflight
+from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
+from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
+from launch.slurm.nodes import excluded
+from tests.launch.fake_job import Job, chain_of, make_job
+
+NODES = ["n1", "n2", "n3", "n4"]
+SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)
+         for rank, node in enumerate(NODES)]
+UNFINISHED: dict[str, Any] = {"clock_at": None, "product_s": None, "pair_s": None, "reduce_s": None, "finished": False}
+
+
+def but(rank: int, **changes: Any) -> list[Report]:
+    """Sound reports but for one rank's."""
+    return [replace(report, **changes) if report.rank == rank else report for report in SOUND]
+
+
+def having(kind: str, *nodes: str) -> list[Report]:
+    """Sound reports but for a problem of some nodes, told in each one's own words."""
+    return [replace(report, problems=[Problem(kind, f"{kind} {report.node}")] if report.node in nodes else [])
+            for report in SOUND]
+
+
+@pytest.mark.parametrize(("reports", "bad"), [
+    (SOUND, {}),
+    (but(2, problems=[Problem("shm", "/dev/shm is not there"), Problem("gpu", "more")]),
+     {"n3": "/dev/shm is not there"}),
+    ([report for report in SOUND if report.rank != 3], {"n4": "it did not report"}),
+    (but(1, **UNFINISHED), {"n2": "its ranks did not come to the end with the others"}),
+    ([replace(report, **UNFINISHED) for report in SOUND], {}),  # nobody met: it is not the nodes
+    ([replace(report, **UNFINISHED) for report in SOUND[:3]], {"n4": "it did not report"}),
+    (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
+    (but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
+    (but(1, clock_at=1004.0), {}),
+    ([replace(report, clock_at=1000.0 + 30 * (report.rank % 2)) for report in SOUND], {}),  # two against two
+    (but(3, product_s=0.5), {"n4": "a matrix product took 500 ms, 50.0 times the others' 10 ms"}),
+    (but(3, product_s=0.045), {}),  # more than 4 times, but by 35 ms only
+    ([replace(report, device="cuda") for report in but(3, product_s=0.045)],
+     {"n4": "a matrix product took 45 ms, 4.5 times the others' 10 ms"}),
+    (but(3, product_s=0.035), {}),
+    (but(0, pair_s=0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
+    (but(0, reduce_s=0.9), {}),  # told, and nobody's fault
+    (but(0, pair_s=None), {}),
+    # Silent are half or more, or all: it is not they.
+    (SOUND[:2], {}),
+    ([], {}),
+    # What belongs to the run folder, or to a node.
+    (having("folder", "n1"), {"n1": "folder n1"}),
+    (having("folder", "n1", "n2", "n3"), {}),
+    (having("clock", "n1"), {"n1": "clock n1"}),
+    (having("clock", "n1", "n2", "n3"), {}),
+    (having("space", "n1"), {}),
+    (having("gpu", "n3"), {"n3": "gpu n3"}),
+    (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
+])
+def test_the_table(reports: list[Report], bad: dict[str, str]) -> None:
+    assert {node: problem.text for node, problem in judge(reports, 4, 4.0, NODES).bad.items()} == bad
+
+
+@pytest.mark.parametrize(("reports", "ranks", "told"), [
+    (SOUND[:2], 4, "2 of 4 nodes did not report (n3, n4): of 4 nodes at most 1 can be at fault at once, more have a "
+                   "cause in common: no strikes"),
+    (having("clock", *NODES[:3]), 4, "file system is off: clock n1 (3 of 4 nodes)"),
+    (having("clock", "n1")[:1], 1, "file system is off: clock n1 (1 of 1 node)"),
+])
+def test_who_is_not_blamed_is_told(reports: list[Report], ranks: int, told: str) -> None:
+    line, = judge(reports, ranks, 4.0, NODES[:ranks]).told
+    assert told in line
+
+
+def test_ranks_that_were_just_starting_are_not_blamed() -> None:
+    """The others had only just written, too, when the time was up."""
+    started = [replace(report, **UNFINISHED) for report in SOUND[:3]]
+    assert set(judge(started, 4, 4.0, NODES, lasted_s=90.0, quiet_s=100.0).bad) == {"n4"}
+    for lasted, quiet in ((0.0, 5.0), (10.0, 59.0), (120.0, 100.0)):
+        found = judge(started, 4, 4.0, NODES, lasted, quiet)
+        line, = found.told
+        assert not found.bad and line.startswith("not all nodes have answered yet: n4 (1 of 4 nodes); slow is not sick")
+
+
+def test_several_ranks_of_a_node_are_one_node() -> None:
+    reports = [Report(rank, f"n{1 + rank // 2}", finished=True, product_s=3.0 if rank in (4, 5) else 0.01,
+                      pair_s=2.0 if rank == 2 else 0.01) for rank in range(80)]
+    assert list(judge(reports, 80, 4.0).bad) == ["n3", "n2"]
+
+
+def test_of_two_nodes_none_is_blamed_for_the_link_between_them() -> None:
+    reports = [Report(rank, NODES[rank // 4], finished=True, pair_s=3.0 if rank == 5 else 0.01) for rank in range(8)]
+    assert not judge(reports, 8, 4.0).bad
+
+
+def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
+    """What the runner hears."""
+    return preflight._told(judge(reports, len(reports), 4.0, nodes), reports, nodes, 8.0, "")
+
+
+@pytest.mark.parametrize(("reports", "everywhere", "bad"), [
+    (having("space", "n2"), True, {"n2"}),
+    (having("space", *NODES), True, set(NODES)),
+    (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
+    (having("folder", "n1", "n2"), True, {"n1", "n2"}),
+    (having("folder", "n1"), False, {"n1"}),
+    (having("shm", *NODES), True, set(NODES)),  # each in other words
+    (having("shm", *NODES[:3]), True, {"n1", "n2", "n3"}),
+    ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),
+    (having("clock", *NODES), False, set()),
+    # Jobs of one node
+    (having("space", "n1")[:1], True, {"n1"}),
+    (having("folder", "n1")[:1], True, {"n1"}),
+    (having("gpu", "n1")[:1], False, {"n1"}),
+])
+def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports: list[Report], everywhere: bool,
+                                                              bad: set[str]) -> None:
+    found = told(reports, NODES[:len(reports)])
+    assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_every_node_has_two_partners(count: int) -> None:
+    """So that the best of its times is not bad because of one of them."""
+    met: dict[int, set[int]] = {node: set() for node in range(count)}
+    for partners in pairings(count):
+        for node, partner in enumerate(partners):
+            if partner is not None:
+                assert partners[partner] == node != partner
+                met[node].add(partner)
+    assert all(len(partners) >= min(2, count - 1) for partners in met.values())
+
+
+def test_a_sound_node(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    assert check_node(tmp_path, gpus=0, shared=tmp_path) == []
+    assert not list((tmp_path / "launch").iterdir()), "the probe is removed"
+
+
+def test_a_node_that_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
+    assert [problem.kind for problem in found] == ["folder", "shm", "gpu"]
+    assert "cannot write into" in found[0].text and found[1].text.endswith("shm is not there")
+    (tmp_path / "launch").mkdir()
+    monkeypatch.setattr(node_trial, "LEAST_DISK", 1 << 60)
+    monkeypatch.setattr(node_trial, "LEAST_SHARED", 1 << 60)
+    disk, shared = check_node(tmp_path, gpus=0, shared=tmp_path)
+    assert (disk.kind, shared.kind) == ("space", "shm") and "MB are free in" in disk.text and "MB" in shared.text
+    monkeypatch.setattr(node_trial.time, "time", lambda: 4e9)
+    kind, text = check_node(tmp_path, gpus=0, shared=tmp_path)[0]
+    assert kind == "clock" and "ahead of the file system's" in text
+
+
+def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(node_trial, "write_note", lambda path, value: written.append(value))
+    monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
+    monkeypatch.setattr(node_trial, "measure", lambda report, limit_s, fault: setattr(report, "product_s", 0.1))
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for the disk"))
+    for rank, local in ((2, 0), (3, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        try_node(tmp_path, tmp_path, 60.0)
+    assert [(record["rank"], len(record["problems"]), record["product_s"], record["finished"]) for record in written] \
+        == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
+
+
+def smi(folder: Path, gpus: str, processes: str = "", before: str = "") -> None:
+    """A driver's program that notes its calls."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" >> {folder}/calls\n{before}\n"
+                                       f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert check_gpus(4) == ["2 GPUs instead of 4"]
+    smi(tmp_path, "0, 0, Not Active, Not Active\\n1, [N/A], Not Active, Not Active\\n")
+    assert check_gpus(2) == []
+    smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
+    assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
+                             "other processes compute on its GPUs (process 1)"]
+    smi(tmp_path, "", before="exit 9")
+    assert check_gpus(2) == ["nvidia-smi does not answer"]
+
+
+def test_only_the_gpus_of_the_job_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    smi(tmp_path, "2, 0, Not Active, Not Active\\n")
+    assert check_gpus(2) == []
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2 and all(call.endswith(" --id=2,3") for call in calls)
+
+
+def test_a_driver_that_answers_late_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(node_trial, "SMI_S", 1.0)
+    smi(tmp_path, "0, 0, Not Active, Not Active\\n", before=f"[ -e {tmp_path}/awake ] || {{ touch {tmp_path}/awake; "
+                                                            f"exec sleep 9; }}")
+    assert check_gpus(1) == []
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A train job of two ranks with preflight."""
+    job = make_job(tmp_path, preflight=True, nodes=2)
+    (job.run / "launch").mkdir(parents=True)
+    job.environment = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    yield job
+    job.kill_all()
+
+
+def test_sound_nodes_are_trained_on(job: Job) -> None:
+    status, log = job.plan("work").run_it()
+    assert status == 0, log
+    assert "preflight: 2 nodes sound in" in log and "a matrix product" in log
+    event, = job.events("preflight")
+    assert event["bad"] == {} and event["seconds"] > 0
+    assert len(job.calls("srun")) == 2, "preflight, then training"
+
+
+def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job: Job) -> None:
+    status, log = job.plan("work").run_it(DROVER_PREFLIGHT_FAULT="n2:disk")
+    assert status == 0 and job.calls("scontrol")[-1] == "requeue 12", log
+    assert "n2 is bad: made to fail: disk" in log and not job.events("attempt") and excluded(job.run) == []
+    status, log = job.plan("work").run_it(FAKE_BAD="n2:no disk", SLURM_RESTART_COUNT="1")
+    assert status == 1 and "submit the same command again" in log and not job.events("attempt")
+    assert job.state().status == "failed" and excluded(job.run) == ["n2"]
+
+
+def test_the_next_link_goes_on_without_the_bad_node(job: Job) -> None:
+    chain_of(job, "12", "13")
+    status, log = job.plan("work", links=2).run_it(FAKE_BAD="n2:no shared memory")
+    assert status == 0 and "the next job of the chain goes on without it" in log
+    assert job.calls("scontrol")[-1] == "update JobId=13 ExcNodeList=n2,n9"
+    assert not job.events("attempt") and not (job.stage / "STATE.json").exists()
+
+
+def test_what_fails_on_every_node_is_not_the_nodes(job: Job) -> None:
+    status, log = job.plan("work").run_it(FAKE_BAD="n1:no disk,n2:no disk")
+    assert status == 1 and "preflight: no disk, on all nodes alike" in log
+    assert not (job.run / "launch" / "nodes.jsonl").exists()
+    assert job.state().status == "failed" and "on all nodes alike" in job.state().reason
+
+
+def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path: Path) -> None:
+    """Four real processes; the sleep of one is in every exchange that it takes part in."""
+    found, reports = trial(make_job(tmp_path, ranks=4, nodes=4), "n3:link")
+    assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
+    assert len(reports) == 4 and all(report.finished and report.reduce_s for report in reports)
+
+
+def test_ranks_of_two_nodes_exchange_with_the_same_rank_of_the_other(tmp_path: Path) -> None:
+    found, reports = trial(make_job(tmp_path, ranks=4, nodes=2, tasks_per_node=2))
+    assert not found.bad and "an exchange with another node" in found.told[0], found
+    assert all(report.pair_s for report in reports)
+    assert [report.clock_at is not None for report in reports] == [True, False, True, False]
+
+
+def test_the_trial_runs_with_the_python_of_the_stage(tmp_path: Path) -> None:
+    """In a container the launcher's is not there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found, _ = trial(make_job(tmp_path / "job", ranks=1, nodes=1, command=(str(python), "-m", "pipeline.train")))
+    assert "1 node sound" in found.told[0], found
+    assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")
+
+
+def trial(job: Job, fault: str = "") -> tuple[Found, list[Report]]:
+    """A preflight as the runner has it made."""
+    (job.run / "launch").mkdir(parents=True)
+    folder = job.folder / "preflight"
+    folder.mkdir()
+    port = str(20000 + os.getpid() % 20000)
+    environment = job.environ(DROVER_PREFLIGHT_FAULT=fault, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                              OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
+    nodes = [f"n{1 + node}" for node in range(job.spec.nodes)]
+    found = run_preflight(job.spec, folder, environment, lambda: True, nodes)
+    return found, read_reports(folder)

@@ -1,0 +1,329 @@
+"""Submitting to Slurm: the text that sbatch gets, the chain and its record, what is refused before.
+
+The jobs themselves are tested in tests/slurm, on a real cluster or one of fake programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run_status.run_files import read_run
+from launch.run_status.run_status import go_on
+from launch.slurm.chain import read_chain, read_chains
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.scheduler import COLUMNS
+from launch.slurm.submit.sbatch import _ranges
+from pipeline.contract.stages import STAGES
+from tests.launch.fake_house import House
+
+SBATCH = """#!/bin/sh
+n=$(($(ls "$FAKE_SLURM" | wc -l) + 101))
+[ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
+cp "$1" "$FAKE_SLURM/$n"
+echo "Submitted batch job $n"
+"""
+SQUEUE = """#!/bin/sh
+[ -n "$SILENT" ] && { echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }
+[ -z "$QUEUED" ] || echo "$QUEUED"
+"""
+
+TRAIN_ON_FOUR_NODES = """#!/bin/bash
+
+# Parameters
+#SBATCH --account=physics
+#SBATCH --chdir='{work}'
+#SBATCH --constraint=h100
+#SBATCH --cpus-per-task=6
+#SBATCH --dependency=afterok:ID_OF_encode,singleton
+#SBATCH --error='{work}/runs/trial/logs/slurm/%j.log'
+#SBATCH --exclude='n[3-4]'
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=trial-train
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --mem=500G
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output='{work}/runs/trial/logs/slurm/%j.log'
+#SBATCH --partition=gpu
+#SBATCH --qos=high
+#SBATCH --requeue
+#SBATCH --signal=USR2@180
+#SBATCH --time=1500
+
+# setup
+trap : TERM INT
+module load cuda
+echo 'SHA256  {code_}/launch/slurm/trust.py' | sha256sum --check --status || {{ echo \
+'refused: {code_}/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
+{python} -I '{code_}/launch/slurm/trust.py' '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256 || exit 1
+export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+{python} -u -m submitit.core._submit '{work}/runs/trial/logs/slurm'
+
+
+# teardown
+code=$?; [ $code -ne 137 ] || {{ touch '{work}/runs/trial/launch'/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; \
+scontrol requeue $SLURM_JOB_ID; }}; exit $code
+"""
+FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
+              "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu", "launch.train.qos=high",
+              "launch.train.constraint=h100", "launch.train.exclude=n[3-4]", "launch.encode.partition=cpu",
+              "launch.signal_s=180", "launch.setup=[module load cuda]", "train.micro_batch=1")
+
+
+@pytest.fixture
+def slurm(house: House) -> Path:
+    """Put a fake sbatch and squeue on the launcher's PATH; the folder holds the scripts by job id."""
+    tools, queue = house.work / "bin", house.work / "queue"
+    tools.mkdir()
+    queue.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\nexit 1\n"), ("squeue", SQUEUE)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    house.environment = {"PATH": f"{tools}:{os.environ['PATH']}", "FAKE_SLURM": str(queue)}
+    return queue
+
+
+def scripts(text: str) -> dict[str, str]:
+    """The scripts of a dry run by the job's key."""
+    found = {}
+    for part in text.split("# ---- ")[1:]:
+        found[part.partition(":")[0]] = part[part.index("#!/bin/bash"):].rstrip("\n") + "\n"
+    return found
+
+
+def option(script: str, name: str) -> str | None:
+    """The value of an #SBATCH option; "" for one without a value, None where it is absent."""
+    found = re.search(rf"^#SBATCH --{name}(?:=(.*))?$", script, re.MULTILINE)
+    return None if found is None else (found[1] or "").strip("'")
+
+
+def test_the_script_of_training_on_four_nodes(house: House) -> None:
+    result = house.submit("--stage", "all", "--dry-run", *FOUR_NODES)
+    assert result.returncode == 0, result.stderr
+    assert not house.run.exists(), "a dry run writes nothing"
+    found = scripts(result.stdout)
+    code = re.search(r"export PYTHONPATH='?([^$']+)'?\$", found["train"])[1]
+    assert Path(code).parent == house.run / "code"
+    quoted = f"'{code}'" if f"'{code}'" in found["train"] else code
+    plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
+    assert plain == TRAIN_ON_FOUR_NODES.format(work=house.work, code=quoted, code_=code, python=sys.executable)
+    for text in found.values():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_chain_of_a_run_on_four_nodes(house: House) -> None:
+    found = scripts(house.submit("--stage", "all", "--dry-run", *FOUR_NODES).stdout)
+    assert list(found) == ["shard-parts", "shard", "tokenizer", "encode-parts", "encode", "train", "convert",
+                           "evaluate", "report"]
+    waits = {key: option(text, "dependency") for key, text in found.items()}
+    assert waits == {
+        "shard-parts": None, "shard": "afterok:ID_OF_shard-parts", "tokenizer": "afterok:ID_OF_shard",
+        "encode-parts": "afterok:ID_OF_tokenizer", "encode": "afterok:ID_OF_encode-parts",
+        "train": "afterok:ID_OF_encode,singleton", "convert": "afterok:ID_OF_train",
+        "evaluate": "afterok:ID_OF_convert", "report": "afterok:ID_OF_evaluate"}
+    for key, text in found.items():
+        assert (option(text, "kill-on-invalid-dep") == "yes") == (key != "shard-parts"), key
+        assert option(text, "array") == ("0-3" if key.endswith("-parts") else None)
+        assert option(text, "time") == ("1500" if key == "train" else "600")
+        assert option(text, "partition") == {"train": "gpu", "encode": "cpu", "encode-parts": "cpu"}.get(key)
+        assert option(text, "gpus-per-node") == ("8" if key in ("train", "evaluate") else None)
+        assert option(text, "nodes") == ("4" if key == "train" else "1")
+        assert option(text, "ntasks-per-node") == ("8" if key in ("train", "evaluate") else "1")
+    assert option(found["encode-parts"], "output") == f"{house.run}/logs/slurm/%A_%a.log"
+
+
+def test_what_will_be_submitted_is_shown_as_a_table(house: House) -> None:
+    text = house.submit("--stage", "all", "--dry-run", *FOUR_NODES).stdout
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert re.fullmatch(r"shard-parts +to do +4 of 4 parts +2 processes +6 +500G +10 h 00 m +-", rows["shard-parts"])
+    assert re.fullmatch(r"train +waiting +4 +32 ranks x 6 threads +48 +8 +500G +25 h 00 m +gpu, high, h100 +encode",
+                        rows["train"]), rows["train"]
+    assert "memory" in text and "a rank for weights, gradients and moments" in text
+
+
+def test_links_arrays_and_sites_without_requeue(house: House) -> None:
+    found = scripts(house.submit(
+        "--stage", "all", "--nodes", "2", "--dry-run", "launch.train.links=3", "launch.requeue=false",
+        "launch.shard.array=1", "launch.encode.array=5", "launch.encode.at_once=2", "train.micro_batch=1",
+        "launch.extra={comment: night}").stdout)
+    assert list(found) == ["shard", "tokenizer", "encode-parts", "encode", "train-1", "train-2", "train", "convert",
+                           "evaluate", "report"]
+    for key in ("train-1", "train-2", "train"):
+        assert option(found[key], "dependency") == "afterok:ID_OF_encode,singleton"
+        assert option(found[key], "job-name") == "trial-train"
+    assert option(found["convert"], "dependency") == "afterok:ID_OF_train"
+    assert option(found["encode-parts"], "array") == "0-4%2"
+    assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None and "teardown" not in text
+               and option(text, "comment") == "night" for text in found.values())
+
+
+def test_ranges_of_elements() -> None:
+    assert [_ranges(elements) for elements in ((0,), (0, 1, 2), (1, 3, 4, 5, 9))] == ["0", "0-2", "1,3-5,9"]
+
+
+def test_ranks_are_checked_for_the_planned_nodes(house: House) -> None:
+    result = house.submit("--stage", "all", "--nodes", "3", "--dry-run")
+    assert result.returncode == 2
+    assert "not divisible by 24 (train.micro_batch 4 x 6 data-parallel ranks)" in result.stderr
+
+
+def test_submission_chains_what_is_not_done(house: House, slurm: Path) -> None:
+    house.submit("--stage", "shard", "--cluster", "local")
+    house.forget()
+    result = house.submit("--stage", "all", "launch.encode.array=2")
+    assert result.returncode == 0, result.stderr
+    assert not house.started()
+    chain = read_chain(house.run)
+    assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs] == [
+        ("tokenizer", "job", "101", None, ()), ("encode", "array", "102", (0, 1), ("101",)),
+        ("encode", "finalise", "103", None, ("102",)), ("train", "job", "104", None, ("103",)),
+        ("convert", "job", "105", None, ("104",)), ("evaluate", "job", "106", None, ("105",)),
+        ("report", "job", "107", None, ("106",))]
+    assert option((slurm / "104").read_text(), "dependency") == "afterok:103,singleton"
+    assert "encode    job 103 (finalise) after 102" in result.stdout and "launch/status.py" in result.stdout
+    assert chain.command[-3:] == ("--stage", "all", "launch.encode.array=2")
+    assert Path(chain.config).is_file() and (Path(chain.code) / "launch/submit.py").is_file()
+    pickles = {path.name for path in (house.run / "logs/slurm").glob("*.pkl")}
+    assert {"102_0_submitted.pkl", "102_1_submitted.pkl", "104_submitted.pkl"} <= pickles
+    spec = JobSpec.load(Path(chain.jobs[3].spec))
+    assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(house.run))
+    assert spec.command[1:3] == ("-m", "pipeline.train") and chain.config in spec.command
+
+
+def test_jobs_get_the_configuration_and_the_code_of_the_submission(house: House, slurm: Path) -> None:
+    house.submit("--stage", "train", *("--stage", "all"), "train.steps=40")
+    chain = read_chain(house.run)
+    (house.work / "config.yaml").write_text("name: trial\ntrain: {steps: 7}\n")
+    (house.root / "launch/plan.py").write_text("broken")
+    assert "steps: 40" in Path(chain.config).read_text()
+    assert "broken" not in (Path(chain.code) / "launch/plan.py").read_text()
+
+
+def queue_line(job: str, state: str) -> str:
+    """As squeue writes a job in the columns that are asked for."""
+    values = {"JobArrayID": job, "State": state, "Reason": "None", "NodeList": "n1", "TimeUsed": "0:10"}
+    return "".join(values.get(name, "").ljust(width) for name, width in COLUMNS)
+
+
+def test_a_run_is_queued_once(house: House, slurm: Path) -> None:
+    assert house.submit("--stage", "all").returncode == 0
+    again = house.submit("--stage", "all", QUEUED=queue_line("103", "RUNNING"))
+    assert again.returncode == 2 and "in the queue already: 103 (trial-encode)" in again.stderr
+    assert "--cancel" in again.stderr and len(list(slurm.iterdir())) == 7
+    silent = house.submit("--stage", "all", SILENT="1")
+    assert silent.returncode == 0 and "does not say" in silent.stdout
+    assert [len(chain.jobs) for chain in read_chains(house.run)] == [7, 7]
+
+
+def test_what_is_to_go_on_is_not_forced_again(house: House, slurm: Path) -> None:
+    house.submit("--stage", "shard", "--cluster", "local")
+    result = house.submit("--stage", "all", "--force")
+    assert result.returncode == 0 and "the same command without --force submits what is left" in result.stdout
+    chain = read_chain(house.run)
+    assert "--force" in chain.command and "--force" not in go_on(read_run(house.run))
+    spec = JobSpec.load(Path(chain.jobs[0].spec))
+    assert spec.command[spec.command.index("--force-id") + 1] == chain.id and "--force" not in spec.command
+
+
+def test_jobs_of_earlier_submissions_count_too(house: House, slurm: Path) -> None:
+    assert house.submit("--stage", "all").returncode == 0
+    assert house.submit("--stage", "all", SILENT="1").returncode == 0
+    again = house.submit("--stage", "all", QUEUED=queue_line("104", "RUNNING"))
+    assert again.returncode == 2 and "in the queue already: 104" in again.stderr
+
+
+def test_a_file_system_without_locks_or_links(house: House, slurm: Path) -> None:
+    (house.root / "sitecustomize.py").write_text(
+        "import errno, fcntl, os\n"
+        "def none(*a, **k): raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "fcntl.flock = os.link = none\n")
+    result = house.submit("--stage", "all", "launch.encode.array=2", PYTHONPATH=str(house.root))
+    assert result.returncode == 0, result.stderr
+    assert len(read_chain(house.run).jobs) == 8
+    pickles = list((house.run / "logs/slurm").glob("103*_submitted.pkl"))
+    assert len(pickles) == 3 and len({path.read_bytes() for path in pickles}) == 1
+    assert all(path.stat().st_nlink == 1 for path in pickles), "there were no links"
+
+
+def test_a_refused_submission_says_what_is_queued(house: House, slurm: Path) -> None:
+    result = house.submit("--stage", "all", REFUSED="103")
+    assert result.returncode == 2
+    assert "trial-encode" in result.stderr and "invalid partition" in result.stderr
+    assert f"--cancel {house.run}" in result.stderr and "(101 102)" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [job.id for job in read_chain(house.run).jobs] == ["101", "102"], "what is queued can be cancelled"
+
+
+def test_nothing_to_submit(house: House, slurm: Path) -> None:
+    house.submit("--stage", "shard", "--cluster", "local")
+    result = house.submit("--stage", "shard")
+    assert result.returncode == 0 and "nothing to submit" in result.stdout and not list(slurm.iterdir())
+
+
+def test_all_that_the_site_forbids_is_told_at_once(house: House, slurm: Path) -> None:
+    result = house.submit(
+        "--stage", "all", "--nodes", "4", "train.micro_batch=1", "launch.secrets=[NO_SUCH_TOKEN]",
+        "launch.limits={nodes: 2, time: 60, array: 3, jobs: 4, gpu_memory_gb: 0.000001}",
+        "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=3")
+    assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
+    for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
+                 "shard-parts has 4 elements; the site allows 3", "15 jobs would be queued; the site allows 4",
+                 "a GPU here has 1e-06 GB", "your shell has no such variable", "HF_TOKEN, which looks like a secret",
+                 "nothing would be left to train in"):
+        assert part in result.stderr, part
+    assert "hf_abc" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("override", [
+    "launch.setup=[export HF_TOKEN=abc]", "launch.setup=['export WANDB_API_KEY=\"x1\"']",
+    "launch.extra={export: MY_SECRET=1}", "launch.wrap=[apptainer, --env, OPENAI_KEY=abc]",
+    "launch.setup=[huggingface-cli login --token hf_abcdefghijklmnop]"])
+def test_secrets_in_commands_are_refused(house: House, slurm: Path, override: str) -> None:
+    result = house.submit("--stage", "all", override)
+    assert result.returncode == 2 and "holds what looks like a secret" in result.stderr and not list(slurm.iterdir())
+
+
+def test_commands_may_name_secrets_and_set_other_things(house: House, slurm: Path) -> None:
+    result = house.submit("--stage", "all", "launch.setup=['export HF_TOKEN=$(cat ~/.token)', export NCCL_DEBUG=INFO]")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_disk_that_is_too_small_is_told_before(house: House, slurm: Path) -> None:
+    result = house.submit("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
+                          "train.warmup_steps=3")
+    assert result.returncode == 2 and "checkpoints" in result.stderr and "are free where" in result.stderr
+
+
+def test_secrets_reach_no_file(house: House, slurm: Path) -> None:
+    result = house.submit("--stage", "all", "launch.secrets=[HF_TOKEN]", HF_TOKEN="hf_very_secret_4711")
+    assert result.returncode == 0, result.stderr
+    found = [path for path in house.work.rglob("*") if path.is_file() and b"hf_very_secret" in path.read_bytes()]
+    assert not found and "hf_very_secret" not in result.stdout
+
+
+def test_a_profile_is_named_on_the_command_line(house: House, slurm: Path) -> None:
+    (house.work / "clusters").mkdir()
+    (house.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
+    result = house.submit("--stage", "all", "--cluster", "ours")
+    assert result.returncode == 0 and "slurm (profile ours)" in result.stdout
+    chain = read_chain(house.run)
+    assert chain.cluster == "ours" and option((slurm / "104").read_text(), "partition") == "gpu"
+    assert JobSpec.load(Path(chain.jobs[3].spec)).environment["NCCL_DEBUG"] == "INFO"
+    assert json.loads((house.run / "launch/chain.json").read_text())["cluster"] == "ours"
+
+
+def test_every_stage_has_a_job(house: House, slurm: Path) -> None:
+    house.submit("--stage", "all")
+    assert [job.stage for job in read_chain(house.run).jobs] == list(STAGES)

@@ -1,0 +1,100 @@
+"""The copy of the code that jobs run."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.submit import snapshot
+from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from pipeline.errors import UserError
+from pipeline.files import read_json
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
+                   capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A small repository: a commit, then a change and a new file that is not in it."""
+    folder = tmp_path / "checkout"
+    for name, text in {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n",
+                       "tests/c.py": "no job needs it\n", ".gitignore": "__pycache__/\nruns/\n"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    git(folder.parent, "init", "-q", str(folder))
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*")
+            if path.is_file() and path.name != "snapshot.json"}
+
+
+def test_a_clean_checkout(checkout, tmp_path):
+    assert not (tmp_path / "run").exists() and planned_snapshot(tmp_path / "run", checkout)
+    assert not (tmp_path / "run").exists(), "planning writes nothing"
+    copy = take_snapshot(tmp_path / "run", checkout)
+    assert copy == planned_snapshot(tmp_path / "run", checkout)[0]
+    assert files(copy) == {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n"}
+    record = read_json(copy / "snapshot.json")
+    head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert record["commit"] == head.strip() and record["changed"] is False
+
+
+def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
+    clean = take_snapshot(tmp_path / "run", checkout)
+    (checkout / "launch/a.py").write_text("A = 2\n")
+    (checkout / "pipeline/new.py").write_text("N = 1\n")
+    (checkout / "pipeline/__pycache__").mkdir()
+    (checkout / "pipeline/__pycache__/b.pyc").write_text("x")
+    copy = take_snapshot(tmp_path / "run", checkout)
+    assert copy != clean and files(clean)["launch/a.py"] == "A = 1\n"
+    found = files(copy)
+    assert "-A = 1\n+A = 2\n" in found.pop("changes.patch")
+    assert found == {"launch/a.py": "A = 2\n", "pipeline/deep/b.py": "B = 1\n", "pipeline/new.py": "N = 1\n",
+                     "pyproject.toml": "[project]\n"}
+    assert read_json(copy / "snapshot.json")["changed"] is True
+    (checkout / "launch/a.py").write_text("A = 3\n")
+    assert files(copy)["launch/a.py"] == "A = 2\n", "what is edited later does not reach it"
+    assert take_snapshot(tmp_path / "run", checkout) != copy
+
+
+def test_the_same_code_is_copied_once(checkout, tmp_path):
+    copy = take_snapshot(tmp_path / "run", checkout)
+    before = (copy / "launch/a.py").stat().st_ino
+    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "launch/a.py").stat().st_ino == before
+    (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
+    (copy / "launch/a.py").unlink()
+    take_snapshot(tmp_path / "run", checkout)
+    assert (copy / "launch/a.py").read_text() == "A = 1\n"
+
+
+def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path):
+    inner = checkout / "runs" / "copy"
+    for name, text in files(take_snapshot(tmp_path / "run", checkout)).items():
+        (inner / name).parent.mkdir(parents=True, exist_ok=True)
+        (inner / name).write_text(text)
+    copy = take_snapshot(tmp_path / "other", inner)
+    assert copy.name.startswith("unversioned-") and set(files(copy)) == set(files(inner))
+    assert read_json(copy / "snapshot.json")["commit"] == ""
+
+
+def test_an_edit_while_copying_is_refused(checkout, tmp_path, monkeypatch):
+    honest = snapshot.shutil.copy2
+
+    def copy(source: Path, target: Path) -> None:
+        honest(source, target)
+        if source.name == "a.py":
+            target.write_text("A = 9\n")
+
+    monkeypatch.setattr(snapshot.shutil, "copy2", copy)
+    with pytest.raises(UserError, match="changed while they were being copied"):
+        take_snapshot(tmp_path / "run", checkout)
+    assert not list((tmp_path / "run/code").iterdir())

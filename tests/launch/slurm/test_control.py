@@ -1,0 +1,220 @@
+"""Cancelling, stopping and reading the logs of runs made by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.chain import ChainJob, add_job, read_chain
+from launch.slurm.control import cancel, logs, stop
+from pipeline.contract.stages import REPOSITORY
+from pipeline.contract.state import STOP
+from pipeline.errors import UserError
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_JOB, FakeSlurm
+from tests.launch.run_folders import HandMade
+from tests.waiting import wait_for
+
+GO_ON = "to go on: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> HandMade:
+    """A chain of jobs 11 to 19."""
+    run = HandMade(tmp_path / "demo")
+    run.submitted(*run.whole_chain())
+    return run
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    """A Slurm that takes every cancellation."""
+    slurm = FakeSlurm(tmp_path / "bin")
+    slurm.say("scancel")
+    return slurm
+
+
+def _add(run: HandMade, job: ChainJob) -> None:
+    """A job that a train job submitted."""
+    chain = read_chain(run.folder)
+    assert chain is not None
+    add_job(run.folder, chain.id, job)
+
+
+def test_cancel_begins_at_the_end_of_the_chain(run: HandMade, slurm: FakeSlurm,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    _add(run, run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
+    slurm.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"), ("17", "PENDING"),
+                ("12", "COMPLETED"), ("30", "RUNNING"))
+    assert cancel(run.folder, slurm.scheduler()) == 0
+    assert slurm.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
+    assert capsys.readouterr().out.splitlines() == [
+        "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 14 (demo-encode)",
+        "cancelled 30 (demo-evaluate-step-00000100)", f"what is finished is kept; {GO_ON}"]
+
+
+def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run: HandMade, slurm: FakeSlurm) -> None:
+    slurm.queue(("16", "RUNNING"), ("31", "PENDING"))
+
+    def submit_one() -> None:
+        wait_for(lambda: slurm.calls("scancel"))
+        _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
+        (run.folder / "added").touch()
+
+    slurm.do("scancel", f"until [ -e {run.folder}/added ]; do sleep 0.05; done")  # training is still ending
+    thread = threading.Thread(target=submit_one)
+    thread.start()
+    assert cancel(run.folder, slurm.scheduler()) == 0
+    thread.join()
+    assert slurm.calls("scancel") == ["scancel 16", "scancel 31"]
+
+
+def test_nothing_to_cancel(run: HandMade, slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.queue(("11_0", "COMPLETED"))
+    assert cancel(run.folder, slurm.scheduler()) == 0
+    assert "is in the queue any more" in capsys.readouterr().out
+    assert cancel(HandMade(tmp_path / "local").folder, slurm.scheduler()) == 0
+    assert "nothing to cancel" in capsys.readouterr().out
+    assert slurm.calls("scancel") == []
+
+
+def test_cancel_when_squeue_is_silent(run: HandMade, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.say("squeue", error=NO_CONTROLLER, status=1)
+    assert cancel(run.folder, slurm.scheduler()) == 0
+    assert slurm.calls("scancel") == [f"scancel {id}" for id in range(19, 10, -1)]
+    assert "Slurm does not say what is in the queue" in capsys.readouterr().err
+
+
+def test_cancel_when_slurm_is_silent(run: HandMade, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.say("squeue", error=NO_CONTROLLER, status=1)
+    slurm.say("scancel", error="scancel: error: Unable to contact slurm controller (connect failure)", status=1)
+    assert cancel(run.folder, slurm.scheduler()) == 1
+    assert slurm.calls("scancel") == ["scancel 19"]
+    said = capsys.readouterr().err
+    assert "demo-report was not cancelled" in said and f"--cancel {run.folder}" in said
+
+
+def test_stop(run: HandMade, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    run.state("train", "running", job="16")
+    slurm.queue(("16", "RUNNING"))
+    assert stop(run.folder, "maintenance", slurm.scheduler()) == 0
+    assert (run.folder / STOP).read_text() == "maintenance\n"
+    said = capsys.readouterr().out
+    assert "training (job 16) will stop after the step that it is in" in said and GO_ON in said
+
+
+@pytest.mark.parametrize("status, line, written, said", [
+    ("preempted", ("16", "PENDING", "BeginTime", "", "0:00", "1"), True, "when its job starts again"),
+    ("running", ("16", "FAILED"), False, "does not run (it is: gone)"),
+    ("failed", ("16", "FAILED"), False, "does not run (it is: failed)"),
+    (None, ("16", "PENDING", "Dependency"), False, "takes it out of the queue"),
+    (None, ("16", "RUNNING"), True, "after the step")])
+def test_stop_writes_only_where_something_reads_it(
+        run: HandMade, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], status: str | None,
+        line: tuple[str, ...], written: bool, said: str) -> None:
+    if status:
+        run.state("train", status, job="16")
+    slurm.queue(line)
+    assert stop(run.folder, "", slurm.scheduler()) == 0
+    assert (run.folder / STOP).exists() is written
+    assert said in capsys.readouterr().out
+
+
+def test_stop_when_slurm_is_silent(run: HandMade, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    run.state("train", "running", job="16")
+    slurm.say("squeue", error=NO_CONTROLLER, status=1)
+    assert stop(run.folder, "", slurm.scheduler()) == 0
+    assert (run.folder / STOP).exists() and "not sure that training runs" in capsys.readouterr().err
+
+
+def two_starts(run: HandMade) -> None:
+    """Logs of two ranks in two starts of job 16, the second the newest."""
+    for start in ("16.0", "16.1"):
+        for rank in (0, 1):
+            run.log(f"train/{start}/rank{rank}.out", f"output {start} {rank}\n")
+            run.log(f"train/{start}/rank{rank}.err", f"errors {start} {rank} \N{SNOWMAN}\n")
+    (run.folder / "logs/train/latest").symlink_to("16.1")
+
+
+@pytest.mark.parametrize("arguments, shown", [
+    ({}, "16.1 0"), ({"rank": 1}, "16.1 1"), ({"start": "16.0"}, "16.0 0"), ({"rank": 1, "start": "16.0"}, "16.0 1")])
+def test_logs(run: HandMade, capsys: pytest.CaptureFixture[str], arguments: dict[str, str], shown: str) -> None:
+    two_starts(run)
+    assert logs(run.folder, "train", **arguments) == 0  # type: ignore[arg-type]
+    start, rank = shown.split()
+    folder = run.folder / "logs/train" / start
+    assert capsys.readouterr().out == (f"==> {folder}/rank{rank}.out <==\noutput {shown}\n"
+                                       f"==> {folder}/rank{rank}.err <==\nerrors {shown} \N{SNOWMAN}\n")
+
+
+def test_log_of_a_local_run(run: HandMade, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.log("train.log", "of this box\n")
+    assert logs(run.folder, "train") == 0
+    assert capsys.readouterr().out == f"==> {path} <==\nof this box\n"
+    two_starts(run)
+    os.utime(path, (time.time() + 60,) * 2)
+    logs(run.folder, "train")
+    assert "of this box" in capsys.readouterr().out, "the newest of both"
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
+    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train: .*16.1 holds the ranks 0, 1."),
+    ({"stage": "train", "start": "9.0"}, "start 9.0. There are logs of the starts 16.0, 16.1."),
+    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. There are logs of: train."),
+    ({"stage": "convert"}, "The stage itself has not started; its job says: .*/logs/slurm/17.log")])
+def test_logs_that_are_not_there(run: HandMade, arguments: dict[str, str], said: str) -> None:
+    two_starts(run)
+    for start, at in (("16.0", 10), ("16.1", 20)):
+        os.utime(run.folder / "logs/train" / start, (at, at))
+    run.log("slurm/17.log")
+    with pytest.raises(UserError, match=said):
+        logs(run.folder, **arguments)  # type: ignore[arg-type]
+
+
+FOLLOW = "import sys; from pathlib import Path; from launch.slurm.control import logs; " \
+         "sys.exit(logs(Path(sys.argv[1]), 'train', follow=True))"
+
+
+def test_following_over_a_restart(run: HandMade, tmp_path: Path) -> None:
+    """What is there, what is added, and the next start's, until Ctrl-C; before there is anything, too."""
+    shown = tmp_path / "shown"
+
+    def wait(text: str) -> None:
+        wait_for(lambda: text in shown.read_text(), lambda: f"{text!r} was not shown, but: {shown.read_text()}")
+
+    # A suite in the background of a script has SIGINT ignored, and what it starts would inherit that.
+    with open(shown, "w") as out, subprocess.Popen(
+            [sys.executable, "-c", FOLLOW, run.folder], stdout=out, cwd=REPOSITORY,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        try:
+            first, latest = run.log("train/16.0/rank0.out", "one\n"), run.folder / "logs/train/latest"
+            latest.symlink_to("16.0")
+            wait("one\n")
+            with open(first, "a") as file:
+                file.write("two\n")
+            wait("two\n")
+            run.log("train/16.1/rank0.out", "three\n")
+            with open(first, "a") as file:
+                file.write("last words\n")
+            latest.with_name("new").symlink_to("16.1")
+            latest.with_name("new").replace(latest)
+            wait("three\n")
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    text = shown.read_text()
+    assert [text.count(words) for words in ("one", "two", "three", "last words", "rank0.out <==")] == [1, 1, 1, 1, 2]
+
+
+def test_nothing_in_slurm_is_needed_for_logs(run: HandMade, slurm: FakeSlurm) -> None:
+    slurm.say("squeue", error=NO_JOB, status=1)
+    two_starts(run)
+    logs(run.folder, "train")
+    assert slurm.calls() == []

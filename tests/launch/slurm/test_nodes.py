@@ -1,0 +1,141 @@
+"""Strikes of nodes, and what Slurm is asked and told about nodes."""
+
+from __future__ import annotations
+
+import math
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.job.allocation import PORTS, Allocation, free_port
+from launch.slurm.nodes import NODES, add_strike, address, excluded, few, is_lost, lost, named, spared, strikes
+from launch.slurm.scheduler import Scheduler
+from pipeline.files import append_line
+from tests.launch.fake_job import Job, make_job
+
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job whose fake Slurm programs are on PATH."""
+    job = make_job(tmp_path)
+    for name, value in job.environ().items():
+        monkeypatch.setenv(name, value)
+    return job
+
+
+def test_two_strikes_within_a_day(tmp_path: Path) -> None:
+    for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
+        append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(),
+                                       "job": f"1.0.{hours}", "reason": "went down"})
+    append_line(tmp_path / NODES, {"node": "n4", "at": "yesterday"})
+    append_line(tmp_path / NODES, {"at": NOW.isoformat()})
+    assert strikes(tmp_path, NOW) == {"n1": 2, "n2": 1, "n3": 1}
+    assert excluded(tmp_path, at=NOW) == ["n1"] and spared(tmp_path, at=NOW) == []
+    assert excluded(tmp_path, at=NOW + timedelta(hours=2)) == [], "strikes lapse"
+    assert excluded(tmp_path / "another run") == []
+
+
+@pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (4, 1), (64, 3), (512, 25), (4096, 204)])
+def test_never_more_than_a_few_nodes_are_left_out(tmp_path: Path, wanted: int, most: int) -> None:
+    """Those that failed most often go first, then those that failed last."""
+    failing = 2 * most
+    for number in range(failing):
+        for job in range(3 if number == 0 else 2):
+            append_line(tmp_path / NODES, {"node": f"n{number:04d}", "at": NOW.isoformat(), "job": f"{job}.0.0"})
+    left, kept = excluded(tmp_path, wanted, NOW), spared(tmp_path, wanted, NOW)
+    assert few(wanted) == most == len(left) == len(kept) and "n0000" in left
+    assert sorted([*left, *kept]) == [f"n{number:04d}" for number in range(failing)]
+    assert set(left[1:]) == {f"n{number:04d}" for number in range(failing - most + 1, failing)}
+
+
+def test_many_nodes_in_a_sentence() -> None:
+    assert named({"n2", "n1"}) == "n1, n2"
+    assert named({f"n{number}" for number in range(1, 10)}) == "n1, n2, n3, n4, n5, n6, n7, n8 and 1 more"
+
+
+def test_one_accident_is_one_strike(tmp_path: Path) -> None:
+    assert [add_strike(tmp_path, node, job, reason) for node, job, reason in (
+        ("n1", "1.0.0", "was late when training hung"), ("n1", "1.0.0", "went down"), ("n1", "1.1.0", "went down"),
+        ("n2", "1.0.0", "went down"))] == [1, 1, 2, 1]
+    assert excluded(tmp_path) == ["n1"]
+
+
+def test_a_strike_counts_at_once(tmp_path: Path) -> None:
+    assert [add_strike(tmp_path, "n7", job, "went down") for job in ("1.0", "1.1")] == [1, 2]
+    assert excluded(tmp_path) == ["n7"]
+
+
+@pytest.mark.parametrize(("state", "gone"), [
+    ("idle", False), ("mixed", False), ("allocated", False), ("completing", False), ("down", True), ("down*", True),
+    ("idle*", True), ("drained*", True), ("fail", True), ("failing", True), ("error", True), ("not_responding", True),
+    ("drained", False), ("draining", False), ("maint", False), ("maint*", False), ("reboot", False),
+    ("reboot*", False), ("powering_down", False), ("powered_down*", False)])
+def test_states_of_lost_nodes(state: str, gone: bool) -> None:
+    assert is_lost(state) == gone
+
+
+def test_lost_nodes(job: Job) -> None:
+    assert lost(["n1"], Scheduler()) == {}, "Slurm does not answer"
+    job.answer("sinfo", "n1|idle\nn2|down\nn3|allocated*\nn4|drained\n")
+    assert lost(["n1", "n2", "n3", "n4"], Scheduler()) == {"n2": "down", "n3": "allocated*"}
+
+
+def test_a_waiting_job_leaves_out_more(job: Job) -> None:
+    assert Scheduler().leave_out("15", ["n3"]) is None
+    assert job.calls("scontrol")[-1] == "update JobId=15 ExcNodeList=n3,n9", "n9 was left out before"
+    (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    assert Scheduler().leave_out("15", ["n3"]) is not None
+
+
+@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf)])
+def test_what_is_left_of_a_jobs_time(job: Job, said: str, left: float) -> None:
+    assert Scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
+    job.answer("squeue", f"{said}\n")
+    assert Scheduler().seconds_left("12") == left
+
+
+def test_addresses(job: Job) -> None:
+    assert address("localhost", Scheduler()) == "localhost"
+    assert address("no-such-node.invalid", Scheduler()) == "127.0.0.1"
+
+
+def test_ports_are_apart_and_below_the_kernels_own() -> None:
+    ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
+    assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
+
+
+def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
+    port = free_port(500, 0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("", port))  # as another runner would, on the same node
+    with socket.socket() as rank:
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        rank.bind(("", port))
+        rank.listen()
+    assert free_port(500, 1) != port and free_port(500, 0) == port
+
+
+def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
+    here = Allocation("12", "12", 1, ("n1",))
+    attempts = [{"event": "attempt", "job": "12", "start": 0}, {"event": "ended", "job": "12", "start": 0},
+                {"event": "attempt", "job": "11", "start": 7}, {"event": "attempt", "job": "12", "start": 1}]
+    assert here.next_start(attempts, tmp_path) == 2
+    assert here.unfinished(attempts) == attempts[-1]
+    assert here.unfinished([*attempts, {"event": "ended", "job": "12", "start": 1}]) is None
+    began = {"event": "job", "job": "12", "start": 2}
+    assert here.unfinished([*attempts, {"event": "ended", "job": "12", "start": 1}, began]) is began
+    assert here.unfinished([*attempts, began, {"event": "preflight", "job": "12", "start": 2}]) is None
+    (tmp_path / "12.4").mkdir()
+    (tmp_path / "latest").symlink_to("12.4")
+    assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
+
+
+def test_an_element_of_an_array(job: Job) -> None:
+    here = Allocation.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
+                                        "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler())
+    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
+    assert here.part(8) == ["--part", "3/8"]

@@ -1,0 +1,231 @@
+"""What is made of Slurm's answers; the texts were recorded from Slurm 22.05.8."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm
+from tests.waiting import wait_for
+
+SHOWN = """\
+JobId=1 ArrayJobId=1 ArrayTaskId=3 ArrayTaskThrottle=2 JobName=demo-shard UserId=root(0) GroupId=root(0) MCS_label=N/A \
+Priority=4294901759 Nice=0 Account=root QOS=normal JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 \
+BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:07 TimeLimit=UNLIMITED TimeMin=N/A NodeList=n1 BatchHost=n1
+JobId=9 ArrayJobId=1 ArrayTaskId=2 ArrayTaskThrottle=2 JobName=demo-shard UserId=root(0) GroupId=root(0) MCS_label=N/A \
+Priority=4294901759 Nice=0 Account=root QOS=normal JobState=FAILED Reason=NonZeroExitCode Dependency=(null) Requeue=1 \
+Restarts=2 BatchFlag=1 Reboot=0 ExitCode=3:0 RunTime=1-00:00:02 TimeLimit=UNLIMITED NodeList=(null)"""
+NODE = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=2 CPUEfctv=4 CPUTot=4 CPULoad=2.20 AvailableFeatures=(null) \
+Gres=(null) NodeAddr=10.0.0.7 NodeHostName=vm Port=27001 Version=22.05.8 State=MIXED ThreadsPerCore=1"""
+ACCOUNTED = """\
+2|PENDING|Dependency|None assigned|0|demo-shard-finalise
+3|RUNNING|None|n[1-3]|149|demo-train
+1_0|COMPLETED|None|n1|8|demo-shard
+1_2|FAILED|JobArrayTaskLimit|n1|0|demo-shard
+10|CANCELLED by 0|BeginTime|None assigned|0|rq"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    """Only what a test adds is installed."""
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.folder.mkdir()
+    return fake
+
+
+def test_queue_answers_for_jobs_and_arrays(slurm: FakeSlurm) -> None:
+    slurm.queue(("1_2", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
+                ("2", "PENDING", "Dependency"), ("1_0", "COMPLETED", "None", "n1", "0:08", "0", "demo-shard"),
+                ("1_1", "RUNNING", "None", "n2", "0:05", "1", "demo-shard"),
+                ("3", "RUNNING", "None", "n[1-3]", "1-02:03:04", "2"))
+    found = slurm.scheduler().jobs(["1", "1_2", "2", "3"])
+    assert found == {
+        "1": JobInfo("1", "RUNNING", "", "n2", 8, 1, "demo-shard",
+                     {"0": "COMPLETED", "1": "RUNNING", "2": "PENDING"}),
+        "1_2": JobInfo("1_2", "PENDING", "JobArrayTaskLimit", name="demo-shard"),
+        "2": JobInfo("2", "PENDING", "Dependency", name="demo-train"),
+        "3": JobInfo("3", "RUNNING", "", "n[1-3]", 93784, 2, "demo-train")}
+    assert slurm.calls() == ["squeue --noheader --array --states all --jobs 1,2,3 --Format " + ",".join(
+        f"{name}:{width}" for (name, _), width in zip(COLUMNS, WIDTHS, strict=True))]
+
+
+def test_no_jobs_ask_nobody(slurm: FakeSlurm) -> None:
+    assert slurm.scheduler().jobs([]) == {}
+
+
+@pytest.mark.parametrize("state, queued", [
+    ("RUNNING", True), ("PENDING", True), ("COMPLETING", True), ("REQUEUED", True), ("SUSPENDED", True),
+    ("FAILED", False), ("NODE_FAIL", False), ("COMPLETED", False), ("unknown", False)])
+def test_what_is_in_the_queue(state: str, queued: bool) -> None:
+    assert JobInfo("1", state).queued is queued
+
+
+@pytest.mark.parametrize("states, whole", [
+    (["COMPLETED", "COMPLETED"], "COMPLETED"), (["COMPLETED", "FAILED"], "FAILED"), (["FAILED", "PENDING"], "PENDING"),
+    (["FAILED", "COMPLETED", "SUSPENDED"], "SUSPENDED"), (["PENDING", "RUNNING"], "RUNNING")])
+def test_state_of_a_whole_array(slurm: FakeSlurm, states: list[str], whole: str) -> None:
+    slurm.queue(*((f"7_{index}", state) for index, state in enumerate(states)))
+    found = slurm.scheduler().jobs(["7"])
+    assert found and found["7"].state == whole
+
+
+def test_accounting_knows_what_left_the_queue(slurm: FakeSlurm) -> None:
+    slurm.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
+    slurm.say("sacct", ACCOUNTED)
+    found = slurm.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
+    assert found is not None
+    assert {id: job.state for id, job in found.items()} == {
+        # The database still has job 2 as pending, which the queue does not know: it has missed its end.
+        "1_0": "COMPLETED", "1_2": "FAILED", "10": "CANCELLED", "3": "RUNNING", "2": "unknown"}
+    assert found["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1", name="demo-shard")
+    assert (found["10"].nodes, found["1_0"].elapsed_s) == ("", 8)
+    assert slurm.calls("sacct")[0].startswith("sacct --noheader --parsable2 --allocations --jobs 1,10,2 ")
+
+
+@pytest.mark.parametrize("accounting", ["absent", "silent", "refuses"])
+def test_without_accounting_the_controller_is_asked(slurm: FakeSlurm, accounting: str) -> None:
+    slurm.say("squeue", error=NO_JOB, status=1)
+    slurm.say("scontrol", SHOWN)
+    if accounting == "silent":
+        slurm.do("sacct", "sleep 3600")
+    if accounting == "refuses":
+        slurm.say("sacct", error=NO_DATABASE, status=1)
+    found = slurm.scheduler(timeout_s=3 if accounting == "silent" else 600).jobs(["1_2", "1_3", "1_7"])
+    assert found == {"1_2": JobInfo("1_2", "FAILED", "NonZeroExitCode", "", 86402, 2, "demo-shard"),
+                     "1_3": JobInfo("1_3", "RUNNING", "", "n1", 7, 0, "demo-shard"), "1_7": JobInfo("1_7")}
+    assert slurm.calls("scontrol") == ["scontrol --oneliner show job 1"]
+
+
+def test_nobody_knows_the_job(slurm: FakeSlurm) -> None:
+    slurm.say("squeue", error=NO_JOB, status=1)
+    slurm.say("sacct")
+    slurm.say("scontrol", error=NO_JOB, status=1)
+    assert slurm.scheduler().jobs(["99"]) == {"99": JobInfo("99")}
+
+
+def test_one_bad_id_does_not_hide_the_others(slurm: FakeSlurm) -> None:
+    slurm.do("squeue", f"case \"$*\" in *--jobs*) echo '{NO_JOB}' >&2; exit 1;; esac\necho '"
+             + "5".ljust(40) + "RUNNING".ljust(20) + "'")
+    slurm.say("scontrol", error=NO_JOB, status=1)
+    found = slurm.scheduler().jobs(["5", "99"])
+    assert found and (found["5"].state, found["99"].state) == ("RUNNING", "unknown")
+
+
+@pytest.mark.parametrize("manner", ["absent", "hangs", "fails", "has no configuration"])
+def test_slurm_that_does_not_answer(slurm: FakeSlurm, manner: str) -> None:
+    if manner == "hangs":  # a site's wrapper, whose child holds on to its output
+        slurm.do("squeue", "sleep 3600 & wait")
+    if manner == "fails":
+        slurm.say("squeue", error=NO_CONTROLLER, status=1)
+    if manner == "has no configuration":
+        slurm.say("squeue", error="squeue: fatal: Could not establish a configuration source", status=1)
+    assert slurm.scheduler(timeout_s=0.5).jobs(["3"]) is None
+    assert slurm.scheduler(timeout_s=0.5).named(["demo-train"]) is None
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.do("squeue", f"sleep 3600 & echo $! > {tmp_path}/child; wait")
+    assert slurm.scheduler(timeout_s=3).jobs(["3"]) is None
+    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    wait_for(lambda: not status.exists() or status.read_text().rsplit(")")[-1].split()[0] == "Z",
+             lambda: "the child of the hanging program lives on")
+
+
+def test_named_lists_an_array_once(slurm: FakeSlurm) -> None:
+    slurm.queue(("1_[2-3%2]", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
+                ("1_1", "RUNNING", "None", "n1", "0:01", "0", "demo-shard"), ("4", "PENDING", "Dependency"))
+    found = slurm.scheduler().named(["demo-shard", "demo-train"])
+    assert found is not None
+    assert [(job.id, job.name) for job in found] == [("1", "demo-shard"), ("4", "demo-train")]
+    assert f"--name demo-shard,demo-train --user {os.getuid()}" in slurm.calls("squeue")[0]
+
+
+def test_named_finds_nothing(slurm: FakeSlurm) -> None:
+    slurm.say("squeue")
+    assert slurm.scheduler().named(["demo-train"]) == []
+
+
+def test_cancel_keeps_the_order_and_minds_no_ended_job(slurm: FakeSlurm) -> None:
+    slurm.do("scancel", "say() { echo \"scancel: error: Kill job error on job id $1: $2\" >&2; exit 1; }\n"
+                        "case $1 in 8) say 8 'Invalid job id specified';; 7) say 7 'Access/permission denied';; esac")
+    assert slurm.scheduler().cancel(["9", "8", "7", "6"]) == \
+        "job 7: Kill job error on job id 7: Access/permission denied"
+    assert slurm.calls() == ["scancel 9", "scancel 8", "scancel 7", "scancel 6"]
+
+
+def test_cancel_stops_at_a_controller_that_is_gone(slurm: FakeSlurm) -> None:
+    slurm.say("scancel", status=1, error="scancel: error: Kill job error on job id 9: Unable to contact slurm "
+                                         "controller (connect failure)")
+    said = slurm.scheduler().cancel(["9", "8"])
+    assert said and said.startswith("job 9 and those after it: ") and "controller" in said
+    assert slurm.calls() == ["scancel 9"]
+
+
+def test_signal_and_update(slurm: FakeSlurm) -> None:
+    slurm.say("scancel")
+    slurm.say("scontrol", error="Job is no longer pending execution for job 11", status=1)
+    assert slurm.scheduler().signal("11", "USR2") is None
+    assert slurm.scheduler().update("11", "ExcNodeList", "n3") == "Job is no longer pending execution for job 11"
+    assert slurm.calls() == ["scancel --signal USR2 11", "scontrol update JobId=11 ExcNodeList=n3"]
+
+
+def test_requeue_that_is_refused_is_not_tried_again(slurm: FakeSlurm) -> None:
+    slurm.say("scontrol", error="Requested operation is presently disabled for job 11", status=1)
+    assert slurm.scheduler().requeue("11") == "Requested operation is presently disabled for job 11"
+    assert slurm.calls() == ["scontrol requeue 11"]
+
+
+@pytest.mark.parametrize("lost", ["Unexpected message received for job 3",
+                                  "slurm_requeue error: Unable to contact slurm controller (connect failure)"])
+@pytest.mark.parametrize("then", ["exit 0", "echo 'Job is pending execution for job 3' >&2; exit 1"])
+def test_requeue_waits_for_the_controller(slurm: FakeSlurm, lost: str, then: str) -> None:
+    slurm.do("scontrol", f"[ -e {slurm.folder}/back ] || {{ touch {slurm.folder}/back; echo '{lost}' >&2; exit 8; }}\n"
+                         f"{then}")
+    assert slurm.scheduler().requeue("3") is None
+    assert len(slurm.calls("scontrol")) == 2
+
+
+def test_requeue_gives_up(slurm: FakeSlurm) -> None:
+    slurm.say("scontrol", error="Unexpected message received for job 3", status=8)
+    assert slurm.scheduler().requeue("3", patience_s=1.5) == "Unexpected message received for job 3"
+    assert len(slurm.calls("scontrol")) == 2
+
+
+def test_requeue_without_slurm(slurm: FakeSlurm) -> None:
+    assert slurm.scheduler().requeue("3", patience_s=0) == "scontrol cannot be started here: No such file or directory"
+
+
+def test_nodes(slurm: FakeSlurm) -> None:
+    slurm.say("sinfo", "n1|mixed\nn1|mixed\nn2|down*")
+    slurm.do("scontrol", f"case \"$*\" in *hostnames*) printf 'n1\\nn2\\n';; *) cat <<'END'\n{NODE}\nEND\n;; esac")
+    scheduler = slurm.scheduler()
+    assert scheduler.node_states(["n1", "n2", "n9"]) == {"n1": "mixed", "n2": "down*"}
+    assert scheduler.hostnames("n[1-2]") == ["n1", "n2"]
+    assert scheduler.node_address("n1") == "10.0.0.7"
+    assert slurm.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
+
+
+def test_nodes_without_slurm(slurm: FakeSlurm) -> None:
+    scheduler = slurm.scheduler()
+    assert scheduler.node_states(["n1"]) == {}
+    assert scheduler.hostnames("n[08-10],m1") == ["n08", "n09", "n10", "m1"]
+    assert scheduler.node_address("n1") == "n1"
+
+
+def test_a_users_own_formats_are_left_out(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.do("squeue", "env > " + str(slurm.folder / "environment"))
+    for name, value in {"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    assert Scheduler().jobs(["1"]) == {"1": JobInfo("1")}
+    seen = (slurm.folder / "environment").read_text()
+    assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen
+
+
+@pytest.mark.parametrize("text, value", [
+    ("3:04", 184), ("02:03:04", 7384), ("1-02:03:04", 93784), ("INVALID", 0), ("", 0), ("00:00:07", 7)])
+def test_seconds(text: str, value: int) -> None:
+    assert seconds(text) == value

@@ -1,0 +1,331 @@
+"""What a job executes is what was submitted, and nobody else could have written it."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import trust
+from launch.slurm.chain import read_chain
+from launch.slurm.job.rank import caches_folder, defaults, make_caches
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from launch.slurm.trust import (
+    code_problems,
+    folders_of,
+    owner_problems,
+    private_folder,
+    submission_problems,
+)
+from pipeline.errors import UserError
+from tests.launch.fake_house import House
+from tests.launch.fake_job import Job
+from tests.launch.slurm.submit.test_sbatch import slurm  # noqa: F401 - a fixture
+
+ROOT = os.getuid() == 0
+OTHER = 12345
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    """Whoever runs the tests."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    for name in ("launch/a.py", "launch/slurm/b.py", "pipeline/c.py", "launch.py/odd.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"NAME = {name!r}\n")
+    return folder
+
+
+@pytest.fixture
+def submitted(checkout: Path, tmp_path: Path) -> JobSpec:
+    """A run folder as a submission leaves it."""
+    run = tmp_path / "run"
+    code = take_snapshot(run, checkout)
+    for folder in folders_of(run):
+        folder.mkdir(parents=True, exist_ok=True)
+    (run / "logs/slurm/12_submitted.pkl").write_bytes(b"pickle")
+    spec = JobSpec(str(run), "trial-train", "train", ("python",), "c", code=str(code),
+                   code_sha256=planned_snapshot(run, checkout)[1])
+    spec.save(run / "launch/jobs/c-train.json")
+    return spec
+
+
+def path_of(spec: JobSpec) -> Path:
+    return Path(spec.run) / "launch/jobs/c-train.json"
+
+
+def check(spec: JobSpec) -> str:
+    return " ".join(submission_problems(Path(spec.run), path_of(spec), spec.sha256, "12_submitted.pkl"))
+
+
+EXECUTED = ["", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
+            "logs/slurm/12_submitted.pkl", "CODE", "CODE/launch", "CODE/launch/a.py", "CODE/launch/__pycache__",
+            "CODE/launch/__pycache__/a.pyc"]
+
+
+def place(spec: JobSpec, name: str) -> Path:
+    """A path of the run, with a cache as Python makes it."""
+    cache = Path(spec.code) / "launch/__pycache__"
+    cache.mkdir(exist_ok=True)
+    (cache / "a.pyc").write_bytes(b"")
+    return Path(spec.code) / name[5:] if name.startswith("CODE") else Path(spec.run) / name
+
+
+def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
+    assert check(submitted) == ""
+    place(submitted, "")
+    assert check(submitted) == "", "Python's own caches are no change"
+    (Path(submitted.run) / "logs/slurm/12_submitted.pkl").unlink()
+    assert check(submitted) == "", "submitit moves its file there once it has the job's id"
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+@pytest.mark.parametrize("mode", [0o002, 0o020])
+def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch, name: str,
+                                          mode: int) -> None:
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    path = place(submitted, name)
+    path.chmod(path.stat().st_mode | mode)
+    said = check(submitted)
+    assert said.startswith(f"{path} may be written by {'everybody' if mode == 2 else 'the group '}")
+    assert f"`chmod go-w {path}`" in said and ("launch.trusted_group" in said) == (mode == 0o020)
+    path.chmod(path.stat().st_mode & ~0o022)
+    assert check(submitted) == ""
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+@pytest.mark.parametrize("name", EXECUTED)
+def test_what_others_own_is_refused(submitted: JobSpec, name: str) -> None:
+    path = place(submitted, name)
+    os.chown(path, OTHER, -1)
+    assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+
+
+def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    group = grp.getgrgid(os.getgid()).gr_name
+    trusting = replace(submitted, trusted_group=group)
+    trusting.save(path_of(submitted))
+    for name in EXECUTED:
+        path = place(submitted, name)
+        path.chmod(path.stat().st_mode | 0o020)
+    assert check(trusting) == ""
+    assert owner_problems([Path(submitted.run)], "no such group") and owner_problems([Path(submitted.run)], None)
+    path.chmod(path.stat().st_mode | 0o002)
+    assert "may be written by everybody" in check(trusting), "that is no group"
+
+
+def test_members_of_a_trusted_group_may_own_parts(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
+    if own.pw_uid:
+        assert "belongs to" in check(submitted)
+    trusting = replace(submitted, trusted_group=grp.getgrgid(own.pw_gid).gr_name)
+    trusting.save(path_of(submitted))
+    assert check(trusting) == ""
+
+
+def test_a_private_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = pwd.struct_passwd(("me", "x", 7, 7, "", "/", ""))
+    monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: me)
+    groups = {7: ("me", []), 8: ("me", []), 9: ("physics", [])}
+    monkeypatch.setattr(trust.grp, "getgrgid", lambda number: grp.struct_group((groups[number][0], "x", number,
+                                                                                groups[number][1])))
+    assert [trust._is_private(number) for number in (7, 8, 9)] == [True, False, False]
+    groups[7] = ("me", ["me", "you"])
+    assert not trust._is_private(7), "somebody else is in it"
+
+
+def test_owners_need_not_be_looked_at(submitted: JobSpec) -> None:
+    blind = replace(submitted, check_owners=False)
+    blind.save(path_of(submitted))
+    for folder in folders_of(Path(submitted.run)):
+        folder.chmod(0o777)
+    assert check(blind) == "" and "may be written by everybody" in check(submitted) + " ".join(
+        owner_problems(folders_of(Path(submitted.run)), None))
+    (Path(submitted.code) / "launch/a.py").write_text("changed")
+    assert "changed: launch/a.py" in check(blind), "the content is looked at in any case"
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda code: (code / "launch/a.py").write_text("import evil\n"), "(changed: launch/a.py)"),
+    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), "(new: sitecustomize.py)"),
+    (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
+     "(new: submitit/__init__.py)"),
+    (lambda code: (code / "launch/a.py").unlink(), "(gone: launch/a.py)"),
+    (lambda code: (code / "launch/a.py").rename(code / "launch/z.py"), "(gone: launch/a.py; new: launch/z.py)"),
+    (lambda code: (code / "launch/z").symlink_to("../pipeline/c.py"), "z is a link"),
+    (lambda code: shutil.rmtree(code), "cannot be read")])
+def test_other_code_is_not_run(submitted: JobSpec, change, told: str) -> None:  # type: ignore[no-untyped-def]
+    change(Path(submitted.code))
+    assert told in check(submitted) and "submit the same command again" in check(submitted)
+
+
+def test_the_record_of_the_copy_proves_nothing_by_itself(submitted: JobSpec, checkout: Path) -> None:
+    """Whoever changes the code can change its record as well; a new submission makes the copy anew."""
+    (Path(submitted.code) / "launch/a.py").write_text("import evil\n")
+    hashes = {path.relative_to(submitted.code).as_posix(): trust.hashlib.sha256(path.read_bytes()).hexdigest()
+              for path in Path(submitted.code).rglob("*.py") if path.is_file()}
+    (Path(submitted.code) / "snapshot.json").write_text(trust.json.dumps({
+        "files": hashes, "content": trust.digest(hashes)}))
+    assert "is not what was submitted. Nothing was started" in check(submitted)
+    assert take_snapshot(Path(submitted.run), checkout) == Path(submitted.code)
+    assert check(submitted) == "" and "evil" not in (Path(submitted.code) / "launch/a.py").read_text()
+
+
+def test_another_spec_is_not_done(submitted: JobSpec) -> None:
+    replace(submitted, command=("rm",)).save(path_of(submitted))
+    assert "what the job has to do, is not what was submitted" in check(submitted)
+    path_of(submitted).write_text("{")
+    assert "cannot be read" in check(submitted)
+
+
+def test_a_run_folder_may_be_kept_elsewhere(submitted: JobSpec, tmp_path: Path) -> None:
+    Path(submitted.run).rename(tmp_path / "elsewhere")
+    Path(submitted.run).symlink_to(tmp_path / "elsewhere")
+    assert check(submitted) == ""
+    (tmp_path / "elsewhere").chmod(0o777)
+    assert "may be written by everybody (mode 0777)" in check(submitted)
+
+
+def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "launch/a.py").chmod(0o666)
+    copy = take_snapshot(tmp_path / "run", checkout)
+    assert stat.S_IMODE((copy / "launch/a.py").stat().st_mode) == 0o644
+
+
+# ---- the script
+
+
+def script_of(house: House, slurm: Path) -> str:  # noqa: F811
+    """The last line that looks, and those before it, of the train job's script."""
+    result = house.submit("--stage", "all")
+    assert result.returncode == 0, result.stderr
+    job = next(job for job in read_chain(house.run).jobs if job.stage == "train")
+    lines = (slurm / job.id).read_text().splitlines()
+    last = next(number for number, line in enumerate(lines) if " -I " in line)
+    return "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
+
+
+def test_the_script_looks_before_it_runs_anything_of_the_run(house: House, slurm: Path) -> None:  # noqa: F811
+    script = script_of(house, slurm)
+
+    def run() -> tuple[int, str]:
+        done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
+                              env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104"})
+        return done.returncode, done.stdout + done.stderr
+
+    code = Path(read_chain(house.run).code)
+    assert run() == (0, "started\n")
+    (code / "launch/plan.py").write_text("changed")
+    status, said = run()
+    assert status == 1 and said.startswith("refused: The code in ") and "(changed: launch/plan.py)" in said
+    (code / "launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
+    status, said = run()
+    assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
+    shutil.rmtree(code)
+    assert run()[0] == 1
+
+
+def test_a_run_folder_that_others_may_write_is_refused_at_once(house: House, slurm: Path) -> None:  # noqa: F811
+    house.submit("--stage", "shard", "--cluster", "local")
+    house.run.chmod(0o777)
+    result = house.submit("--stage", "all")
+    assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
+    assert f"runs/trial may be written by everybody (mode 0777), and jobs execute what is there. Look at it, then " \
+           f"`chmod go-w {Path('runs/trial')}`" in result.stderr
+    assert "no such group" in house.submit("--stage", "all", "launch.trusted_group=nobodys-group").stderr
+    house.run.chmod(0o755)
+    assert house.submit("--stage", "all").returncode == 0
+
+
+def test_what_is_submitted_under_a_loose_umask_is_ones_own(house: House, slurm: Path) -> None:  # noqa: F811
+    before = os.umask(0o002)
+    try:
+        assert house.submit("--stage", "all").returncode == 0
+    finally:
+        os.umask(before)
+    loose = [path for folder in ("code", "logs", "launch") for path in (house.run / folder).rglob("*")
+             if path.stat().st_mode & 0o022]
+    assert not loose
+
+
+def test_the_code_is_compared_again_before_each_start(job: Job, submitted: JobSpec) -> None:
+    """The second start of this job would run other code."""
+    job.plan("crash", "work", code=submitted.code, code_sha256=submitted.code_sha256)
+    changed = Path(submitted.code) / "launch/a.py"
+    (job.folder / "stage.py").write_text((job.folder / "stage.py").read_text().replace(
+        'say("running")', f'say("running")\nopen({str(changed)!r}, "a").write("import evil")'))
+    status, log = job.run_it()
+    assert status == 1 and "(changed: launch/a.py)" in log and len(job.events("attempt")) == 1
+    assert job.state().status == "failed" and "is not what was submitted" in job.state().reason
+
+
+# ---- caches
+
+
+def test_a_private_folder(tmp_path: Path) -> None:
+    os.umask(0)
+    made = private_folder(tmp_path / "mine")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700 and private_folder(made) == made
+    made.chmod(0o755)  # as earlier versions made it: others could only read
+    assert stat.S_IMODE(private_folder(made).stat().st_mode) == 0o700
+    for mode in (0o770, 0o702):
+        made.chmod(mode)
+        with pytest.raises(PermissionError, match="may be written by others"):
+            private_folder(made)
+    made.chmod(0o700)
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(PermissionError, match="is a link"):
+        private_folder(tmp_path / "link")
+    (tmp_path / "file").touch(0o600)
+    with pytest.raises(PermissionError, match="is no folder"):
+        private_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_somebody_elses_folder(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(0o700)
+    os.chown(tmp_path / "theirs", OTHER, -1)
+    with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+        private_folder(tmp_path / "theirs")
+
+
+def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert caches_folder() in Path(found[name]).parents
+    make_caches({"TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
+    assert not caches_folder().exists(), "the user's own are the user's own affair"
+    make_caches(found)
+    assert stat.S_IMODE(caches_folder().stat().st_mode) == 0o700
+    caches_folder().chmod(0o777)
+    with pytest.raises(UserError, match=r"may be written by others.*\(on n7\)\. Remove it there \(`rm -r .*"
+                                        r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
+        make_caches({**found, "SLURMD_NODENAME": "n7"})
+
+
+def test_the_check_needs_nothing_but_the_standard_library() -> None:
+    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "/nowhere/a/b/c.json", "0"],
+                            capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and result.stdout.startswith("refused: /nowhere/a/b/c.json") and not result.stderr
+    assert code_problems(Path("/nowhere"), "", None)[0].startswith("The copy of the code in /nowhere cannot be read")

@@ -1,0 +1,175 @@
+"""Secrets: what is taken for one by its name or its value, the way on, and that none reaches a file."""
+
+from __future__ import annotations
+
+import base64
+import random
+import string
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.credentials import credential_problems, is_secret, known_form, words_of
+from launch.slurm.submit.snapshot import take_snapshot
+from pipeline.config.launching import LaunchConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from tests.launch.fake_house import House
+from tests.launch.slurm.submit.test_sbatch import slurm  # noqa: F401 - a fixture
+
+DRAW = random.Random(0)
+
+
+def drawn(count: int, characters: str = string.ascii_letters + string.digits) -> str:
+    """A secret; made here, so that no file of the repository holds one."""
+    return "7x" + "".join(DRAW.choices(characters, k=count - 2))
+
+
+JWT = ".".join(base64.urlsafe_b64encode(text).decode().rstrip("=") for text in (
+    b'{"alg":"HS256","typ":"JWT"}', b'{"sub":"1234567890"}', b"signature of it"))
+TOKENS = {
+    "hf": f"hf_{drawn(34)}", "openai": f"sk-proj-{drawn(40)}", "github": f"ghp_{drawn(36)}",
+    "github app": f"ghs_{drawn(36)}", "github fine": f"github_pat_{drawn(60)}", "gitlab": f"glpat-{drawn(20)}",
+    "aws": f"AKIA{drawn(16, string.ascii_uppercase + string.digits).upper()}", "slack": f"xoxb-{drawn(12)}-{drawn(24)}",
+    "google": f"AIza{drawn(35)}", "npm": f"npm_{drawn(36)}", "pypi": f"pypi-{drawn(60)}", "jwt": JWT,
+    "key": "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNz", "address": f"https://me:{drawn(12)}@host.org/data",
+    "header": f"curl -H 'Authorization: Bearer {drawn(20)}' https://host"}
+WANDB = drawn(40, "0123456789abcdef")
+
+
+def found(environment: dict[str, str] | None = None, config: dict[str, Any] | None = None,
+          **launch: Any) -> list[str]:
+    """What is refused of a configuration that is submitted from a shell with `environment`."""
+    return credential_problems(Config(launch=LaunchConfig(**launch), **(config or {})), environment or {})
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_known_forms_are_refused_wherever_they_stand(kind: str) -> None:
+    token = TOKENS[kind]
+    source = [{"kind": "files", "name": "t", "paths": [f"/data/{token}"]}]
+    for problems in (found(environment={"MY_AUTH": "x"}, setup=[f"login {token}"]),
+                     credential_problems(Config(launch=LaunchConfig(environment={"ANYTHING": token})), {}),
+                     found(wrap=["run", token]), found(extra={"comment": token}),
+                     found(train={"extra": {"comment": token}}),
+                     *([found(config={"shard": {"sources": source}})] if kind not in ("header", "address") else [])):
+        assert len(problems) == 1 and "looks like a secret (" in problems[0], (kind, problems)
+        assert "launch.secrets" in problems[0] and "only you can read" in problems[0], "the way on"
+        assert token not in problems[0], "it is not shown either"
+
+
+def test_a_password_in_a_sources_address() -> None:
+    problem, = found(config={"shard": {"sources": [{"kind": "files", "name": "t", "paths": [TOKENS["address"]]}]}})
+    assert problem.startswith("shard.sources.0.paths.0 holds what looks like a secret (a password in an address)")
+    assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "TOKENIZER", "MAX_TOKENS", "KEYBOARD", "MONKEY", "PASSAGE",
+                                  "SECRETARY", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "AUTHOR", "OMP_NUM_THREADS"])
+@pytest.mark.parametrize("value", ["false", "0", "ib0", "warning", "a/b"])
+def test_names_are_read_by_whole_words(name: str, value: str) -> None:
+    assert not is_secret(name, value)
+    assert not found(environment=None, setup=[f"export {name}={value}"])
+    assert not credential_problems(Config(launch=LaunchConfig(environment={name: value})), {})
+
+
+@pytest.mark.parametrize(("name", "value", "secret"), [
+    ("TOKEN_COUNT", "4096", False), ("HF_TOKEN", "abc", True), ("HF_TOKEN", "$(cat ~/.token)", False),
+    ("HF_TOKEN", "", False), ("HF_TOKEN_PATH", "/home/me/.token", False), ("HF_TOKEN_PATH", "~/.token", False),
+    ("DB_PASSWORD", "123456", True), ("DB_PASSWORD_FILE", "/run/secrets/db", False), ("WANDB_API_KEY", WANDB, True),
+    ("WANDB_API_KEY", "x1", True), ("OPENAI_KEY", "abc", True), ("apiKey", "abc", True), ("MY_AUTH", WANDB, True),
+    ("MY_AUTH", "basic", False), ("KEY_COLUMN", "text", False), ("COMMIT", WANDB, False),
+    ("SSH_KEY", "~/.ssh/id", False), ("USE_AUTH_TOKEN", "true", False), ("MY_SECRET", "1", True),
+    ("credentials", "me", True), ("NCCL_IB_PKEY", "0x8001", False), ("SESSION_ID", "a" * 20 + "1", False)])
+def test_names_and_values_together(name: str, value: str, secret: bool) -> None:
+    assert is_secret(name, value) == secret
+    assert bool(found(setup=[f"export {name}='{value}'"])) == secret
+
+
+def test_words() -> None:
+    assert words_of("myApiKey") == {"MY", "API", "KEY", "APIKEY"} and words_of("--hf-token") == {"HF", "TOKEN"}
+
+
+def test_what_is_no_secret_can_be_said() -> None:
+    problem, = credential_problems(Config(launch=LaunchConfig(environment={"PAD_TOKEN": "<pad>"})), {})
+    assert problem.endswith("if it is no secret, say so: launch.not_secrets=[PAD_TOKEN].")
+    said = LaunchConfig(environment={"PAD_TOKEN": "<pad>"}, not_secrets=["PAD_TOKEN", "token"],
+                        setup=["export PAD_TOKEN=pad", "run --token pad"])
+    assert not credential_problems(Config(launch=said), {})
+    known = LaunchConfig(environment={"PAD_TOKEN": TOKENS["hf"]}, not_secrets=["PAD_TOKEN"])
+    assert credential_problems(Config(launch=known), {}), "its name does not make a token something else"
+
+
+def test_secrets_of_the_shell_are_recognised_by_their_values() -> None:
+    """Also those of no known form, wherever they stand."""
+    word = "correct-horse-battery"
+    problem, = found({"VAULT": word}, {"name": "trial"}, secrets=["VAULT"], setup=[f"login {word}"])
+    assert "launch.setup.0 holds the value of your shell's VAULT" in problem and word not in problem
+    problem, = found({"WANDB_API_KEY": WANDB}, {"name": f"run-{WANDB}"})
+    assert problem.startswith("name holds the value of your shell's WANDB_API_KEY")
+    assert not found({"HOME": "/home/me", "GPG_KEY": "short", "VAULT": word}, {"name": word})
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
+                   capture_output=True)
+
+
+def holding(folder: Path, *secrets: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()
+            and any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
+def test_the_copy_of_the_code_holds_no_secret(tmp_path: Path) -> None:
+    """Of a file that is in no commit, of a change, of a line that was taken out; and what git ignores stays behind."""
+    checkout, run = tmp_path / "checkout", tmp_path / "run"
+    (checkout / "configs").mkdir(parents=True)
+    (checkout / "configs/mine.yaml").write_text(f"setup: [login {TOKENS['gitlab']}]\n")
+    (checkout / ".gitignore").write_text(".env\n")
+    (checkout / "configs/.env").write_text(TOKENS["hf"])
+    git(tmp_path, "init", "-q", str(checkout))
+    git(checkout, "remote", "add", "origin", f"https://me:{TOKENS['github']}@host.org/drover.git")
+    with pytest.raises(UserError, match=r"configs/mine\.yaml holds a GitLab token") as refused:
+        take_snapshot(run, checkout)
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "with a token")
+    (checkout / "configs/mine.yaml").write_text("setup: []\n")
+    with pytest.raises(UserError, match="holds or takes out a GitLab token"):
+        take_snapshot(run, checkout)
+    assert "launch.secrets" in str(refused.value) and TOKENS["gitlab"] not in str(refused.value)
+    assert not run.exists() or not list(run.rglob("*.yaml"))
+    git(checkout, "commit", "-qam", "without it")
+    take_snapshot(run, checkout)
+    assert not holding(run, *TOKENS.values()), "nor the address of the remote, nor an ignored file"
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_nothing_is_written_of_what_is_refused(house: House, slurm: Path, cluster: str) -> None:  # noqa: F811
+    result = house.submit("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
+                          f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
+    assert result.returncode == 2 and "MY_AUTH, which looks like a secret (a Hugging Face token)" in result.stderr
+    assert "launch.setup holds what looks like a secret, WANDB_API_KEY" in result.stderr
+    assert "TOKENIZERS" not in result.stderr and not house.run.exists() and not list(slurm.iterdir())
+    assert TOKENS["hf"] not in result.stdout + result.stderr and WANDB not in result.stdout + result.stderr
+
+
+def test_no_canary_reaches_a_file_or_the_terminal(house: House, slurm: Path) -> None:  # noqa: F811
+    """The ways that are offered: the shell's variables by name, and a file that the jobs source."""
+    canaries = {"HF_TOKEN": TOKENS["hf"], "WANDB_API_KEY": WANDB, "VAULT": "correct-horse-battery",
+                "GIT_PASSWORD": "p4ssw0rd"}
+    file = house.root.parent / "secrets.sh"
+    file.touch(0o600)
+    file.write_text(f"export AWS={TOKENS['aws']}\n")
+    git(house.root.parent, "init", "-q", str(house.root))
+    git(house.root, "add", ".")
+    git(house.root, "commit", "-qm", "all")
+    git(house.root, "remote", "add", "origin", TOKENS["address"])
+    result = house.submit("--stage", "all", "launch.encode.array=2", f"launch.setup=['. {file}']",
+                          "launch.secrets=[HF_TOKEN, VAULT]", "launch.environment={TOKENIZERS_PARALLELISM: 'false'}",
+                          **canaries)
+    assert result.returncode == 0, result.stderr
+    assert len(list(slurm.iterdir())) == 8 and (house.run / "code").is_dir()
+    secrets = [*canaries.values(), TOKENS["aws"], TOKENS["address"]]
+    assert not holding(house.work, *secrets)
+    assert not any(secret in result.stdout + result.stderr for secret in secrets)

@@ -1,0 +1,54 @@
+"""Greedy generation in float32 is that of transformers on the export, prompts of unequal length together."""
+
+import pytest
+import torch
+
+from model.generation.batch import Batch
+from model.generation.sampling import Sampling
+from pipeline.formats.weights import load_model, open_weights
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.tiny_models import for_tokenizer, write_huggingface
+
+TOKENIZER = ByteTokenizer()
+PROMPTS = [[TOKENIZER.bos_id, *text.encode()] for text in ("def main():", "a", "Once upon a time, in a land", "12 34")]
+NEW = 40
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def both(request, tmp_path_factory):
+    """Their model and ours, of the same folder."""
+    from transformers import AutoModelForCausalLM
+    folder = write_huggingface(tmp_path_factory.mktemp(request.param) / "hf", for_tokenizer(
+        TOKENIZER, seed=4, tied_embeddings=request.param == "tied"), TOKENIZER)
+    with open_weights(folder) as weights:
+        ours = load_model(weights, torch.device("cpu"), torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours
+
+
+def theirs(model, prompt, eos, **settings):
+    ids = torch.tensor([prompt])
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+                             eos_token_id=eos, pad_token_id=eos, **settings)[0].tolist()
+    return written[len(prompt):]
+
+
+def ours(model, prompts, eos, penalty=1.0):
+    batch = Batch(model)
+    rows = [batch.add(prompt, Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos}))
+            for prompt in prompts]
+    while len(batch):
+        batch.step()
+    return [row.tokens + [eos] * (row.end == "stop") for row in rows]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.15, 2.0])
+def test_greedy_tokens_are_equal(both, penalty):
+    expected = [theirs(both[0], prompt, TOKENIZER.eos_id, repetition_penalty=penalty) for prompt in PROMPTS]
+    assert ours(both[1], PROMPTS, TOKENIZER.eos_id, penalty) == expected
+    assert len(set(map(tuple, expected))) == len(PROMPTS)
+
+
+def test_a_stop_is_where_theirs_is(both):
+    eos = theirs(both[0], PROMPTS[0], TOKENIZER.eos_id)[9]
+    expected = [theirs(both[0], prompt, eos) for prompt in PROMPTS]
+    assert ours(both[1], PROMPTS, eos) == expected and len(expected[0]) <= 10

@@ -1,0 +1,78 @@
+"""Texts from prompts, several at once: the pieces are the text of the tokens, and end as asked."""
+
+import pytest
+
+from model.generate import generate
+from model.generation.sampling import Sampling
+from model.generation.writer import Writer, stream
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.tiny_models import for_tokenizer
+
+TOKENIZER = ByteTokenizer()
+PROMPTS = [[TOKENIZER.bos_id, *text.encode()] for text in ("one", "a longer prompt, of many bytes", "2", "")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return for_tokenizer(TOKENIZER).double()
+
+
+def written(model, prompts, samplings):
+    """Texts, ends and counts of tokens."""
+    texts, ends = [""] * len(prompts), {}
+    for piece in stream(model, TOKENIZER.token_bytes, prompts, samplings):
+        assert piece.key not in ends and (piece.text or piece.end)
+        texts[piece.key] += piece.text
+        if piece.end:
+            ends[piece.key] = (piece.end, piece.tokens)
+    return texts, [ends[number] for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """What the model writes without being stopped."""
+    return [generate(model, [prompt], 40, temperature=1, top_p=1, seed=number, stop_ids=())[0]
+            for number, prompt in enumerate(PROMPTS)]
+
+
+def sampled(number, **settings):
+    return Sampling(**{"max_tokens": 40, "temperature": 1, "seed": number, **settings})
+
+
+def test_the_pieces_are_the_text_of_the_tokens(model, plain):
+    texts, ends = written(model, PROMPTS, [sampled(number) for number in range(4)])
+    assert texts == [TOKENIZER.decode(tokens) for tokens in plain] and len(set(texts)) == 4
+    assert ends == [("length", 40)] * 4
+
+
+def test_a_stop_string_over_several_tokens_ends_its_text_alone(model, plain):
+    text = TOKENIZER.decode(plain[1])
+    place, stop = next((start, text[start:start + 2]) for start in range(8, 39)
+                       if text.find(text[start:start + 2]) == start and "\ufffd" not in text[start:start + 2])
+    samplings = [sampled(number, stop=(stop,) if number == 1 else ()) for number in range(4)]
+    texts, ends = written(model, PROMPTS, samplings)
+    assert texts[1] == text[:place] and ends[1][0] == "stop" and ends[1][1] < 40
+    assert [texts[number] for number in (0, 2, 3)] == [TOKENIZER.decode(plain[number]) for number in (0, 2, 3)]
+
+
+def test_a_stop_id_ends_its_text(model, plain):
+    stop = plain[2][10]
+    before = plain[2][:plain[2].index(stop)]
+    texts, ends = written(model, PROMPTS[2:3], [sampled(2, stop_ids={stop})])
+    assert texts == [TOKENIZER.decode(before)] and ends == [("stop", len(before))]
+
+
+def test_a_text_that_is_dropped_leaves_the_others_alone(model, plain):
+    writer = Writer(model, TOKENIZER.token_bytes)
+    for number, prompt in enumerate(PROMPTS):
+        writer.begin(number, prompt, sampled(number))
+    texts = dict.fromkeys(range(4), "")
+    for step in range(40):
+        if step == 7:
+            writer.drop(0)
+            writer.drop("never begun")
+        for piece in writer.step():
+            texts[piece.key] += piece.text
+    assert len(writer) == 0
+    assert [texts[number] for number in (1, 2, 3)] == [TOKENIZER.decode(plain[number]) for number in (1, 2, 3)]
+    assert TOKENIZER.decode(plain[0]).startswith(texts[0]) and len(texts[0]) <= 7

@@ -1,0 +1,229 @@
+"""Every way to compute attention inside documents against the dense mask, and the choice among them."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+from model.attention import AUTOMATIC, BACKENDS
+from model.attention.backend import Backend, Documents, Where
+from model.attention.by_document import ByDocument
+from model.attention.choosing import choose, load
+from model.attention.flex import Flex, first_tokens, rule
+from model.attention.layout import PLAIN, Layout, attend
+from model.attention.sdpa import Sdpa
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from tests.model import varlen_on_cpu
+from tests.model.varlen_on_cpu import VarlenOnCpu
+
+WAYS: list[Backend] = [Sdpa(), ByDocument(), VarlenOnCpu()]
+"""With a backward pass on a CPU. A new backend belongs here."""
+
+ROWS = {
+    "whole rows": [[16], [16]],
+    "of one token": [[1] * 16, [1] * 16],
+    "mixed": [[1, 9, 1, 5], [7, 9]],
+    "one token at the edges": [[1, 15], [15, 1]],
+    "equal neighbours": [[4, 4, 8], [4, 4, 4, 4]],
+}
+CONFIG = ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
+
+
+def numbered(rows):
+    """(batch, length) int32: numbers of the documents, each row from 0, as the loader gives them."""
+    return torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]).int()
+
+
+def flat(rows):
+    return [length for row in rows for length in row]
+
+
+def inputs(rows, kv_heads=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(rows), sum(rows[0]))
+    return [torch.randn(*shape, heads, 8, generator=generator, dtype=dtype).requires_grad_()
+            for heads in (6, kv_heads, kv_heads)]
+
+
+def attended(backend, three, rows, **known):
+    return attend(*three, Layout.of(None, backend, Documents(numbered(rows), **known), three[0].dtype))
+
+
+def names(backend):
+    return backend.name
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("backend", WAYS[1:], ids=names)
+def test_each_way_equals_the_dense_mask_forward_and_backward(backend, kv_heads, rows):
+    three = inputs(rows, kv_heads)
+    expected, found = attended(WAYS[0], three, rows), attended(backend, three, rows, lengths=flat(rows))
+    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-13)
+    for ours, theirs in zip(torch.autograd.grad(found, three, upstream), torch.autograd.grad(expected, three, upstream),
+                            strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", WAYS, ids=names)
+def test_changing_one_document_changes_no_bit_of_the_others(backend):
+    rows = ROWS["mixed"]
+    three, place = inputs(rows), numbered(rows)
+    before = attended(backend, three, rows)
+    for row in range(2):
+        for document in range(len(rows[row])):
+            own = torch.zeros(place.shape, dtype=torch.bool)
+            own[row] = place[row] == document
+            changed = [torch.where(own[..., None, None], whole + 1.5 * whole.roll(1, -1), whole) for whole in three]
+            after = attended(backend, changed, rows)
+            assert torch.equal(after[~own], before[~own])
+            assert not torch.equal(after[own], before[own])
+
+
+@pytest.mark.parametrize("backend", WAYS, ids=names)
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_equals_each_document_alone_in_loss_and_every_gradient(backend, tied):
+    config = CONFIG.model_copy(update={"tied_embeddings": tied})
+    model = Llama(config).double()
+    initialise(model, config, seed=0)
+    rows = [[1, 9, 6], [15, 1]]
+    tokens, labels = (torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    positions = torch.cat([torch.arange(length) for length in flat(rows)]).view(2, 16)
+
+    def gradients(loss):
+        return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())),
+                        strict=True))
+
+    parts = zip(*(whole.flatten().split(flat(rows)) for whole in (tokens, labels)), strict=True)
+    alone = sum(model(own[None], wanted[None]) for own, wanted in parts)
+    expected = gradients(alone)
+    model.backend = backend
+    packed = model(tokens, labels, documents=numbered(rows), document_lengths=flat(rows), positions=positions)
+    assert packed.item() == pytest.approx(alone.item(), rel=1e-13)
+    for name, gradient in gradients(packed).items():
+        assert torch.allclose(gradient, expected[name], rtol=0, atol=1e-12), name
+
+
+def test_lengths_are_read_where_the_loader_did_not_give_them():
+    """A document's number that goes on in the next row is another document there."""
+    for rows in ROWS.values():
+        assert Documents(numbered(rows)).lengths == tuple(flat(rows))
+    cut = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 2]])
+    assert Documents(cut).lengths == (2, 2, 3, 1)
+    with pytest.raises(ValueError, match="have 7 tokens together; there are 8"):
+        _ = Documents(cut, [3, 4]).lengths
+
+
+def test_a_cut_document_does_not_go_on_in_the_next_row():
+    cut = Documents(torch.tensor([[0] * 3 + [1] * 5, [1] * 6 + [2] * 2]))
+    three = inputs([[8], [8]])
+    dense, *others = (attend(*three, Layout.of(None, backend, cut, torch.float64)) for backend in WAYS)
+    assert len(others) == 2 and all(torch.allclose(found, dense, rtol=0, atol=1e-13) for found in others)
+
+
+def test_neighbours_of_one_length_are_one_call():
+    assert ByDocument().prepare(Documents(numbered([[4, 4, 8], [8, 8]])), torch.float32) == ((2, 4), (3, 8))
+
+
+def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
+    def prepared(length, dtype):
+        return ByDocument().prepare(Documents(numbered([[length // 2] * 2])), dtype)
+
+    assert isinstance(prepared(256, torch.bfloat16), torch.Tensor)
+    assert prepared(256, torch.float32) == ((2, 128),) and prepared(512, torch.bfloat16) == ((2, 256),)
+    three = inputs(ROWS["mixed"], dtype=torch.bfloat16)
+    assert torch.equal(attended(ByDocument(), three, ROWS["mixed"]), attended(WAYS[0], three, ROWS["mixed"]))
+
+
+def test_varlen_is_given_padded_edges_and_unrepeated_heads():
+    """A compiled graph meets few shapes: numbers of documents and the longest are rounded up to powers of two."""
+    edges, longest = VarlenOnCpu().prepare(Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
+    assert edges.tolist() == [0, 5, 8, 16, 25, 32, 32, 32, 32] and edges.dtype == torch.int32 and longest == 16
+    shapes = {len(VarlenOnCpu().prepare(Documents(numbered([[1] * count + [64 - count]])), torch.bfloat16).edges)
+              for count in range(1, 64)}
+    assert shapes == {3, 5, 9, 17, 33, 65}
+    assert VarlenOnCpu().prepare(Documents(numbered([[9, 2], [11]])), torch.bfloat16).longest == 11, "no row is longer"
+    before = dict(varlen_on_cpu.CALLS)
+    three = inputs(ROWS["mixed"])
+    attended(VarlenOnCpu(), three, ROWS["mixed"]).sum().backward()
+    assert {kind: count + 1 for kind, count in before.items()} == varlen_on_cpu.CALLS, "torch's own operator"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_flex_is_given_the_dense_masks_rule(rows):
+    documents = Documents(numbered(rows))
+    length = sum(rows[0])
+    seen = create_mask(rule(first_tokens(documents.numbers)), len(rows), 1, length, length, device="cpu")
+    assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
+    three = [whole.detach() for whole in inputs(rows)]
+    with torch.no_grad():
+        found, expected = attended(Flex(), three, rows), attended(WAYS[0], three, rows)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_flex_skips_blocks_between_documents():
+    """Two documents of 256 tokens: of 4 x 4 blocks of 128, three below the diagonal of each, and none between."""
+    mask = Flex().prepare(Documents(numbered([[256, 256]])), torch.float32)
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+CPU = Where(torch.device("cpu"), torch.float32, compiled=False, head_dim=64)
+
+
+def on_gpu(monkeypatch, capability=(9, 0), **changes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    usual = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "compiled": True, "head_dim": 128}
+    return Where(**{**usual, **changes})
+
+
+def test_on_a_cpu_auto_goes_document_by_document_and_says_why_it_does_not():
+    assert (choose("auto", CPU).backend.name, choose("auto", CPU).fallback) == ("by_document", "")
+    compiled = choose("auto", Where(CPU.device, CPU.dtype, compiled=True, head_dim=64))
+    assert compiled.backend.name == "sdpa"
+    assert compiled.fallback == ("by_document cannot be compiled, because every batch has documents of other lengths, "
+                                 "so sdpa computes attention inside documents")
+
+
+@pytest.mark.parametrize("changes, capability, name, why", [
+    ({}, (9, 0), "varlen", ""),
+    ({"compiled": False, "dtype": torch.float16}, (8, 0), "varlen", ""),
+    ({"dtype": torch.float32}, (9, 0), "flex", "varlen needs bfloat16, not float32, so flex"),
+    ({"dtype": torch.float32, "compiled": False}, (9, 0), "by_document", "varlen needs bfloat16, not float32"),
+    ({"head_dim": 20}, (9, 0), "flex", "varlen needs heads of a multiple of 8 up to 256, not 20"),
+    ({}, (7, 5), "flex", "varlen needs compute capability 8.0, not 7.5"),
+    ({"dtype": torch.float64}, (9, 0), "sdpa", "varlen needs bfloat16, not float64, so sdpa"),
+])
+def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkeypatch, changes, capability, name, why):
+    choice = choose("auto", on_gpu(monkeypatch, capability, **changes))
+    assert choice.backend.name == name and choice.fallback.startswith(why) and bool(choice.fallback) == bool(why)
+
+
+@pytest.mark.parametrize("name, says", [
+    ("varlen", "'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here"),
+    ("flex", "'flex' has no backward pass on a cpu device"),
+    ("flash", r"'flash' is not known; there are auto, sdpa, by_document, varlen, flex, and classes elsewhere"),
+    ("nowhere.to_be:Found", "cannot be loaded: No module named 'nowhere'"),
+    ("model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
+    ("model.attention.backend:Documents", "is no class derived from"),
+])
+def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
+    with pytest.raises(ValueError, match=says):
+        choose(name, CPU)
+
+
+def test_a_backend_from_outside_is_taken_by_its_place():
+    assert isinstance(choose(varlen_on_cpu.NAME, CPU).backend, VarlenOnCpu)
+    assert {load(name).name for name in BACKENDS} == set(BACKENDS) == set(AUTOMATIC)
+
+
+def test_what_auto_takes_agrees_on_random_documents():
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        edges = [np.sort(random.choice(np.arange(1, 64), random.integers(0, 12), replace=False)) for _ in range(2)]
+        rows = [np.diff([0, *edge, 64]).tolist() for edge in edges]
+        three = inputs(rows)
+        expected = attended(PLAIN, three, rows)
+        assert torch.allclose(attended(choose("auto", CPU).backend, three, rows), expected, rtol=0, atol=1e-13)

@@ -1,0 +1,50 @@
+"""Which library makes products: by what is known of the processor alone, and once, equal on every start."""
+
+import pytest
+import torch
+
+from model import kernels
+from model.kernels import FASTER, ByOnednn, by_onednn, chosen, vendor
+
+
+def choose(monkeypatch, vendor: str, capability: str) -> ByOnednn:
+    monkeypatch.setattr(kernels, "vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    return by_onednn.__wrapped__()
+
+
+def test_follows_the_table(monkeypatch):
+    for (maker, capability), expected in FASTER.items():
+        assert choose(monkeypatch, maker, capability) == expected
+
+
+@pytest.mark.parametrize(("maker", "capability"), [
+    ("GenuineIntel", "AVX512"), ("GenuineIntel", "AVX2"), ("AuthenticAMD", "DEFAULT"), ("", "AVX2"),
+    ("", "DEFAULT")])
+def test_what_was_not_measured_stays_with_torch(monkeypatch, maker, capability):
+    assert choose(monkeypatch, maker, capability) == ByOnednn(False, False)
+
+
+def test_a_torch_without_the_operator(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert choose(monkeypatch, "AuthenticAMD", "AVX512") == ByOnednn(False, False)
+
+
+def test_is_made_once():
+    assert by_onednn() is by_onednn()
+
+
+def test_the_vendor_as_linux_says_it(tmp_path):
+    description = tmp_path / "cpuinfo"
+    description.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 1\n")
+    assert vendor(description) == "AuthenticAMD"
+    description.write_text("processor\t: 0\nBogoMIPS\t: 243.75\n")  # ARM
+    assert vendor(description) == "" and vendor(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(("choice", "words"), [
+    (ByOnednn(), "torch"), (ByOnednn(True, True), "oneDNN"),
+    (ByOnednn(True, False), "with weights oneDNN, gradients of weights torch")])
+def test_the_choice_in_words(monkeypatch, choice, words):
+    monkeypatch.setattr(kernels, "by_onednn", lambda: choice)
+    assert chosen() == words

@@ -1,0 +1,130 @@
+"""Selective checkpointing knows products by their names: whatever else a block computes, and compiled or not."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import traceback
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.attention.by_document import ByDocument
+from model.attention.sdpa import Sdpa
+from model.config import ModelConfig
+from model.linear import Linear
+from model.llama import Llama, initialise
+from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
+from pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
+from tests.model.varlen_on_cpu import VarlenOnCpu
+
+CONFIG = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=64, context_length=32)
+TOKENS = torch.arange(32).view(1, 32)
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 23])
+PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
+
+
+class Gated(nn.Module):
+    """A layer in front of another: a product that Llama's block does not have."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.gate, self.layer = Linear(32, 32), layer
+
+    def forward(self, *arguments):
+        """The layer's, of what the gate lets through."""
+        return self.layer(arguments[0] * self.gate(arguments[0]).sigmoid(), *arguments[1:])
+
+
+def built(backend, kept=None, gained=False):
+    """A model, checkpointed where `kept` says so, after which every block gains a product in front."""
+    model = Llama(CONFIG)
+    initialise(model, CONFIG, seed=0)
+    model.backend = backend
+    if gained:
+        torch.manual_seed(0)
+        model.layers[0].attention = Gated(model.layers[0].attention)
+    if kept is not None:
+        checkpoint_activations(model, TrainConfig(activation_checkpointing="selective", kept_activations=kept))
+    return model
+
+
+def loss(model):
+    return model(TOKENS, TOKENS.roll(-1, 1), documents=DOCUMENTS)
+
+
+class Recomputed(TorchDispatchMode):
+    """The names of what linear layers and attention compute while this is active, outside of what was kept."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.names = attention, []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if operator in self.attention:
+            self.names.append("attention")
+        if operator in PRODUCT_OPERATORS and (name := traceback.get_current_meta().get("custom", {}).get("product")):
+            self.names.append(name)
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("gained", [False, True])
+@pytest.mark.parametrize("kept", [["wq"], ["attention"], ["w1", "wo"], list(KEPT_ACTIVATIONS)], ids="+".join)
+@pytest.mark.parametrize("backend", [Sdpa(), ByDocument(), VarlenOnCpu()], ids=lambda backend: backend.name)
+def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gained):
+    model = built(backend, kept, gained)
+    computed = loss(model)
+    with Recomputed(backend.operators) as seen:
+        computed.backward()
+    # w2's result is no one's input: it depends on who multiplies whether it is computed again beside its input.
+    assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention", *(["gate"] * gained)} - {*kept, "w2"}
+    plain = built(backend, None, gained)
+    loss(plain).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("kept", [["wq"], ["wo", "w3"], list(KEPT_ACTIVATIONS)], ids="+".join)
+@pytest.mark.parametrize("gained", [False, True])
+def test_compiled_blocks_keep_by_name_too(kept, gained):
+    """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
+    products = []
+
+    def backward(graph, inputs):
+        products.append(sum(node.target in PRODUCT_OPERATORS for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    model = built(Sdpa(), kept, gained)
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
+    loss(model).backward()
+    again = {*PRODUCTS, *(["gate"] * gained)} - {*kept, "w2"}
+    assert products == [2 * (len(PRODUCTS) + gained) + len(again)]
+
+
+def test_varlen_is_compiled_once_for_documents_of_any_number():
+    """Twice for all: for the first shape of the edges, and for those of other lengths."""
+    torch._dynamo.reset()
+    graphs = []
+    model = built(VarlenOnCpu(), ["attention"])
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=lambda graph, inputs: graph)
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
+    reference = built(Sdpa())
+    for count in range(1, 24):
+        documents = torch.tensor([[min(place, count) for place in range(32)]])
+        found, expected = (one(TOKENS, TOKENS.roll(-1, 1), documents=documents) for one in (model, reference))
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        found.backward()
+    assert len(graphs) <= 3
+
+
+def test_nothing_is_noted_where_nothing_is_named():
+    """All is computed again: blocks are left as they are but for the checkpoint around them."""
+    block = (model := built(Sdpa())).layers[0]
+    checkpoint_activations(model, TrainConfig(activation_checkpointing="full"))
+    assert isinstance(block.forward, partial) and not isinstance(block.attention.wq.forward, partial)

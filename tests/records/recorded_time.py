@@ -1,0 +1,90 @@
+"""Records of a run's time as training and the launcher leave them, with every figure planted."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.state import ATTEMPTS
+from pipeline.files import write_json
+from pipeline.records.hangs import hang_folder
+
+BEGIN = 1_800_000_000.0
+STEP_S = 10.0
+
+
+class Recorded:
+    """A run folder with such records. Times are seconds since the run's beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock = folder, 0.0
+        self.step, self.train_s, self.look_s = 0, 0.0, 0.0
+
+    def launcher(self, event: str, **details: Any) -> None:
+        """A line of attempts.jsonl."""
+        self._write(ATTEMPTS / "1.jsonl", {"event": event, "stage": "train", "at": self._stamp(), **details})
+
+    def event(self, event: str, **details: Any) -> None:
+        """A line of events.jsonl."""
+        self._write(Path("train/events.jsonl"), {"event": event, "time": self._stamp(), **details})
+
+    def start(self, startup_s: float, step: int = 0, job: str = "") -> None:
+        """A process that takes so long until its first step, going on from `step`."""
+        self.clock += startup_s
+        self.step, self.train_s, self.look_s = step, step * STEP_S, 0.0
+        self.event("resume" if step else "start", step=step, ranks=2, startup_s=startup_s, train_s=self.train_s,
+                   job=job)
+
+    def steps(self, count: int, log_every: int = 1) -> None:
+        """So many steps, each of STEP_S."""
+        for _ in range(count):
+            self.clock += STEP_S
+            self.step, self.train_s = self.step + 1, self.train_s + STEP_S
+            if self.step % log_every == 0:
+                self._write(Path("train/metrics.jsonl"), {
+                    "step": self.step, "loss": 3.0, "time": BEGIN + self.clock, "step_s": STEP_S,
+                    "train_s": self.train_s,
+                    **({"look_s": self.look_s} if self.look_s else {})})
+
+    def look(self, seconds: float) -> None:
+        """Held-out text is measured after a step."""
+        self.clock += seconds
+        self.look_s += seconds
+
+    def save(self, stall_s: float) -> None:
+        """A checkpoint for which the loop stood still."""
+        self.clock += stall_s
+        self.event("checkpoint", step=self.step, stall_s=stall_s, seconds=99.0)
+
+    def wait(self, seconds: float) -> None:
+        """Time that nobody writes anything in."""
+        self.clock += seconds
+
+    def roll_back(self, step: int, lost_s: float) -> None:
+        """The next step is undone, and those since `step`."""
+        self.clock += lost_s
+        self.step, self.train_s = step, step * STEP_S
+        self.event("rolled_back", step=step, train_s=self.train_s, lost_s=lost_s)
+
+    def hang(self, seconds: float, key: str = "local.0.0") -> None:
+        """Nothing for so long, then the ranks write that they hang."""
+        self.clock += seconds
+        for rank in range(2):
+            write_json(hang_folder(self.folder / "train", key) / f"rank{rank}.json", {
+                "rank": rank, "node": "n1", "step": self.step, "silent_s": seconds, "at": BEGIN + self.clock,
+                "stack": []})
+
+    def end(self, event: str, stall_s: float = 0.0, **details: Any) -> None:
+        """Asked to stop, or finished."""
+        self.clock += stall_s
+        self.event(event, step=self.step, stall_s=stall_s, look_s=self.look_s, **details)
+
+    def _stamp(self) -> str:
+        return datetime.fromtimestamp(BEGIN + self.clock, UTC).isoformat(timespec="milliseconds")
+
+    def _write(self, path: Path, record: dict[str, Any]) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,144 @@
+"""Who is late, from what the ranks wrote; and a watchdog that bites when it should and only then."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+
+from pipeline.files import write_json
+from pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
+from pipeline.training.watchdog import Watchdog
+from tests.waiting import HANG_S, wait_for
+
+REDUCE = ["/x/pipeline/train.py:9 train", "/x/pipeline/training/session.py:{line} agree",
+          "/y/torch/distributed/distributed_c10d.py:7 all_reduce"]
+GATHER = [*REDUCE[:1], "/x/pipeline/training/fsdp_engine.py:3 step", "/y/torch/distributed/fsdp/_collectives.py:7 get"]
+READ = ["/x/pipeline/train.py:8 train", "/x/pipeline/data/loader.py:{line} next"]
+
+
+def write(folder, ranks):
+    """A record for each rank: (step, stack); None: none."""
+    for rank, told in enumerate(ranks):
+        if told is not None:
+            step, stack = told
+            write_json(folder / f"rank{rank}.json", {
+                "rank": rank, "node": f"n{rank // 2}", "step": step, "silent_s": 600.0, "at": 1.0,
+                "stack": [call.format(line=rank + 1) for call in stack]})
+
+
+@pytest.mark.parametrize("ranks, late, told", [
+    ([(5, REDUCE), (5, REDUCE), (5, READ), (5, REDUCE)], [2],
+     "ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce"),
+    ([(5, READ), (5, REDUCE)], [0], "rank 0 (n0) is in train > next (pipeline/data/loader.py) after step 5"),
+    ([(5, READ), (5, READ[:1])], [], "cannot be told"),
+    ([(5, REDUCE)] * 4, [], "every rank waits in train > agree > all_reduce"),
+    ([(5, READ)] * 4, [], "no rank is behind the others"),
+    ([(5, REDUCE), (4, REDUCE), (5, REDUCE)], [1], "rank 1 (n0) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, REDUCE), None], [3], "rank 3 (n9) left no record"),
+    # Rank 3 reads; its neighbour 2 waits for it in another place than the others do.
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), (5, READ)], [3], "rank 2 (n1) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), None], [3], "rank 2 (n1) waits in"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER)], [2], "rank 2 (n1) waits in"),
+    ([None, None], [], "no rank left a record"),
+    # Who is ended before it could write is not late: many, or more than wait.
+    ([(5, REDUCE), None, None, None], [], "3 of 4 ranks left no record: where they were is not known"),
+    ([(5, REDUCE)] * 2 + [None] * 2, [], "cannot be told"),
+    ([(5, REDUCE)] * 18 + [None] * 2, [18, 19], "ranks 18-19 (n9) left no record"),
+    ([(5, REDUCE)] * 17 + [None] * 3, [], "3 of 20 ranks left no record"),
+    ([(5, REDUCE), None, *[(5, READ)] * 3], [], "1 of 5 ranks left no record"),
+    ([(5, REDUCE), (5, REDUCE), (5, READ), None, None], [2], "2 of 5 ranks left no record"),
+    ([(5, REDUCE), (5, REDUCE), (5, GATHER), None, None], [], "cannot be told"),
+])
+def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("DROVER_ATTEMPT", "2")
+    write_places(tmp_path, ["n0", "n0", "n1", *["n9"] * 17])
+    folder = hang_folder(tmp_path)
+    assert folder == tmp_path / "hangs/77.0.2"
+    write(folder, ranks)
+    found = judge_hang(folder, len(ranks))
+    assert [rank for rank, _ in found.late] == late and told in found.text, found.text
+
+
+def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
+    write_places(tmp_path, ["n0", "n1"])
+    monkeypatch.setenv("DROVER_ATTEMPT", "1")
+    folder = hang_folder(tmp_path)
+    write(folder, [(3, REDUCE), None])
+    assert judge_hang(folder, 2).late == ((1, None),)
+
+
+def test_a_torn_record_counts_as_none(tmp_path):
+    write(tmp_path, [(3, REDUCE), (3, REDUCE)])
+    (tmp_path / "rank1.json").write_text("{")
+    assert [record.rank for record in read_hang(tmp_path)] == [0]
+
+
+def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch):
+    """Ranks whose watchdogs fire later are recorded too; beyond the first ones there is the record only."""
+    monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", HANG_S)
+    monkeypatch.setattr("pipeline.training.watchdog.REST_S", 0.1)
+    folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
+    early, late, far = (context.Process(target=hang, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
+    early.start()
+    wait_for((folder / "rank0.json").is_file)
+    time.sleep(1.5)  # longer than it rests at the end
+    assert early.is_alive(), "as long as it is alone"
+    late.start()
+    far.start()
+    for process in (early, late, far):
+        process.join(HANG_S)
+        assert process.exitcode == HUNG_STATUS
+    assert [record.rank for record in read_hang(folder)] == [0, 1, 64] and (folder / "complete").is_file()
+    assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.[!j]*"))
+
+
+def test_ranks_wait_for_one_that_writes_nothing_but_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 3.0)
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "hangs" / "x", 0, 2))
+    process.start()
+    process.join(HANG_S)
+    assert process.exitcode == HUNG_STATUS and not (tmp_path / "hangs/x/complete").exists()
+
+
+def hang(folder, rank, ranks):
+    with Watchdog(folder, rank, 0.2, ranks) as watchdog:
+        watchdog.finished(7, 0.01)
+        time.sleep(HANG_S)
+
+
+def silent(folder):
+    with Watchdog(folder, 0, 0.3) as watchdog:
+        watchdog.finished(7, 0.01)
+        time.sleep(HANG_S)
+
+
+def alive(folder):
+    """Whose limit would have ended it at every sleep, and is far from the longer one that holds there."""
+    with Watchdog(folder, 0, 3.0) as watchdog:
+        time.sleep(3.5)  # the first step may take thrice as long, which a busy machine is far from
+        for step in range(2):
+            watchdog.finished(step, 60.0)  # so ten minutes of silence are none
+            time.sleep(3.5)
+        watchdog.finished(3, 0.01)
+        watchdog.pause()
+        time.sleep(3.5)
+        watchdog.pulse()
+
+
+@pytest.mark.parametrize("life, status", [(silent, HUNG_STATUS), (alive, 0)])
+def test_a_watchdog_ends_what_is_silent_and_nothing_else(tmp_path, life, status):
+    folder = tmp_path / "hangs" / attempt_key()
+    folder.mkdir(parents=True)
+    (folder / "rank3.json").write_text("an earlier start's")
+    process = multiprocessing.get_context("fork").Process(target=life, args=(folder,))
+    process.start()
+    process.join(HANG_S)
+    assert process.exitcode == status
+    assert (tmp_path / f"hangs/{attempt_key()}.earlier/rank3.json").is_file() and not (folder / "rank3.json").exists()
+    if status:
+        record, = read_hang(folder)
+        assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s > 0.3
+        assert "in silent" in (folder / "rank0.stacks").read_text()

@@ -1,0 +1,52 @@
+"""Which files decide the weights in a folder, by its form."""
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.errors import UserError
+from pipeline.records.weight_files import input_files, weight_files, weights_folder
+
+FORMS = {
+    "a training checkpoint": (["COMPLETE.json", "index.json", "rank-00000.safetensors"], ["COMPLETE.json"]),
+    "weights alone": (["index.json", "rank-00000.safetensors", "weights.json", "tokenizer.json"],
+                      ["index.json", "rank-00000.safetensors"]),
+    "Hugging Face": (["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                      "model.safetensors.index.json", "tokenizer.json", "README.md"],
+                     ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                      "model.safetensors.index.json"]),
+    "Hugging Face, pickled": (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+    "Meta": (["params.json", "consolidated.00.pth", "consolidated.01.pth", "tokenizer.model", "checklist.chk"],
+             ["consolidated.00.pth", "consolidated.01.pth", "params.json"]),
+}
+
+
+def write(folder, names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_decides_the_weights_is_named_and_nothing_else(form, tmp_path):
+    there, expected = FORMS[form]
+    assert [path.name for path in weight_files(write(tmp_path / "x", there))] == expected
+
+
+def test_of_a_run_it_is_the_newest_whole_checkpoint(tmp_path):
+    run = write(tmp_path / "run", ["config.yaml"])
+    with pytest.raises(UserError, match="has no complete checkpoint yet"):
+        weights_folder(run)
+    for step, names in ((4, ["COMPLETE.json"]), (8, ["COMPLETE.json"]), (12, ["index.json"])):
+        write(run / f"train/checkpoints/step-{step:08d}", names)
+    assert weights_folder(run).name == "step-00000008"
+
+
+@pytest.mark.parametrize("path", ["empty", "none"])
+def test_a_place_without_weights_is_named_with_the_setting(tmp_path, path):
+    write(tmp_path / "empty", ["notes.txt"])
+    (tmp_path / "c.yaml").write_text(f"train: {{init_from: {tmp_path / path}}}\n")
+    with pytest.raises(UserError, match=f"train.init_from: .*{path}"):
+        input_files(load_config(tmp_path / "c.yaml", check=False))
+    (tmp_path / "c.yaml").write_text("name: c\n")
+    assert input_files(load_config(tmp_path / "c.yaml", check=False)) == []

@@ -1,0 +1,172 @@
+"""One job of a training, through all that may befall it: it goes on by itself, and nobody can tell from the losses.
+
+The tests share the job: each waits until it trains, disturbs it, and leaves it when it has gone on or is about to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.manifest import read_manifest
+from pipeline.files import read_lines
+from tests.slurm.faults import EVERY, Training, in_order
+
+
+@pytest.fixture(scope="module")
+def job(shared_run: Training) -> Training:
+    """The job, on two of the four nodes, and one of the next stage that waits for it."""
+    shared_run.submit(stages="train,convert")
+    return shared_run
+
+
+@pytest.fixture
+def run(job: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
+    yield from in_order(job, request)
+
+
+def test_a_killed_rank_is_started_again_in_the_allocation(run: Training) -> None:
+    step, node = run.next_wait(), run.starts[-1]["nodes"][1]
+    os.kill(run.rank(1), signal.SIGKILL)
+    end = run.next_end()
+    assert (end.status, end.next, end.step) == ("crashed", "restart", step - 2)
+    assert f"rank 1 on {node}: killed" in end.reason
+
+
+def test_a_killed_srun_is_started_again_in_the_allocation(run: Training) -> None:
+    step = run.next_wait()
+    os.kill(run.srun(), signal.SIGKILL)
+    end = run.next_end()
+    assert (end.status, end.next, end.step, end.restart) == ("crashed", "restart", step - 2, 0)
+
+
+def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run: Training) -> None:
+    run.next_wait()
+    count = len(run.starts)
+    run.cluster.stop_controller()
+    os.kill(run.rank(1), signal.SIGKILL)
+    run.go_on()  # without a controller nobody tells rank 0 to end: it finds out by itself
+    run.next_start(count)  # while there is nobody to make its step
+    run.cluster.start_controller()
+    run.next_wait()
+    run.cluster.restart_controller()
+    end = run.next_end()
+    assert (end.status, end.next, end.restart) == ("crashed", "restart", 0)
+    run.go_on()
+
+
+def test_a_signal_saves_and_queues_again_though_accounting_stops(run: Training) -> None:
+    run.next_wait()
+    run.cluster.stop_accounting()
+    job, count = run.job(), len(run.starts)
+    run.ask("scancel", "--signal=USR2", job)
+    end = run.next_end()
+    assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
+    assert end.step is not None and end.step % EVERY
+    start = run.next_start(count)
+    assert (start["job"], start["restart"], start["from"]) == (job, 1, end.step)
+    run.cluster.start_accounting()
+
+
+def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run: Training) -> None:
+    run.next_wait()
+    job, rank, count = run.job(), run.rank(1), len(run.starts)
+    os.kill(run.runner(), signal.SIGKILL)
+    run.until(lambda: rank not in run.processes(), "the end of the ranks")
+    start, end = run.next_start(count), run.next_end()
+    assert (start["job"], start["restart"]) == (job, 2)
+    assert (end.status, end.restart) == ("crashed", 1) and "runner was killed" in end.reason
+
+
+def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run: Training) -> None:
+    """Slurm ends the ranks with SIGTERM: they save. What they saved is damaged before the job starts again."""
+    run.next_wait()
+    job, count = run.job(), len(run.starts)
+    run.ask("scontrol", "requeuehold", job)
+    run.next(lambda: run.pending(job) and not run.processes(), "the job in the queue again")
+    before, newest = run.saved()[-2:]
+    flip_a_bit(newest / "rank-00001.safetensors")
+    run.ask("scontrol", "release", job)
+    end = run.next_end()
+    assert (end.status, f"step-{end.step:08}") == ("preempted", newest.name)
+    start = run.next_start(count)
+    assert (start["job"], start["restart"]) == (job, 3)
+    run.next_wait()
+    assert newest.name in run.output() and f"from {before.name}" in run.output()
+    run.go_on()
+
+
+def flip_a_bit(path: Path) -> None:
+    """Of the byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_the_time_limit_is_a_request_to_save_and_queue_again(run: Training) -> None:
+    """Slurm looks at the limits every half minute, and may warn up to half a minute before it was told to."""
+    run.next_wait()
+    job, count = run.job(), len(run.starts)
+    used = run.ask("squeue", "--noheader", "--jobs", job, "--format=%M").split(":")
+    minutes = sum(int(part) * 60 ** place for place, part in enumerate(reversed(used))) // 60
+    run.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+    end = run.next_end()
+    run.ask("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+    assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
+    start = run.next_start(count)
+    assert (start["job"], start["restart"], start["from"]) == (job, 4, end.step)
+
+
+def test_a_lost_node_is_named_and_the_job_goes_on_without_it(run: Training) -> None:
+    step = run.next_wait()
+    job, lost, count = run.job(), run.starts[-1]["nodes"][1], len(run.starts)
+    run.cluster.kill_node(lost)
+    start, end = run.next_start(count), run.next_end()
+    run.cluster.start_node(lost)  # it is back, for whoever comes next
+    assert end.step == step - 2 and lost in end.reason
+    assert (start["job"], start["restart"]) == (job, 5) and lost not in start["nodes"]
+    strikes = list(read_lines(run.run / "launch/nodes.jsonl"))
+    assert [(strike["node"], strike["reason"][:9]) for strike in strikes] == [(lost, "went down")]
+
+
+def test_all_nodes_lose_power_and_come_back(run: Training) -> None:
+    run.next_wait()
+    job, count = run.job(), len(run.starts)
+    for node in run.cluster.nodes:
+        run.cluster.kill_node(node)
+    run.next(lambda: run.pending(job), "the job in the queue again")
+    # Slurm may still be about to tell the job's old nodes that it is over there; a new start on them would hear it.
+    old = run.starts[-1]["nodes"]
+    for node in sorted(run.cluster.nodes, key=lambda node: node in old):
+        if node in old:
+            run.next(lambda: not run.pending(job), "the job on the nodes that are back")
+        run.cluster.start_node(node)
+    start, end = run.next_start(count), run.next_end()
+    assert (start["job"], start["restart"], end.restart) == (job, 6, 5)
+
+
+def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run: Training) -> None:
+    """Only the first node's daemon dies: the old runner and a rank are still there when the job starts elsewhere."""
+    run.cluster.needs("slurm", "the fake cluster's nodes have no daemons")
+    run.next_wait()
+    job, first, old, count = run.job(), run.starts[-1]["nodes"][0], {run.runner(), run.rank(0)}, len(run.starts)
+    run.cluster.lab.daemons.stop(f"slurmd-{first}")
+    run.cluster.lab.tell_of_loss(first)
+    start = run.next_start(count)
+    assert (start["job"], start["restart"]) == (job, 7) and first not in start["nodes"]
+    run.go_on()  # the old rank 0: nobody can tell it to end, and its partner is gone
+    run.until(lambda: not old & run.processes(), "the end of what ran on the lost node")
+    run.next_wait()
+    assert first in {strike["node"] for strike in read_lines(run.run / "launch/nodes.jsonl")}
+    assert run.next_end().status == "crashed"
+    run.go_on()
+
+
+def test_after_all_that_the_curve_is_the_undisturbed_one_and_the_next_stage_is_done(run: Training) -> None:
+    run.finish()
+    assert (run.ends[-1].job, run.ends[-1].status) == (run.job(), "done")
+    assert read_manifest(run.run / "convert") is not None

@@ -1,0 +1,28 @@
+"""A short soak on a real lab; what decides about it is tested in tests/tools/test_chaos.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.files import read_lines
+from tests.slurm.clusters import kinds
+from tests.tools.chaos_line import chaos
+from tools.chaos_faults import order
+
+SEED = 41
+"""Begins with a killed rank, a damaged checkpoint and a lost node."""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif("slurm" not in kinds(), reason="Slurm is not installed")
+def test_training_comes_through_five_minutes_of_faults(tmp_path: Path) -> None:
+    answer = chaos("--minutes", "5", "--seed", str(SEED), "--keep", "--folder", str(tmp_path))
+    assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]
+    log = list(read_lines(tmp_path / "chaos.jsonl"))
+    faults = [line["kind"] for line in log if line["event"] in ("fault", "missed")]
+    assert faults and faults == order(SEED, len(faults))
+    assert log[-1]["event"] == "done" and (tmp_path / "runs/soak/report.html").is_file()
+    for word in ("proven: every sample was used exactly once", "of the undisturbed ones", "goodput", "all holds"):
+        assert word in answer.stdout

@@ -1,0 +1,236 @@
+"""A bit that flips in what a stage reads, size and time being as they were: the stage stops by name, and goes on once
+it is mended, as if nothing had been."""
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+import pipeline.contract.input_check
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.state import read_state
+from pipeline.convert import convert
+from pipeline.encode import encode
+from pipeline.evaluate import evaluate
+from pipeline.files import read_json
+from pipeline.shard import shard
+from pipeline.tokenizer import make_tokenizer
+from pipeline.train import train
+from pipeline.training.token_check import COMPARED
+from tests.conftest import run_stage
+from tests.stages.test_evaluate import TASK
+from tests.stages.training import curve
+
+BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
+          "evaluate": evaluate}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """Configuration of a run whose stages up to encode are done."""
+    folder = tmp_path_factory.mktemp("chain")
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text("\n\n".join(
+            f"def function_{number}_{name}(x):\n    return x * {number} + {number * 7}" for number in range(160)))
+    (folder / "words.yaml").write_text(TASK)
+    (folder / "words.jsonl").write_text('{"query": "def ", "choices": ["f", "g"], "gold": 0}\n' * 4)
+    (folder / "c.yaml").write_text(yaml.safe_dump({
+        "name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
+        "shard": {"heldout_share": 0.2, "shard_mb": 0.003, "sources": [
+            {"kind": "files", "name": name, "paths": [str(folder / f"{name}.txt")], "separator": "\n\n"}
+            for name in ("a", "b")]},
+        "tokenizer": {"kind": "char"},
+        "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context_length": 64},
+        "train": {"steps": 12, "sequence_length": 64, "batch_tokens": 256, "micro_batch": 2, "heldout_every": 6,
+                  "heldout_tokens": 300, "warmup_steps": 2, "sample_every": 100, "sample_tokens": 8, "prompts": [],
+                  "checkpoint": {"every_steps": 2}},
+        "convert": {"check_tokens": 64},
+        "evaluate": {"tasks": ["words"], "task_folders": [str(folder)], "prompts": [], "prompt_tokens": 8,
+                     "heldout_tokens": 500}}))
+    for stage in ("shard", "tokenizer", "encode"):
+        assert do(folder / "c.yaml", stage) == 0
+    return folder / "c.yaml"
+
+
+def do(config, stage, *arguments, body=None):
+    """Run a stage in this process; its exit status."""
+    try:
+        return stage_main(stage, body or BODIES[stage], ["--config", str(config), *arguments])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def flipped(path, at=None):
+    """One bit of the file is another one; size and time are not."""
+    stat, whole = path.stat(), path.read_bytes()
+    place = len(whole) // 2 if at is None else at
+
+    def write(data):
+        path.write_bytes(data)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    write(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+    try:
+        yield path
+    finally:
+        write(whole)
+
+
+def refused(capsys, config, stage, path, *arguments):
+    """That the stage stops and names the file, in one sentence on the console and in its record."""
+    capsys.readouterr()
+    assert do(config, stage, *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("stops here") == 1 and "Traceback" not in said
+    assert str(path) in said and " -> " in said and "goes on" in said
+    name = next((argument.removeprefix("name=") for argument in arguments if argument.startswith("name=")), "mini")
+    state = read_state(config.parent / "runs" / name / stage)
+    assert state.status == "failed" and str(path) in state.reason
+
+
+def reusing(config, name):
+    return f"name={name}", f"reuse={config.parent}/runs/mini"
+
+
+def test_a_source(chain, capsys):
+    here = ("name=source",)
+    assert do(chain, "shard", *here, body=lambda work: None) == 130
+    with flipped(chain.parent / "b.txt") as path:
+        refused(capsys, chain, "shard", path, *here)
+        refused(capsys, chain, "shard", path, *here)
+    assert do(chain, "shard", *here) == 0
+    whole = [read_manifest(chain.parent / f"runs/{name}/shard").digest for name in ("source", "mini")]
+    assert whole[0] == whole[1]
+    with flipped(chain.parent / "b.txt"):  # asked to take what is there, it does, and knows what that was
+        assert do(chain, "shard", *here, "--force") == 0
+    assert read_manifest(chain.parent / "runs/source/shard").digest != whole[0]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize("at", [3, 700, -1], ids=["name of a member", "text", "padding"])
+def test_a_text_shard(chain, capsys, split, at):
+    """Wherever in it: not every byte is text."""
+    path = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1]
+    place = at if at >= 0 else path.stat().st_size - 1
+    with flipped(path, place):
+        refused(capsys, chain, "tokenizer", path, "--force", *reusing(chain, f"text-{split}-{at}"))
+    assert do(chain, "tokenizer", *reusing(chain, f"text-{split}-{at}")) == 0
+    found, whole = (read_manifest(chain.parent / f"runs/{name}/tokenizer").digest
+                    for name in (f"text-{split}-{at}", "mini"))
+    assert found == whole
+
+
+def test_what_encode_reads(chain, capsys):
+    """A text shard where it holds no text, and a file of the vocabulary's that it does not need."""
+    run, here = chain.parent / "runs/mini", reusing(chain, "encoded")
+    shards = sorted((run / "shard/train").glob("*.tar"))
+    with flipped(shards[0], shards[0].stat().st_size - 1) as path:
+        refused(capsys, chain, "encode", path, "--force", *here)
+    with flipped(run / "tokenizer/report.md") as path:
+        refused(capsys, chain, "encode", path, *here)
+    assert do(chain, "encode", *here) == 0
+    assert read_manifest(chain.parent / "runs/encoded/encode").digest == read_manifest(run / "encode").digest
+
+
+@pytest.fixture(scope="module")
+def trained(chain):
+    """The run of `chain` with train and convert done, never disturbed."""
+    assert do(chain, "train") == do(chain, "convert") == 0
+    return chain
+
+
+def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch):
+    """Found before the second checkpoint, or only when some were saved: these are set aside."""
+    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
+    whole = read_manifest(trained.parent / "runs/mini/train")
+    assert whole.counts["token_shards_checked"] > len(shards) > 3
+    for name, saved in (("early", 0), ("late", 6)):
+        here = (*reusing(trained, name),)
+        checkpoints = trained.parent / "runs" / name / "train/checkpoints"
+        with monkeypatch.context() as patch, flipped(shards[-1]) as path:
+            hold_back(patch, checkpoints, saved)
+            refused(capsys, trained, "train", path, *here)
+        assert not list(checkpoints.glob("step-????????"))
+        aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
+        assert max(aside, default=0) >= saved
+        assert read_manifest(checkpoints.parent) is None
+        assert read_json(checkpoints.parent / COMPARED)["unsure_from"] == 0
+        assert do(trained, "train", *here) == 0
+        assert curve(trained, name) == curve(trained)
+        assert weights(read_manifest(checkpoints.parent)) == weights(whole)
+        assert read_json(checkpoints.parent / COMPARED)["unsure_from"] is None
+
+
+def hold_back(patch, checkpoints, saved):
+    """Let the hashing of token shards begin when a checkpoint of that step or a later one is there."""
+    hashed = pipeline.contract.input_check._hash
+
+    def late(path, *rest):
+        while max((int(marker.parent.name[5:]) for marker in checkpoints.glob("step-*/COMPLETE.json")),
+                  default=0) < saved:
+            time.sleep(0.01)
+        return hashed(path, *rest)
+    patch.setattr(pipeline.contract.input_check, "_hash", late)
+
+
+def weights(manifest):
+    return [record["sha256"] for record in manifest.outputs if record["path"].endswith(".safetensors")]
+
+
+def test_what_was_saved_before_a_later_start_stays(trained, capsys):
+    """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
+    here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
+    assert do(trained, "train", *here, "train.steps=6") == 0
+    path = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))[0]
+    with flipped(path):
+        refused(capsys, trained, "train", path, *here, "--accept-drift")
+        assert "sound for certain" not in read_state(folder).reason
+        assert (folder / "checkpoints/step-00000006").is_dir() and not list((folder / "checkpoints").glob("step-*12"))
+        (folder / COMPARED).unlink()
+        refused(capsys, trained, "train", path, *here, "--accept-drift")
+        assert "sound for certain up to step 0" in read_state(folder).reason
+    assert do(trained, "train", *here, "--accept-drift") == 0
+
+
+def test_all_ranks_leave_together_with_one_sentence(trained):
+    """The rank that finds it is not the one that speaks."""
+    encode_folder = trained.parent / "runs/mini/encode"
+    train_shards = [record["path"] for record in read_manifest(encode_folder).outputs if record["split"] == "train"]
+    with flipped(encode_folder / train_shards[1]) as path:  # the first rank hashes every other one, from the first on
+        told = run_stage("train", trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
+    assert told.count("stops here") == 1 and str(path) in told
+    assert str(path) in read_state(trained.parent / "runs/two/train").reason
+
+
+CONVERTED = {"a checkpoint": "train/checkpoints/step-00000012/rank-00000.safetensors",
+             "a vocabulary": "tokenizer/hf/tokenizer.json", "held-out tokens": "encode/heldout/b-00000.arrow"}
+
+
+@pytest.mark.parametrize("name", CONVERTED.values(), ids=CONVERTED)
+def test_what_convert_reads(trained, capsys, name):
+    run = trained.parent / "runs/mini"
+    before = read_manifest(run / "convert").digest
+    with flipped(run / name) as path:
+        refused(capsys, trained, "convert", path, "--force")
+    assert do(trained, "convert") == 0
+    assert read_manifest(run / "convert").digest == before
+
+
+EVALUATED = {"the export": "convert/hf/model-00001-of-00001.safetensors", "held-out text": "shard/heldout/a-00000.tar",
+             "held-out tokens": "encode/heldout/b-00000.arrow", "a vocabulary": "tokenizer/vocabulary.json",
+             "a task": "../../words.jsonl"}
+
+
+def test_what_evaluate_reads(trained, capsys):
+    run = trained.parent / "runs/mini"
+    assert do(trained, "evaluate", body=lambda work: None) == 130
+    for name in EVALUATED.values():
+        with flipped((run / name).resolve(), 12 if name.startswith("..") else None) as path:
+            refused(capsys, trained, "evaluate", path)
+        assert not list((run / "evaluate/units").rglob("*.json")), "what was measured of damaged inputs is not kept"
+    assert do(trained, "evaluate") == 0

@@ -1,0 +1,151 @@
+"""Log sinks in the train stage: absent packages, sinks of one's own, failures, and runs that go on after a kill."""
+
+import subprocess
+from contextlib import suppress
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.config.section import identity
+from pipeline.errors import UserError
+from pipeline.files import sha256_json
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tests.stages.training import curve, events, kill, lines, proven, train_folder
+from tests.training.sinks.reading import (
+    board_points,
+    mlflow_run,
+    needs_mlflow,
+    needs_wandb,
+    python_path,
+    wandb_rows,
+)
+from tests.waiting import wait_for
+
+OWN = '''
+from pathlib import Path
+from pipeline.training.sinks.base import SinkSettings
+
+class Broken(SinkSettings):
+    """Fails at a step."""
+    step: int = 3
+    """At which."""
+
+    def open(self, about):
+        return Told(about.run_folder / "told.txt", self.step)
+
+class Told:
+    def __init__(self, path, fails):
+        self.path, self.fails = path, fails
+
+    def step(self, record):
+        if record["step"] == self.fails:
+            raise ConnectionError("nobody answers")
+        self._write(f"step {record['step']}")
+
+    def sample(self, step, prompt, text):
+        self._write(f"sample {step}")
+
+    def event(self, kind, details):
+        self._write(kind)
+
+    def close(self):
+        self._write("close")
+
+    def _write(self, text):
+        with open(self.path, "a") as file:
+            file.write(text + "\\\\n")
+'''.replace("\\\\", "\\")
+
+
+def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tmp_path):
+    (tmp_path / "my_sinks.py").write_text(OWN)
+    run = run_stage("train", fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
+                    cold=True, PYTHONPATH=python_path(tmp_path))
+    whole = run_stage("train", fresh, "name=whole", "train.log_to=[]", ranks=2)
+    assert curve(fresh) == curve(fresh, "whole") and len(curve(fresh)) == 12 and "switched off" not in whole.stdout
+    assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
+    [event] = events(fresh, "sink_failed")
+    assert (event["sink"], event["error"]) == ("my_sinks:Broken", "ConnectionError: nobody answers")
+    told = (tmp_path / "runs/mini/told.txt").read_text().split("\n")
+    assert told[:3] == ["start", "step 1", "step 2"] and told[3:] == ["close", ""]
+    board = fresh.parent / "runs/mini/tensorboard"
+    assert [step for step, _ in board_points(board, "train/loss")] == list(range(1, 13))
+    assert not (fresh.parent / "runs/whole/tensorboard").exists() and events(fresh, "sink_failed", "whole") == []
+    assert proven(fresh)
+
+
+def mlflow_points(folder):
+    """The loss by step in the file store of a run folder, as far as there is one."""
+    with suppress(ValueError, OSError):  # no run yet
+        client, found = mlflow_run(folder)
+        return {point.step: point.value for point in client.get_metric_history(found.info.run_id, "train/loss")}
+    return {}
+
+
+@needs_wandb
+@needs_mlflow
+def test_a_killed_run_goes_on_in_the_same_runs_of_all_sinks(fresh):
+    sinks = "train.log_to=[tensorboard, wandb, {kind: mlflow, experiment: ours}]"
+    run_stage("train", fresh, "name=plain", "train.log_to=[]")
+    path, folder = python_path(), train_folder(fresh).parent
+    process = subprocess.Popen(stage_command("train", fresh, sinks), cwd=REPOSITORY, env={
+        **environment(), "PYTHONPATH": path, "DROVER_FAULTS": "wait:rank=0,step=7"})
+    try:  # until all sinks have step 6: what one was not given yet when the process is killed, it never is
+        wait_for(lambda: 6 in [row["step"] for row in wandb_rows(folder)] and 6 in mlflow_points(folder), of=process)
+    finally:
+        kill(process)
+    run = run_stage("train", fresh, sinks, cold=True, PYTHONPATH=path, DROVER_FAULTS="")
+    assert "switched off" not in run.stdout + run.stderr and curve(fresh) == curve(fresh, "plain")
+    last = {line["step"]: line["loss"] for line in lines(fresh)}
+    board = dict(board_points(folder / "tensorboard", "train/loss"))
+    # What it had not flushed is lost with the kill; the steps that are done again are there.
+    assert {step: board[step] for step in range(5, 13)} == pytest.approx({step: last[step] for step in range(5, 13)})
+    rows = [(row["step"], row["train/loss"]) for row in wandb_rows(folder) if "train/loss" in row]
+    assert dict(rows) == last and rows[-8:] == [(step, last[step]) for step in range(5, 13)]
+    _, found = mlflow_run(folder)
+    assert mlflow_points(folder) == last and found.info.status == "FINISHED"
+    assert found.data.tags["sample 1"].startswith("after step 12: def ")
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind, extra):
+    from launch.submit import main
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    assert main(["--stage", "train", "--config", str(fresh), "--cluster", "local", f"train.log_to=[{kind}]"]) == 2
+    error = capsys.readouterr().err
+    assert f"train.log_to asks for {kind}, but the package {kind} is not installed here" in error
+    assert f"pip install --editable '.[{extra}]'" in error and not train_folder(fresh).exists()
+
+
+def test_the_stage_itself_refuses_it_too(fresh):
+    run = run_stage("train", fresh, "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
+    assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in run.stderr
+    assert not list(train_folder(fresh).glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("train.log_to=[wandbb]", "'train.log_to.0' is 'wandbb' (str): there is no log sink of this kind, did you mean "
+                              "'wandb'?"),
+    ("train.log_to=[tensorboard, {kind: wandb, projekt: x}]", "unknown key 'train.log_to.1.projekt'; did you mean "
+                                                              "'project'?"),
+    ("train.log_to=[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
+    ("train.log_to=[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
+    ("train.log_to=tensorboard", "'train.log_to' is 'tensorboard' (str)")])
+def test_wrong_settings_are_named(tmp_path, override, said):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path, [override])
+    assert said in str(caught.value)
+
+
+def test_where_it_is_logged_makes_nothing_stale(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: fixed\nshard: {sources: [{kind: stdlib}]}\n"
+                    "model: {dim: 64, layers: 2, heads: 4, kv_heads: 2, context_length: 256}\n"
+                    "train: {steps: 80, lr: 1.0e-3, weight_decay: 0.1}\n")
+    plain, other = load_config(path), load_config(path, ["train.log_to=[mlflow]"])
+    assert [[sink.kind for sink in config.train.log_to] for config in (plain, other)] == [["tensorboard"], ["mlflow"]]
+    assert identity(plain.train) == identity(other.train) and "log_to" not in identity(plain.train)
+    before_there_were_sinks = "831cf6874161ea8df3782057fa2a03e07ae64ac669c2c6aad5f601c07506e8cc"
+    assert sha256_json(identity(plain.train)) == before_there_were_sinks

@@ -1,0 +1,52 @@
+"""Every command of docs/evaluation.md on small models, in order; the stage is in tests/stages/test_evaluate.py."""
+
+import importlib
+import json
+import shlex
+
+import pytest
+
+from pipeline.config.loading import load_config
+from tests.conftest import REPOSITORY
+from tests.test_readme import BLOCK
+from tests.tiny_models import for_tokenizer
+from tests.tools.test_compare import STEPS, TOKENIZER, write_trained
+
+COMMANDS = [line.split("  #")[0] for _, block in BLOCK.findall((REPOSITORY / "docs/evaluation.md").read_text())
+            for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder that looks like the checkout, with two runs."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    for name, seed in (("demo", 0), ("trial", 100)):
+        write_trained(folder / "runs" / name, {step: for_tokenizer(TOKENIZER, seed=seed + step) for step in STEPS})
+    return folder
+
+
+def test_the_page_has_the_promised_commands():
+    assert [next(word for word in command.split() if word.startswith(("tools.", "launch/"))) for command in COMMANDS] \
+        == ["tools.lm_eval", "tools.compare", "tools.compare", "launch/submit.py"]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m tools." in command])
+def test_every_command_runs(home, command, monkeypatch, capsys):
+    import lm_eval.tasks
+    original = lm_eval.tasks.TaskManager  # without the harness's own tasks, whose thousands of files take long to read
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **more: original(**{**more, "include_defaults": False}))
+    monkeypatch.chdir(home)
+    python, dash, module, *arguments = shlex.split(command)
+    assert (python, dash) == ("python", "-m")
+    assert importlib.import_module(module).main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "python_line" in shown
+    if module == "tools.compare":
+        results = json.loads((home / arguments[arguments.index("--to") + 1] / "comparison.json").read_text())
+        assert {row["task"] for row in results["differences"]} >= {"python_line", "held-out text of demo"}
+
+
+def test_the_override_of_the_stage_is_one():
+    overrides = [word for word in COMMANDS[-1].split() if "=" in word]
+    assert load_config(REPOSITORY / "configs/demo.yaml", overrides).evaluate.contamination

@@ -1,0 +1,101 @@
+"""docs/extending.md does what it says: its module, configuration and command, taken from the page, on a miniature."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.contract.manifest import read_manifest
+from pipeline.files import read_json
+from pipeline.records.metrics import read_metrics
+from tests.conftest import REPOSITORY, environment, write_config
+from tests.waiting import HANG_S
+
+PAGE = (REPOSITORY / "docs/extending.md").read_text()
+FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)}
+[COMMAND] = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory, corpus):
+    """The run that the page makes: its folder, and what was printed."""
+    home = tmp_path_factory.mktemp("extended")
+    for name in ("launch", "pipeline", "model"):
+        (home / name).symlink_to(REPOSITORY / name)
+    (home / "configs").mkdir()
+    files = sorted(corpus.glob("*.txt"))
+    texts = home / "texts"
+    texts.mkdir()
+    for file in files:
+        (texts / file.name).write_text(file.read_text())
+    (texts / "loud.txt").write_text("ALL OF THIS IS SHOUTED, EVERY LAST WORD OF IT.\n" * 20)
+    (texts / "eager.txt").write_text("It goes on and on!!! " * 40)
+    demo = write_config(home, texts, name="demo", runs_dir=str(home / "runs"),
+                        train={"steps": 6, "warmup_steps": 2, "lr": 0.05, "heldout_every": 6, "sample_every": 6})
+    demo.rename(home / "configs/demo.yaml")
+    for name, text in FILES.items():
+        (home / "configs" / name).write_text(text)
+    done = run(home, COMMAND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home / "runs/extended", done.stdout
+
+
+def run(home: Path, command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(command, shell=True, cwd=home, text=True, capture_output=True, timeout=HANG_S, check=False,
+                          env={**environment(), "PATH": path})
+
+
+def test_the_page_names_files_that_are_there():
+    for name in re.findall(r"(?:pipeline|model|launch|tests)/[\w/\\.]+\.py", PAGE):
+        assert (REPOSITORY / name.replace("\\", "")).is_file(), name
+
+
+def test_the_filter_dropped_and_changed_documents(extended):
+    folder, said = extended
+    counts = json.dumps(read_manifest(folder / "shard").counts)
+    assert "Shouting" in counts and "in capitals" in counts + said
+
+
+def test_the_optimizer_trained_with_its_own_state_and_setting(extended):
+    folder, _ = extended
+    index = read_json(next((folder / "train/checkpoints").glob("step-*/index.json")))
+    states = {name.split(".")[0] for name in index["tensors"]}
+    assert "momentum_buffer" in states and "exp_avg" not in states
+    settings = yaml.safe_load((folder / "config.yaml").read_text())["train"]
+    assert settings["optimizer"] == "extras:SGD" and settings["optimizer_settings"] == {"momentum": 0.8}
+    losses = [record["loss"] for record in read_metrics(folder / "train/metrics.jsonl")]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_the_attention_backend_was_the_one_that_ran(extended):
+    folder, _ = extended
+    events = [json.loads(line) for line in (folder / "train/events.jsonl").read_text().splitlines()]
+    assert events[0]["attention"] == "ours"
+
+
+def test_the_sink_kept_the_lowest_loss(extended):
+    folder, _ = extended
+    lowest = min(read_metrics(folder / "train/metrics.jsonl"), key=lambda record: record["loss"])
+    assert read_json(folder / "best.json") == {"step": lowest["step"], "loss": lowest["loss"]}
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_the_stage_is_one_like_any_other(extended):
+    folder, said = extended
+    manifest = read_manifest(folder / "letters")
+    assert read_json(folder / "letters/letters.json") == manifest.counts
+    assert manifest.counts["documents_in"] == read_manifest(folder / "shard").counts["documents_in"]
+    assert "extras" in manifest.code and "letters" in said
+    home = folder.parents[1]
+    again = run(home, COMMAND)
+    assert again.returncode == 0 and "letters   up to date" in again.stdout
+    refused = run(home, f"{COMMAND} 'stages.letters.counts=[documents_in, text_bytes]'")
+    assert refused.returncode != 0 and "stages.letters.counts" in refused.stderr

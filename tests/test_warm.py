@@ -1,0 +1,60 @@
+"""A warm process is to the tests what a cold one would be: its words, its status, its end by signals, its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, environment, stage_command, start_stage
+from tests.stages.training import descendants, kill, lines, rank_process, start
+from tests.waiting import wait_for
+
+LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000"]
+
+
+@pytest.mark.parametrize("overrides", [["--help"], ["train.lr=x", "train.warmup=3"], ["--colour"]])
+def test_words_and_status_are_those_of_a_cold_process(place, overrides):
+    cold = subprocess.run(stage_command("train", place / "c.yaml", *overrides), cwd=REPOSITORY, env=environment(),
+                          capture_output=True, text=True, check=False)
+    warm = start_stage("train", place / "c.yaml", *overrides)
+    said, complaint = warm.communicate()
+    assert (said, complaint, warm.returncode) == (cold.stdout, cold.stderr, cold.returncode)
+
+
+def test_its_environment_is_its_own(fresh):
+    process = start_stage("train", fresh, *LONG, DROVER_FAULTS="kill:rank=0,step=2", HERE="1")
+    assert process.wait() == -signal.SIGKILL and "HERE" not in os.environ
+    assert (fresh.parent / "runs/mini/train/faults/kill-rank0-step2").is_file()
+
+
+def test_ranks_end_with_the_first_that_fails_and_with_their_agent(fresh):
+    process = start(fresh, *LONG, ranks=2)
+    try:
+        wait_for(lambda: lines(fresh), of=process)
+        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        assert process.wait() == 1
+        before = len(lines(fresh))
+        process = start(fresh, *LONG, ranks=2)
+        wait_for(lambda: len(lines(fresh)) > before, of=process)
+        ranks = descendants(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    finally:
+        kill(process)
+
+
+def test_a_request_to_stop_reaches_the_ranks(fresh):
+    process = start(fresh, *LONG, ranks=2)
+    try:
+        wait_for(lambda: lines(fresh), of=process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+    finally:
+        kill(process)
+    assert (fresh.parent / f"runs/mini/train/checkpoints/step-{lines(fresh)[-1]['step']:08d}/COMPLETE.json").is_file()

@@ -1,0 +1,63 @@
+"""Small models with opinions, and the folders that they lie in: a run, a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.contract.manifest import Manifest
+from pipeline.tokenization.base import Tokenizer
+from pipeline.tokenization.export import write_hugging_face
+from pipeline.tokenization.kinds import write_record
+from tests.formats.cutting import write_checkpoint
+from tests.formats.exporting import write_model
+
+SHAPE = {"dim": 48, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "context_length": 128}
+
+
+def opinionated(config: ModelConfig, seed: int = 1) -> Llama:
+    """A random model whose next token depends on all that is before it, with scores far enough apart."""
+    model = Llama(config)
+    initialise(model, config, seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_({"tok_embeddings.weight": 10 if config.tied_embeddings else 50,
+                                "output.weight": 2}.get(name, 8))
+    return model.eval().requires_grad_(False)
+
+
+def for_tokenizer(tokenizer: Tokenizer, seed: int = 1, **changes: object) -> Llama:
+    """Such a model with a row for each id of a tokenizer."""
+    return opinionated(ModelConfig(**{**SHAPE, "vocab_size": tokenizer.size, **changes}), seed)
+
+
+def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | None, **settings: object) -> Path:
+    """A run with a checkpoint of each model, by step, and a tokenizer without a file, unless it is to have none."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps({"name": folder.name, **settings}))
+    if tokenizer is not None:
+        stage = folder / "tokenizer"
+        stage.mkdir()
+        write_record(stage, tokenizer)
+        Manifest("tokenizer", {}, [], {"vocab_size": tokenizer.size}, "").write(stage)
+    for step, model in models.items():
+        checkpoint = folder / f"train/checkpoints/step-{step:08d}"
+        records = write_checkpoint(checkpoint, {f"model.{name}": parameter.detach()
+                                                for name, parameter in model.named_parameters()})
+        shape = model.config.model_copy(update={"vocab_size": None}).model_dump(mode="json")
+        (checkpoint / "COMPLETE.json").write_text(json.dumps({
+            "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}}))
+    return folder
+
+
+def write_huggingface(folder: Path, model: Llama, tokenizer: Tokenizer) -> Path:
+    """An export with its tokenizer."""
+    folder.mkdir(parents=True)
+    write_model(folder, model, dtype=torch.float32, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    write_hugging_face(tokenizer, folder)
+    return folder

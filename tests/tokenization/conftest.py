@@ -1,0 +1,76 @@
+"""Small vocabularies of every kind, trained on real text."""
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
+from pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
+from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN, TiktokenTokenizer
+from pipeline.tokenization.training import chunked, train_sentencepiece
+
+KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")
+
+ODD_TEXTS = [
+    "", " ", "\n", "\t\t\n", "a", "  two  spaces  ",
+    "tabs\tand\r\nline ends\r\rhere\n\n\n    indented", "\u2028\u2029\x85",
+    "emoji 😀👩‍👩‍👧 flags 🇩🇪", "漢字かな交じり文 中文，标点。",
+    "combining e\u0301 n\u0303 a\u0300\u0301 \u0301alone", "ﬁ ① Å K \ufb01",
+    "<|end_of_text|> and <|begin_of_text|><|eot_id|> in a text", "<unk> <s> </s> <0x41> <0x0A>", "nul \0 inside\0",
+    "1234567 3.14159 0xFF 1_000", "don't I'LL we've ſhe's", "\ufeffbom", "\U0010ffff\ue000", "=" * 300, " " * 300 + "x",
+    "\u2581 the mark\u2581itself", "العربية עברית हिन्दी ไทย", "#" * 17 + "-" * 33, "\x00\x01\x7f\x80",
+]
+
+
+@pytest.fixture(scope="session")
+def texts(corpus: Path) -> list[str]:
+    """The documents of the miniature corpus."""
+    return [path.read_bytes().decode() for path in sorted(corpus.glob("*.txt"))]
+
+
+@pytest.fixture(scope="session")
+def byte_level(texts):
+    """A byte-level BPE tokenizer, trained by the `tokenizers` library with Llama 3's pattern."""
+    from tokenizers import models, trainers
+    tokenizer = byte_level_tokenizer(models.BPE(), LLAMA3_PATTERN)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=sorted(byte_of_character()), show_progress=False))
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
+    """A file of every kind of vocabulary."""
+    from tokenizers import Tokenizer
+    folder = tmp_path_factory.mktemp("vocabularies")
+    made = {name: folder / name / file for name, file in (
+        ("bpe", "tokenizer.model"), ("unigram", "tokenizer.model"), ("tiktoken", "tokenizer.model"),
+        ("huggingface", "tokenizer.json"), ("char", "characters.json"))}
+    for path in made.values():
+        path.parent.mkdir()
+    chunks = [chunk for text in texts for chunk in chunked(text)]
+    for algorithm, size in (("bpe", 1024), ("unigram", 768)):
+        train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm],
+                            made[algorithm].with_name("train.log"))
+    write_characters(made["char"], texts)
+    of_character = byte_of_character()
+    ranks = sorted((rank, bytes(of_character[character] for character in token))
+                   for token, rank in byte_level.get_vocab().items())
+    made["tiktoken"].write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in ranks))
+    ready = Tokenizer.from_str(byte_level.to_str())
+    ready.add_special_tokens(["<s>", "</s>"])
+    ready.enable_truncation(8)
+    ready.save(str(made["huggingface"]))
+    return made
+
+
+@pytest.fixture(scope="session")
+def vocabularies(files):
+    """A vocabulary of every kind, by the names of `KINDS`."""
+    return {"bpe": SentencePieceTokenizer(files["bpe"]), "unigram": SentencePieceTokenizer(files["unigram"]),
+            "tiktoken": TiktokenTokenizer(files["tiktoken"]), "char": CharTokenizer(files["char"]),
+            "huggingface": HuggingFaceTokenizer(files["huggingface"]), "byte": ByteTokenizer()}

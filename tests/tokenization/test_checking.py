@@ -1,0 +1,101 @@
+"""The gates: text that is lost and an export with other ids fail; what is known to happen is counted."""
+
+import pytest
+
+from pipeline.data.documents import Document
+from pipeline.errors import UserError
+from pipeline.tokenization.checking import Check, Tally, bitmap, from_bitmap, refuse_failures, summed
+from pipeline.tokenization.export import write_hugging_face
+from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from pipeline.tokenization.reporting import as_markdown, described
+
+
+@pytest.fixture
+def exported(vocabularies, tmp_path):
+    """The exported tokenizer of a kind, as transformers loads it."""
+    def load(vocabulary):
+        from transformers import AutoTokenizer
+        write_hugging_face(vocabulary, tmp_path)
+        return AutoTokenizer.from_pretrained(tmp_path)
+    return load
+
+
+def checked(vocabulary, exported, *texts):
+    check = Check()
+    for number, text in enumerate(texts):
+        check.document(Document(text, "web", f"page-{number}", {}), vocabulary, exported)
+    return check
+
+
+def test_numbers_of_a_source(vocabularies, exported):
+    vocabulary = vocabularies["char"]
+    tally = checked(vocabulary, exported(vocabulary), "ab cd", "漢 x\0").tally
+    assert tally == Tally(documents=2, text_bytes=11, characters=9, words=4, tokens=5 + 3 + 2 + 1,
+                          fallback_tokens=3 + 1, nul_documents=1)
+    refuse_failures(tally, [])
+
+
+def test_the_word_mark_is_counted_and_passes(vocabularies, exported):
+    check = checked(vocabularies["bpe"], exported(vocabularies["bpe"]), "a\u2581b", "a b")
+    assert (check.tally.literal_marks, check.tally.round_trip_failures, check.failures) == (1, 0, [])
+
+
+def test_an_export_with_other_ids_is_refused(vocabularies, exported):
+    other = exported(vocabularies["unigram"])
+    check = checked(vocabularies["bpe"], other, "def function(self): return None")
+    assert check.tally.hugging_face_failures == 1
+    with pytest.raises(UserError, match=r"1 of 1 documents differ \(the document page-0 of web has other ids"):
+        refuse_failures(check.tally, check.failures)
+
+
+def test_an_export_without_bos_is_refused(vocabularies, exported):
+    from tokenizers.processors import TemplateProcessing
+    bare = exported(vocabularies["byte"])
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    assert checked(vocabularies["byte"], bare, "text").tally.hugging_face_failures == 1
+
+
+def test_a_vocabulary_that_loses_text_is_refused(tmp_path, byte_level, exported):
+    from tokenizers import Tokenizer, normalizers
+    lossy = Tokenizer.from_str(byte_level.to_str())
+    lossy.normalizer = normalizers.Lowercase()
+    lossy.add_special_tokens(["<s>", "</s>"])
+    lossy.save(str(tmp_path / "lossy.json"))
+    vocabulary = HuggingFaceTokenizer(tmp_path / "lossy.json")
+    check = checked(vocabulary, exported(vocabulary), "all lower", "One upper")
+    assert check.tally.round_trip_failures == 1 and check.tally.hugging_face_failures == 0
+    with pytest.raises(UserError, match=r"1 of 2 documents are not .*page-1 of web .*'One upper' at character 0"):
+        refuse_failures(check.tally, check.failures)
+
+
+@pytest.mark.parametrize(("prefix", "texts_with_it"), [(True, 3), (False, 0)])
+def test_a_ready_sentencepiece_model_may_put_a_space_first(tmp_path, texts, exported, prefix, texts_with_it):
+    """Llama 2's models do so; their own decoding takes it away again. It is counted."""
+    from sentencepiece import SentencePieceTrainer
+
+    from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
+    path = tmp_path / "ready.model"
+    with open(path, "wb") as file, open(tmp_path / "log", "w") as log:
+        SentencePieceTrainer.train(sentence_iterator=iter(texts[0].splitlines()), model_writer=file, vocab_size=400,
+                                   model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+                                   remove_extra_whitespaces=False, logstream=log, add_dummy_prefix=prefix,
+                                   user_defined_symbols=[] if prefix else ["<tool>"])
+    vocabulary = SentencePieceTokenizer(path)
+    assert vocabulary.bounds == ("<s>", "</s>") and vocabulary.size == 512
+    check = checked(vocabulary, exported(vocabulary), "Hello  world", " two" if prefix else "a <tool> b", "</s>")
+    assert (check.tally.prefixed, check.failures) == (texts_with_it, [])
+
+
+def test_sets_of_ids_survive_as_text():
+    assert from_bitmap(bitmap({0, 7, 8, 500}, 512)) == {0, 7, 8, 500} and from_bitmap(bitmap([], 512)) == set()
+
+
+def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts):
+    vocabulary = vocabularies["bpe"]
+    check = checked(vocabulary, exported(vocabulary), *texts[:3])
+    total = summed([{"tally": vars(check.tally)}])
+    report = described(vocabulary, {"web": total}, Tally(), check.seen)
+    assert report["sources"]["web"]["bytes_per_token"] == round(total.text_bytes / total.tokens, 6) > 1.5
+    assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
+    page = as_markdown(report)
+    assert "| web | 3 |" in page and f"{total.text_bytes / total.tokens:.3f}" in page

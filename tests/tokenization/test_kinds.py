@@ -1,0 +1,122 @@
+"""Vocabularies from files: the record, ready tokenizers and what is wrong with some of them."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from pipeline.tokenization.kinds import (
+    FILES,
+    input_files,
+    load_tokenizer,
+    open_tokenizer,
+    token_dtype,
+    vocabulary_record,
+    write_record,
+)
+from tests.tokenization.conftest import KINDS, ODD_TEXTS
+
+
+@pytest.fixture
+def folder(tmp_path, files, vocabularies):
+    """A function that lays out a finished stage's folder of one kind."""
+    def lay_out(kind):
+        vocabulary = vocabularies[kind]
+        if name := FILES[vocabulary.kind]:
+            (tmp_path / name).write_bytes(files[kind].read_bytes())
+        write_record(tmp_path, vocabulary)
+        return tmp_path
+    return lay_out
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(512, "uint16"), (65535, "uint16"), (65536, "uint16"), (65537, "uint32"),
+                                             (128256, "uint32")])
+def test_two_bytes_hold_65536_ids(size, dtype):
+    assert token_dtype(size) == dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folder, vocabularies, kind):
+    loaded, vocabulary = load_tokenizer(folder(kind)), vocabularies[kind]
+    assert [loaded.encode(text) for text in ODD_TEXTS] == [vocabulary.encode(text) for text in ODD_TEXTS]
+    assert loaded.special_tokens == vocabulary.special_tokens and loaded.bounds == vocabulary.bounds
+    record = vocabulary_record(folder(kind))
+    assert (record["size"], record["sha256"]) == (vocabulary.size, vocabulary.sha256)
+
+
+def test_another_file_than_the_recorded_one_is_refused(folder, files):
+    place = folder("bpe")
+    (place / "tokenizer.model").write_bytes(files["unigram"].read_bytes())
+    with pytest.raises(UserError, match=r"not the file that .*vocabulary.json was written for"):
+        load_tokenizer(place)
+    (place / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match="missing"):
+        load_tokenizer(place)
+    (place / "vocabulary.json").unlink()
+    with pytest.raises(UserError, match="--stage tokenizer"):
+        load_tokenizer(place)
+
+
+def config(kind, path):
+    return SimpleNamespace(tokenizer=SimpleNamespace(kind=kind, path=path and str(path)))
+
+
+def test_a_ready_tokenizer_and_the_settings_beside_it_are_inputs(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    assert input_files(config("sentencepiece", None)) == []
+    assert input_files(config("huggingface", path)) == [("tokenizer", path)]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert [name for name, _ in input_files(config("huggingface", path))] == ["tokenizer", "tokenizer_config"]
+    assert input_files(config("tiktoken", path)) == [("tokenizer", path)]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b"no base64! 0", ":257: not a line"), (b"QUJD", ":257: not a line"), (b"QUJD 300", "do not run from 0 to 256")])
+def test_a_broken_rank_file_names_the_line(tmp_path, line, message):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256)) + line)
+    with pytest.raises(UserError, match=message):
+        open_tokenizer("tiktoken", path)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "huggingface"])
+def test_a_file_of_another_kind_is_named(tmp_path, kind):
+    path = tmp_path / "file"
+    path.write_text("{}\n")
+    with pytest.raises(UserError, match=str(path)):
+        open_tokenizer(kind, path)
+
+
+def hugging_face_file(folder, byte_level, *tokens, settings=None):
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(("tokens", "settings", "bounds"), [
+    (["<s>", "</s>"], None, ("<s>", "</s>")),
+    (["<|endoftext|>"], None, ("<|endoftext|>", "<|endoftext|>")),
+    (["<a>", "<z>", "<s>", "</s>"], {"bos_token": "<a>", "eos_token": {"content": "<z>"}}, ("<a>", "<z>")),
+    (["<|endoftext|>", "<|im_start|>"], {"bos_token": None, "eos_token": "<|endoftext|>"},
+     ("<|endoftext|>", "<|endoftext|>")),
+])
+def test_bos_and_eos_are_found(tmp_path, byte_level, tokens, settings, bounds):
+    assert HuggingFaceTokenizer(hugging_face_file(tmp_path, byte_level, *tokens, settings=settings)).bounds == bounds
+
+
+def test_a_tokenizer_without_bos_says_what_to_add(tmp_path, byte_level):
+    with pytest.raises(UserError, match=r"no token that is known as BOS, .*tokenizer_config.json"):
+        HuggingFaceTokenizer(hugging_face_file(tmp_path, byte_level, "</s>"))
+
+
+def test_truncation_that_a_file_asks_for_is_ignored(files, texts):
+    assert json.loads(files["huggingface"].read_text())["truncation"]["max_length"] == 8
+    vocabulary = HuggingFaceTokenizer(files["huggingface"])
+    assert vocabulary.decode(vocabulary.encode(texts[0])) == texts[0]

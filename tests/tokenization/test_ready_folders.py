@@ -1,0 +1,92 @@
+"""A tokenizer that somebody else has made keeps every id, special token, BOS rule and chat template in the export."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from pipeline.data.documents import Document
+from pipeline.tokenization.checking import Check
+from pipeline.tokenization.kinds import load_tokenizer, ready_file
+from pipeline.tokenizer import make
+from tests.tokenization.conftest import ODD_TEXTS
+
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+            "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+@pytest.fixture(scope="module", params=["BOS first", "no BOS", "template in a file"])
+def source(request, tmp_path_factory, byte_level):
+    """A folder as instruct models come: special tokens beyond BOS and EOS, a template, settings of its own."""
+    folder = tmp_path_factory.mktemp("source")
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    if request.param != "no BOS":
+        bos = SPECIAL[0]
+        tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"],
+                                                      special_tokens=[(bos, tokenizer.token_to_id(bos))])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[4],
+                "pad_token": SPECIAL[1], "model_max_length": 4096, "clean_up_tokenization_spaces": True}
+    if request.param == "template in a file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        settings["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": SPECIAL[0], "eos_token": SPECIAL[4]}))
+    (folder / "README.md").write_text("not a part of it")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(source, tmp_path_factory):
+    """The stage's unit of work on that folder."""
+    folder = tmp_path_factory.mktemp("stage")
+    unit = make(folder, {"settings": {"kind": "huggingface", "path": str(source)}, "shards": "", "records": []})
+    return folder, [record["path"] for record in unit["outputs"]]
+
+
+def test_the_export_is_the_original_to_the_byte(source, made):
+    folder, outputs = made
+    expected = {path.name for path in source.iterdir()} - {"README.md"}
+    assert {path.name for path in (folder / "hf").iterdir()} == expected
+    assert {f"hf/{name}" for name in expected} | {"tokenizer.json", "vocabulary.json"} == set(outputs)
+    assert all((folder / "hf" / name).read_bytes() == (source / name).read_bytes() for name in expected)
+
+
+def test_the_export_does_to_any_text_what_the_original_does(source, made):
+    from transformers import AutoTokenizer
+    theirs, ours = (AutoTokenizer.from_pretrained(folder, local_files_only=True) for folder in (source, made[0] / "hf"))
+    for text in [*ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b"]:
+        assert theirs(text)["input_ids"] == ours(text)["input_ids"]
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours(text, add_special_tokens=False)["input_ids"]
+        assert theirs.decode(theirs(text)["input_ids"]) == ours.decode(ours(text)["input_ids"])
+    chat = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "hi"}]
+    assert theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == \
+        ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert (ours.bos_token, ours.eos_token, ours.pad_token, ours.model_max_length) == \
+        (SPECIAL[0], SPECIAL[4], SPECIAL[1], 4096)
+    assert theirs.get_vocab() == ours.get_vocab()
+
+
+def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
+    from transformers import AutoTokenizer
+    folder, _ = made
+    tokenizer, exported = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder / "hf", local_files_only=True)
+    assert (tokenizer.bounds, tokenizer.size % 128) == ((SPECIAL[0], SPECIAL[4]), 0)
+    check = Check()
+    for number, text in enumerate([*ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b"]):
+        check.document(Document(text, "web", f"page-{number}", {}), tokenizer, exported)
+    assert check.failures == [] and check.tally.hugging_face_failures == check.tally.round_trip_failures == 0
+    assert tokenizer.special_tokens["<|eot_id|>"] not in tokenizer.encode("a<|eot_id|>b")
+
+
+def test_a_folder_stands_for_the_file_of_its_kind(source, files):
+    from pipeline.config.data import TokenizerConfig
+    assert ready_file(TokenizerConfig(kind="huggingface", path=str(source))) == source / "tokenizer.json"
+    assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"].parent))) == files["tiktoken"]
+    assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"]))) == files["tiktoken"]

@@ -1,0 +1,170 @@
+"""What holds for every kind of vocabulary, on odd text and on text that nobody thought of."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, padded, reads_back
+from pipeline.tokenization.export import hugging_face_tokenizer, write_hugging_face
+from pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN, TiktokenTokenizer
+from tests.tokenization.conftest import KINDS, ODD_TEXTS
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+OWN = ("bpe", "unigram", "tiktoken", "byte", "char")
+any_text = st.text(st.characters(codec="utf-8"), max_size=60) | st.text("ab =\n\t\r<|>_" + WORD_MARK, max_size=60)
+
+
+@pytest.fixture(scope="module")
+def exported(vocabularies):
+    """The Hugging Face tokenizer of every kind."""
+    tokenizers = {kind: hugging_face_tokenizer(vocabulary) for kind, vocabulary in vocabularies.items()}
+    for tokenizer in tokenizers.values():
+        tokenizer.encode_special_tokens = True
+    return tokenizers
+
+
+def same_as_exported(vocabulary, tokenizer, text):
+    ids = vocabulary.encode(text)
+    assert tokenizer.encode(text).ids == [vocabulary.bos_id, *ids]
+    assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+    assert tokenizer.decode(ids) == vocabulary.decode(ids)
+
+
+def comes_back(vocabulary, text):
+    ids = vocabulary.encode(text)
+    kept = text.replace(WORD_MARK, " ") if vocabulary.kind == "sentencepiece" else text
+    assert vocabulary.decode(ids) == kept
+    assert b"".join(map(vocabulary.token_bytes, ids)) == kept.encode()
+    assert not vocabulary.special_ids & set(ids) and all(0 <= token < vocabulary.used for token in ids)
+
+
+@every_kind
+@pytest.mark.parametrize("text", ODD_TEXTS, ids=ascii)
+def test_odd_text_comes_back_and_has_equal_ids_in_the_export(vocabularies, exported, kind, text):
+    comes_back(vocabularies[kind], text)
+    same_as_exported(vocabularies[kind], exported[kind], text)
+
+
+@every_kind
+def test_real_text_comes_back_and_has_equal_ids_in_the_export(vocabularies, exported, texts, kind):
+    for text in texts:
+        comes_back(vocabularies[kind], text)
+        same_as_exported(vocabularies[kind], exported[kind], text)
+
+
+@every_kind
+@settings(max_examples=60, deadline=None)
+@given(text=any_text)
+def test_any_text_comes_back_and_has_equal_ids_in_the_export(vocabularies, exported, kind, text):
+    comes_back(vocabularies[kind], text)
+    same_as_exported(vocabularies[kind], exported[kind], text)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_there_are_llama_3s_256_special_tokens(vocabularies, kind):
+    vocabulary = vocabularies[kind]
+    assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == 256
+    ids = [vocabulary.special_tokens[name] for name in SPECIAL_TOKENS]
+    assert ids == list(range(ids[0], ids[0] + 256))
+    assert (vocabulary.bos_id, vocabulary.eos_id) == (ids[0], ids[1]) and vocabulary.bounds == (BOS, EOS)
+    assert SPECIAL_TOKENS[9] == "<|eot_id|>" and SPECIAL_TOKENS[-1] == "<|reserved_special_token_245|>"
+
+
+@every_kind
+def test_names_of_special_tokens_in_a_text_stay_text(vocabularies, kind):
+    vocabulary = vocabularies[kind]
+    for name in vocabulary.special_tokens:
+        comes_back(vocabulary, f"x {name} y{name}")
+
+
+@every_kind
+def test_the_size_is_padded_and_padding_stands_for_nothing(vocabularies, kind):
+    vocabulary = vocabularies[kind]
+    assert vocabulary.size % 128 == 0 and vocabulary.used <= vocabulary.size < vocabulary.used + 128
+    silent = [vocabulary.bos_id, vocabulary.eos_id, *range(vocabulary.used, vocabulary.size)]
+    assert all(vocabulary.token_bytes(token) == b"" for token in silent)
+    assert vocabulary.decode([*silent, *vocabulary.encode("text"), *silent]) == "text"
+    for outside in (-1, vocabulary.size):
+        with pytest.raises(ValueError, match="not an id"):
+            vocabulary.token_bytes(outside)
+
+
+def test_padding():
+    assert [padded(count) for count in (1, 128, 129, 128256)] == [128, 128, 256, 128256]
+
+
+def test_sentencepiece_begins_with_unknown_bos_eos(vocabularies):
+    for kind in ("bpe", "unigram"):
+        vocabulary = vocabularies[kind]
+        assert (vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id) == (0, 1, 2)
+        assert sorted(vocabulary.byte_fallback_ids) == list(range(257, 513))
+
+
+def test_bpe_ids_are_sentencepieces_own(vocabularies, files, texts):
+    from sentencepiece import SentencePieceProcessor
+    processor = SentencePieceProcessor(model_file=str(files["bpe"]))
+    assert [vocabularies["bpe"].encode(text) for text in texts] == [processor.encode(text) for text in texts]
+
+
+def test_tiktoken_gives_the_ids_of_the_tokenizer_that_was_trained(vocabularies, byte_level, texts):
+    vocabulary = vocabularies["tiktoken"]
+    for text in [*texts, *ODD_TEXTS]:
+        assert vocabulary.encode(text) == byte_level.encode(text).ids
+    assert vocabulary.bos_id == byte_level.get_vocab_size() == 900
+
+
+def test_very_long_runs_are_cut_as_meta_cuts_them(vocabularies):
+    vocabulary = vocabularies["tiktoken"]
+    blank, dense = " " * (2 * MAX_RUN + 5), "x" * (MAX_RUN + 1)
+    assert [len(part) for part in vocabulary.parts(f"ab{blank}cd")] == [2 + MAX_RUN, MAX_RUN, 5 + 2]
+    assert [len(part) for part in vocabulary.parts(dense)] == [MAX_RUN, 1]
+    assert [len(part) for part in vocabulary.parts("ab " * 150_000)] == [MAX_PART, 50_000]
+    assert vocabulary.parts("ab " * 10_000) == ["ab " * 10_000]
+    for text in (blank * 20, dense * 3, "ab " * 150_000):  # a million blanks make tiktoken itself panic
+        assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+def test_bytes_are_their_own_ids(vocabularies):
+    assert vocabularies["byte"].encode("aü\0") == [97, 0xC3, 0xBC, 0]
+    assert (vocabularies["byte"].size, vocabularies["byte"].bos_id) == (512, 256)
+
+
+def test_characters_are_sorted_and_unknown_ones_are_spelled_in_bytes(vocabularies, texts):
+    vocabulary = vocabularies["char"]
+    known = sorted(set().union(*texts))
+    assert list(vocabulary.characters) == known and vocabulary.encode("".join(known)) == list(range(len(known)))
+    ids = vocabulary.encode("漢")
+    assert [vocabulary.token_bytes(token) for token in ids] == [b"\xe6", b"\xbc", b"\xa2"]
+    assert set(ids) <= vocabulary.byte_fallback_ids
+
+
+@every_kind
+def test_transformers_loads_the_export(vocabularies, tmp_path, texts, kind):
+    from transformers import AutoTokenizer
+    vocabulary = vocabularies[kind]
+    write_hugging_face(vocabulary, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (vocabulary.bos_id, vocabulary.eos_id)
+    for text in [*texts[:5], *ODD_TEXTS]:
+        ids = vocabulary.encode(text)
+        assert tokenizer(text)["input_ids"] == [vocabulary.bos_id, *ids]
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        assert tokenizer.decode([vocabulary.bos_id, *ids], skip_special_tokens=True) == vocabulary.decode(ids)
+
+
+@pytest.mark.parametrize(("text", "decoded", "same"), [
+    ("a b", "a b", True), ("a\u2581b", "a b", True), ("a\u2581b", "a  b", False), ("a b", "ab", False)])
+def test_only_the_word_mark_may_come_back_as_a_space(text, decoded, same):
+    assert reads_back(text, decoded) is same
+
+
+@pytest.mark.skipif("LLAMA3_TOKENIZER" not in os.environ, reason="LLAMA3_TOKENIZER names no tokenizer.model of Meta's")
+def test_metas_file_gives_metas_ids():
+    vocabulary = TiktokenTokenizer(Path(os.environ["LLAMA3_TOKENIZER"]))
+    assert vocabulary.encode("This is a test sentence.") == [2028, 374, 264, 1296, 11914, 13]
+    assert vocabulary.encode("  two  spaces\n\n\tdef f():") == [220, 1403, 220, 12908, 271, 7604, 282, 4658]
+    assert vocabulary.encode("<|eot_id|>") == [27, 91, 68, 354, 851, 91, 29]
+    assert (vocabulary.size, vocabulary.bos_id, vocabulary.special_tokens["<|eot_id|>"]) == (128256, 128000, 128009)

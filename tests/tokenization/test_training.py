@@ -1,0 +1,115 @@
+"""Training: nothing left out in silence, the same bytes every time, errors that say what to change."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.errors import UserError
+from pipeline.tokenization import training
+from pipeline.tokenization.training import Sample, chunked, refuse_skipped, sampled, train_sentencepiece
+
+
+@given(st.text("ab\n ü漢", max_size=200).map(lambda text: text * 97))
+def test_chunks_are_the_text_in_small_pieces(text):
+    chunks = list(chunked(text))
+    assert "".join(chunks) == text
+    assert all(0 < len(chunk) <= training.CHUNK_CHARACTERS for chunk in chunks)
+    assert max((len(chunk.encode()) for chunk in chunks), default=0) <= training.MAX_SENTENCE_BYTES
+
+
+def test_chunks_end_at_line_ends():
+    text = "a line of some length\n" * 1000
+    assert all(chunk.endswith("\n") for chunk in chunked(text)) and len(list(chunked(text))) == 6
+
+
+def documents(count=400):
+    return [(hashlib.sha256(str(number).encode()).hexdigest()[:32], f"document {number}\n" * 600)
+            for number in range(count)]
+
+
+def test_a_sample_is_even_and_decided_by_the_seed():
+    first, again, other = Sample(), Sample(), Sample()
+    chosen = list(sampled(documents(), 0.25, 0, first))
+    assert list(sampled(documents(), 0.25, 0, again)) == chosen and again == first
+    assert list(sampled(documents(), 0.25, 1, other)) != chosen
+    whole = sum(len(text) for _, text in documents())
+    assert 0.2 < first.text_bytes / whole < 0.3 and first.chunks == len(chosen)
+    halves = [sum(len(chunk) for chunk in sampled(half, 0.25, 0, Sample())) for half in (documents()[:200],
+                                                                                        documents()[200:])]
+    assert sum(halves) == first.text_bytes and 0.7 < halves[0] / halves[1] < 1.4
+
+
+def test_a_sample_may_be_everything_and_counts_nul():
+    counts = Sample()
+    assert list(sampled([("k", "a\0b\n\0")], 1.0, 0, counts)) == ["ab\n"]
+    assert counts == Sample(chunks=1, text_bytes=3, nul_characters=2)
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_training_again_gives_the_same_bytes(files, texts, tmp_path, algorithm):
+    size = {"bpe": 1024, "unigram": 768}[algorithm]
+    path = tmp_path / "again.model"
+    train_sentencepiece((chunk for text in texts for chunk in chunked(text)),
+                        TokenizerConfig(vocab_size=size, algorithm=algorithm), path, tmp_path / "train.log")
+    assert path.read_bytes() == files[algorithm].read_bytes()
+
+
+def test_the_pieces_do_not_depend_on_the_number_of_threads(files, texts, tmp_path, monkeypatch):
+    from sentencepiece import SentencePieceProcessor
+
+    def pieces(path):
+        processor = SentencePieceProcessor(model_file=str(path))
+        return [(processor.id_to_piece(token), processor.get_score(token)) for token in range(len(processor))]
+    for threads in (1, 2):
+        monkeypatch.setattr(training, "THREADS", threads)
+        path = tmp_path / f"{threads}.model"
+        train_sentencepiece((chunk for text in texts for chunk in chunked(text)), TokenizerConfig(vocab_size=1024),
+                            path, tmp_path / "train.log")
+        assert pieces(path) == pieces(files["bpe"])
+
+
+def test_skipped_text_fails_training(tmp_path, texts):
+    too_long = "word " * 20_000  # 100,000 bytes: sentencepiece would drop it in silence
+    with pytest.raises(UserError, match=r"left out 1 too long and 0 NUL-bearing"):
+        train_sentencepiece([*texts[:20], too_long], TokenizerConfig(vocab_size=640), tmp_path / "m", tmp_path / "log")
+    assert not (tmp_path / "m").exists()
+
+
+def test_text_with_nul_that_reached_the_trainer_fails_training(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("trainer_interface.cc(548) LOG(INFO) Found null character. The corpus must be encoded in utf-8.\n"
+                   "trainer_interface.cc(655) LOG(INFO) Done! preprocessed 5 sentences.\n")
+    with pytest.raises(UserError, match="1 NUL-bearing"):
+        refuse_skipped(log)
+
+
+@pytest.mark.parametrize(("texts", "size", "message"), [
+    (["hello world\n"] * 9, 4096, r"vocab_size 4096 is too large .* supports 5\d\d ids. Take tokenizer.kind=byte"),
+    (["".join(map(chr, range(0x4E00, 0x5E00)))], 640, r"vocab_size 640 is too small: 4609 ids are needed"),
+    ([], 640, "There is no text to train"),
+])
+def test_what_cannot_be_trained_says_what_to_change(tmp_path, texts, size, message):
+    settings = TokenizerConfig(vocab_size=size, character_coverage=1.0)
+    with pytest.raises(UserError, match=message):
+        train_sentencepiece(texts, settings, tmp_path / "m", tmp_path / "log")
+
+
+def test_a_too_large_vocabulary_is_told_the_largest_that_fits(tmp_path, texts):
+    with pytest.raises(UserError, match=r"Set it to (\d+) or less") as caught:
+        train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=32768), tmp_path / "m", tmp_path / "log")
+    size = int(str(caught.value).split("Set it to ")[1].split()[0])
+    assert size % 128 == 0
+    train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m", tmp_path / "log")
+
+
+def test_the_trainer_speaks_although_somebody_silenced_it(tmp_path, texts):
+    from sentencepiece import SentencePieceTrainer
+    with open(tmp_path / "other.model", "wb") as file:
+        SentencePieceTrainer.train(sentence_iterator=iter(texts[0].splitlines()), model_writer=file, vocab_size=400,
+                                   byte_fallback=True, minloglevel=2)
+    chunks = [chunk for text in texts for chunk in chunked(text)]
+    train_sentencepiece(chunks, TokenizerConfig(vocab_size=1024), tmp_path / "x.model", tmp_path / "train.log")
+    assert "Done! preprocessed" in (tmp_path / "train.log").read_text()

@@ -1,0 +1,156 @@
+"""The tool that writes text: what it prints is what the model writes, from every kind of path."""
+
+import builtins
+import json
+
+import pytest
+
+from model.generate import generate
+from pipeline.tokenization.base import BOS
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.tiny_models import for_tokenizer, write_huggingface, write_run
+from tools import chat
+from tools.chat import main
+
+TOKENIZER = ByteTokenizer()
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+            "{{ message.content }}<|eot_id|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return for_tokenizer(TOKENIZER, context_length=256)
+
+
+@pytest.fixture(scope="module")
+def places(model, tmp_path_factory):
+    """The same model as a run, a checkpoint and a Hugging Face folder that has a chat template."""
+    home = tmp_path_factory.mktemp("models")
+    run = write_run(home / "demo", {3: model}, TOKENIZER)
+    folder = write_huggingface(home / "hf", model, TOKENIZER)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return {"run": run, "checkpoint": run / "train/checkpoints/step-00000003", "hf": folder}
+
+
+def greedy(model, ids, count):
+    stops = {TOKENIZER.eos_id, TOKENIZER.special_tokens["<|eot_id|>"]}
+    return TOKENIZER.decode(generate(model, [ids], count, temperature=0, top_p=1, seed=0, stop_ids=stops)[0])
+
+
+def continued(model, prompt, count):
+    return greedy(model, [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], count)
+
+
+@pytest.mark.parametrize("place", ["run", "checkpoint", "hf"])
+def test_prompts_are_continued_in_their_order(places, model, place, capsys):
+    prompts = ["def main():", "a much longer prompt than the first\n", "é"]
+    assert main(["--model", str(places[place]), *prompts, "--temperature", "0", "--max-tokens", "30"]) == 0
+    assert capsys.readouterr().out == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
+
+
+def test_the_settings_reach_the_model(places, model, capsys):
+    def said(*arguments):
+        assert main(["--model", str(places["run"]), "x", "--max-tokens", "20", *arguments]) == 0
+        return capsys.readouterr().out
+    assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
+    likeliest = f"x{continued(model, 'x', 20)}\n"
+    for one in (("--top-k", "1"), ("--min-p", "1"), ("--top-p", "0.0001")):
+        assert said("--temperature", "2", *one) == likeliest
+    text = continued(model, "x", 20)
+    assert said("--temperature", "0", "--stop", text[4:6]) == f"x{text[:text.find(text[4:6])]}\n"
+    assert said("--temperature", "0", "--repetition-penalty", "5") != likeliest
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "nothing to continue"),
+    (["x", "--top-p", "0", "--min-p", "3"], "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
+    (["x", "--device", "nothing"], "--device nothing cannot be used here"),
+    (["x" * 256], "257 tokens, which leaves no room in the model's context of 256"),
+    (["x", "--chat"], "has no chat template")])
+def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, said, capsys):
+    assert main(["--model", str(places["run"]), *arguments]) == 2
+    found = capsys.readouterr()
+    assert said in found.err and found.out == ""
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Lines that a user types, one after the other; an exception among them is raised."""
+    def type_(*lines):
+        left = list(lines)
+
+        def answer(prompt=""):
+            if not left:
+                raise EOFError
+            line = left.pop(0)
+            if isinstance(line, type) or not isinstance(line, str):
+                raise line
+            return line
+        monkeypatch.setattr(builtins, "input", answer)
+    return type_
+
+
+def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
+    typed("one", "  ", KeyboardInterrupt, "x" * 256, "two")
+    arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "10"]
+    assert main(arguments) == 0
+    found = capsys.readouterr()
+    assert found.out == f"one{continued(model, 'one', 10)}\n\ntwo{continued(model, 'two', 10)}\n"
+    assert "leaves no room" in found.err
+
+
+def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
+    whole, calls = chat.stream, []
+
+    def interrupted(*arguments):
+        calls.append(None)
+        for number, piece in enumerate(whole(*arguments)):
+            if number == 4 and len(calls) == 1:
+                raise KeyboardInterrupt
+            yield piece
+    monkeypatch.setattr(chat, "stream", interrupted)
+    typed("one", "two")
+    arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "25"]
+    assert main(arguments) == 0
+    found, second = capsys.readouterr().out, f"\ntwo{continued(model, 'two', 25)}\n"
+    first = found.removesuffix(second)
+    assert first != found and f"one{continued(model, 'one', 25)}".startswith(first) and 3 < len(first) <= 3 + 4
+
+
+def spelled(messages):
+    """The ids of a conversation, by hand."""
+    special = TOKENIZER.special_tokens
+    ids = [special[BOS]]
+    for role, content in [*messages, ("assistant", None)]:
+        ids += [special["<|start_header_id|>"], *role.encode(), special["<|end_header_id|>"], *b"\n\n"]
+        ids += [*content.encode(), special["<|eot_id|>"]] if content is not None else []
+    return ids
+
+
+def test_a_conversation_is_written_by_its_template_and_remembered(places, model, typed, capsys):
+    arguments = ["--model", str(places["hf"]), "--chat", "--interactive", "--temperature", "0", "--max-tokens", "12"]
+    typed("Hello é", "And then?", "/new", "Hello é")
+    assert main([*arguments, "--system", "Be brief."]) == 0
+    first = greedy(model, spelled(history := [("system", "Be brief."), ("user", "Hello é")]), 12)
+    second = greedy(model, spelled([*history, ("assistant", first), ("user", "And then?")]), 12)
+    assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
+
+
+def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(places, model, tmp_path, capsys):
+    from pipeline.tokenization.export import write_hugging_face
+    run = write_run(tmp_path / "chatty", {3: model}, TOKENIZER)
+    write_hugging_face(TOKENIZER, run / "tokenizer/hf")
+    settings = run / "tokenizer/hf/tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    arguments = ["--model", str(run), "--chat", "Hello", "--temperature", "0", "--max-tokens", "12"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
+
+
+def test_what_controls_a_terminal_is_not_sent_to_one(capsys, monkeypatch):
+    chat.show("a\x1b[31mb\n")
+    assert capsys.readouterr().out == "a\x1b[31mb\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    chat.show("a\x1b[31m\x9bb\tc\n")
+    assert capsys.readouterr().out == "a\ufffd[31m\ufffdb\tc\n"

@@ -1,0 +1,176 @@
+"""Models and a run's checkpoints on the same items: the table, what differs, the plot, going on after a kill."""
+
+import json
+import math
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pipeline.evaluation.running import TaskRunner
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.evaluation.test_contamination import corpus, text_of
+from tests.evaluation.test_task_packs import FILES, bits
+from tests.tiny_models import for_tokenizer, write_huggingface, write_run
+from tools.compare import main
+
+TOKENIZER = ByteTokenizer()
+TEXTS = ["Ein Text, größer als der andere.", " ".join(text_of("long", 60)), "x"]
+STEPS = (2, 7)
+
+
+def write_trained(folder, models, held=TEXTS):
+    """A run with checkpoints after some tokens, and with held-out text."""
+    run = write_run(folder, models, TOKENIZER)
+    for step in models:
+        marker = run / f"train/checkpoints/step-{step:08d}/COMPLETE.json"
+        content = json.loads(marker.read_text())
+        content["progress"]["tokens"] = 1000 * step
+        marker.write_text(json.dumps(content))
+    stage, manifest = corpus(run / "shard", [[text_of("train", 20)]], held=held)
+    manifest.write(stage)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run with two checkpoints and held-out text, the second as an export, two small tasks."""
+    folder = tmp_path_factory.mktemp("home")
+    models = {step: for_tokenizer(TOKENIZER, seed=step) for step in STEPS}
+    write_trained(folder / "run", models)
+    write_huggingface(folder / "hf", models[7], TOKENIZER)
+    write_trained(folder / "empty", {}, [])
+    (folder / "tasks").mkdir()
+    for name in ("capitals", "pages"):
+        for suffix in ("yaml", "jsonl"):
+            (folder / f"tasks/{name}.{suffix}").write_text(FILES[f"{name}.{suffix}"], encoding="utf-8")
+    return folder
+
+
+def compared(home, to, *arguments, expect=0):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert main([*arguments, "--to", str(to), "--task-folders", str(home / "tasks"), "--bootstrap-iters", "20",
+                     "--batch", "4"]) == expect
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads((to / "comparison.json").read_text()) if not expect else None
+
+
+@pytest.fixture(scope="module")
+def over_time(home):
+    to = home / "over_time"
+    return to, compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout",
+                        str(home / "run"))
+
+
+def row(results, part="scores", **wanted):
+    found, = (row for row in results[part] if wanted.items() <= row.items())
+    return found
+
+
+def test_every_row_can_be_read_alone(over_time):
+    _, results = over_time
+    assert [row["model"] for row in results["scores"] if row["metric"] == "acc"] == ["step-00000002", "step-00000007"]
+    for found in results["scores"]:
+        assert found["version"] and found["stderr"] >= 0 and found["n"] == 3 - (found["task"] == "pages")
+        assert found["tokens"] == (2000 if found["model"].endswith("2") else 7000)
+        assert (found["chance"] is None) == (not found["metric"].startswith("acc"))
+    assert {found["metric"] for found in results["scores"]} == {
+        "acc", "acc_norm", "answer_bits_per_byte", "bits_per_byte", "byte_perplexity", "word_perplexity"}
+
+
+def test_scores_and_differences_by_the_book(over_time, home):
+    """Bits of the right answers and of the held-out documents, each alone through the network."""
+    _, results = over_time
+    pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
+             for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
+    models = {f"step-{step:08d}": for_tokenizer(TOKENIZER, seed=step) for step in STEPS}
+    answers = {name: bits(model, pairs) for name, model in models.items()}
+    size = sum(size for _, size in answers["step-00000002"])
+    for name, found in answers.items():
+        assert row(results, model=name, metric="answer_bits_per_byte")["value"] == pytest.approx(
+            sum(one for one, _ in found) / size, rel=1e-5)
+    apart = row(results, "differences", metric="answer_bits_per_byte")
+    each = [other - one for (one, _), (other, _) in zip(*answers.values(), strict=True)]
+    assert apart["difference"] == pytest.approx(sum(each) / size, rel=1e-4)
+    assert (apart["higher"], apart["lower"]) == (sum(value > 0 for value in each), sum(value < 0 for value in each))
+    assert (apart["first"], apart["second"], apart["items"]) == ("step-00000002", "step-00000007", 3)
+
+    expected = 0.0
+    for text in TEXTS:
+        ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+        for start in range(0, len(ids) - 1, 128):  # windows of the context that overlap by one token
+            piece = torch.tensor([ids[start:start + 129]])
+            scores = models["step-00000007"](piece[:, :-1]).double().log_softmax(-1)[0]
+            expected -= float(scores.gather(-1, piece[0, 1:, None]).sum()) / math.log(2)
+    held = row(results, model="step-00000007", task="held-out text of run")
+    assert held["value"] == pytest.approx(expected / sum(len(text.encode()) for text in TEXTS), rel=1e-5)
+    assert row(results, "differences", task="held-out text of run")["items"] == 3
+
+
+def test_a_plot_of_each_score_over_tokens(over_time):
+    to, results = over_time
+    assert {path.stem for path in to.glob("*.svg")} == {
+        "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{row['task']}.{row['metric']}")
+        for row in results["scores"]}
+    text = (to / "capitals-acc.svg").read_text()
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and "var(" not in text
+    assert "tokens" in text and ">chance</text>" in text and "LineCollection" in text, "the bars of the errors"
+
+
+def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, capsys, monkeypatch):
+    to, results = over_time
+    measured = []
+    original = TaskRunner.measure
+
+    def measure(self, task_file):
+        measured.append(task_file.name)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return original(self, task_file)
+    monkeypatch.setattr(TaskRunner, "measure", measure)
+    asked = ("--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout", str(home / "run"))
+    assert compared(home, to, *asked) == results and not measured
+    for path in (to / "items").glob("*pages*"):
+        path.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        compared(home, to, *asked)
+    assert compared(home, to, *asked) == results and measured == ["pages"] * 3, "one, the kill, the other"
+    task = home / "tasks/pages.yaml"
+    before = task.read_text()
+    task.write_text(before.replace("1.0", "2.0"))
+    try:
+        assert row(compared(home, to, *asked, "--limit", "2"), model="step-00000007", metric="word_perplexity",
+                   )["version"] == "2.0"
+    finally:
+        task.write_text(before)
+
+
+def test_models_of_any_form_in_one_table(home, capsys):
+    to = home / "models"
+    run, last, export = (str(home / name) for name in ("run", "run/train/checkpoints/step-00000002", "hf"))
+    results = compared(home, to, "--models", run, last, export, "--tasks", "capitals")
+    assert [(row["first"], row["second"]) for row in results["differences"] if row["metric"] == "acc"] == [
+        (run, last), (run, export), (last, export)]
+    same = row(results, "differences", first=run, second=export, metric="answer_bits_per_byte")
+    assert same["difference"] == pytest.approx(0, abs=1e-6), "the newest checkpoint is what was exported"
+    assert row(results, "differences", first=run, second=export, metric="acc")["p_sign"] == 1.0
+    assert not list(to.glob("*.svg"))
+    text, shown = (to / "comparison.md").read_text(), capsys.readouterr().out
+    assert f"| {export} |" in text and export in shown and "p (sign test)" in shown and "McNemar" in text
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--models", "{home}/hf", "{home}/hf", "--tasks", "capitals"], "twice"),
+    (["--models", "{home}/hf"], "nothing to measure"),
+    (["--models", "{home}/hf", "--tasks", "capital"], "did you mean capitals"),
+    (["--models", "{home}/tasks", "--tasks", "capitals"], "holds no weights"),
+    (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
+    (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "more than the context of {home}/hf, 128"),
+    (["--models", "{home}/hf", "--heldout", "{home}/empty"], "has no held-out text"),
+    (["--checkpoints", "{home}/hf", "--tasks", "capitals"], "config.yaml")])
+def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):
+    compared(home, tmp_path, *(argument.format(home=home) for argument in arguments), expect=2)
+    assert message.format(home=home) in capsys.readouterr().err

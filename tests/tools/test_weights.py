@@ -1,0 +1,366 @@
+"""Weights from form to form by the command: what goes with them, interruptions, refusals, memory."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.errors import UserError
+from pipeline.files import read_json
+from pipeline.formats.output_folder import OutputFolder
+from pipeline.formats.weights import load_model, open_weights
+from pipeline.records.checkpoints import complete_checkpoints, read_marker
+from pipeline.tokenization.export import write_hugging_face
+from pipeline.tokenization.kinds import open_tokenizer, write_record
+from tests.conftest import REPOSITORY, write_config
+from tests.formats.cutting import write_checkpoint
+from tests.formats.exporting import write_model
+from tools.weights import main
+
+SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
+
+
+@pytest.fixture(scope="module")
+def model():
+    built = Llama(SHAPE)
+    initialise(built, SHAPE, seed=7)
+    return built
+
+
+@pytest.fixture
+def source(model, tmp_path):
+    """A Hugging Face folder with all that such folders have beside weights."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_model(folder, model, dtype=torch.float32, bos_id=256, eos_id=[257, 265], max_shard_bytes=60_000)
+    tokenizer = open_tokenizer("tiktoken", vocabulary(tmp_path))
+    write_hugging_face(tokenizer, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 265], "temperature": 0.6}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<|begin_of_text|>"}')
+    (folder / "README.md").write_text("not ours to carry")
+    return folder
+
+
+def vocabulary(folder):
+    """A tokenizer.model of Llama 3's kind: every byte, no merges."""
+    path = folder / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(bytes([value])).decode()} {value}\n" for value in range(256)))
+    return path
+
+
+def give(capsys, *arguments, expect=0):
+    """Run the command; what it printed."""
+    assert main([str(argument) for argument in arguments]) == expect
+    said = capsys.readouterr()
+    return said.err if expect else said.out
+
+
+def carry(capsys, source, target, form, *more, expect=0):
+    return give(capsys, "--from", source, "--to", target, "--format", form, *more, expect=expect)
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_belongs_to_the_weights_goes_with_them(source, tmp_path, capsys):
+    said = carry(capsys, source, tmp_path / "drover", "drover")
+    assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in said
+    said = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
+    before, after = contents(source), contents(tmp_path / "hf")
+    assert after.keys() - before.keys() == {"weights.json"} and before.keys() - after.keys() == {"README.md"}
+    assert {name for name in after.keys() & before.keys() if after[name] != before[name]} == set()
+    assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
+
+
+def test_a_type_may_be_asked_for(source, model, tmp_path, capsys):
+    said = carry(capsys, source, tmp_path / "hf", "hf", "--dtype", "bf16")
+    assert "in fp32" in said and "parameters in bf16" in said
+    with open_weights(tmp_path / "hf") as weights:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights.read(name), parameter.bfloat16())
+    config = read_json(tmp_path / "hf/config.json")
+    assert config["torch_dtype"] == "bfloat16" and config["eos_token_id"] == [257, 265]
+
+
+def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
+    said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
+    assert "Left behind, as this form has no place for it: chat_template.jinja, generation_config.json" in said
+    assert "takes 8,192 tokens" in said.replace("take ", "takes ") and "the 128 of this model" in said
+    shutil.copy(tmp_path / "tokenizer.model", tmp_path / "meta/tokenizer.model")
+    (tmp_path / "meta/weights.json").unlink()  # as a folder of Meta's own
+    said = carry(capsys, tmp_path / "meta", tmp_path / "hf", "hf")
+    assert "original/tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
+    assert not (tmp_path / "hf/tokenizer.model").exists()  # llama.cpp's converter would read it as sentencepiece's
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = open_tokenizer("tiktoken", tmp_path / "tokenizer.model")
+    text = "Hello,  wörld\n\t<|eot_id|> 1234567 👋"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert (config.bos_token_id, config.eos_token_id) == (ours.bos_id, ours.eos_id) == (256, 257)
+    carry(capsys, tmp_path / "hf", tmp_path / "again", "meta")
+    assert (tmp_path / "again/tokenizer.model").read_bytes() == (tmp_path / "tokenizer.model").read_bytes()
+
+
+def test_so_does_that_of_llama_2(model, tmp_path, corpus, capsys):
+    sentencepiece, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+    write_model(tmp_path / "hf", model, dtype=torch.float32, bos_id=None, eos_id=None)
+    carry(capsys, tmp_path / "hf", tmp_path / "meta", "meta")
+    (tmp_path / "meta/weights.json").unlink()
+    settings = {"input": str(next(corpus.glob("*.txt"))), "model_prefix": str(tmp_path / "meta/tokenizer"),
+                "model_type": "bpe", "vocab_size": 400, "byte_fallback": True}
+    sentencepiece.SentencePieceTrainer.train(**settings)  # which normalises, unlike Llama's
+    said = carry(capsys, tmp_path / "meta", tmp_path / "without", "hf")
+    assert "No tokenizer.json with equal ids can be made of tokenizer.model." in said
+    sentencepiece.SentencePieceTrainer.train(**settings, normalization_rule_name="identity",
+                                             remove_extra_whitespaces=False)
+    said = carry(capsys, tmp_path / "meta", tmp_path / "again", "hf")
+    assert "Carried over: tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "meta/tokenizer.model"))
+    text = "def main(argument):  return 1234 👋"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert theirs.encode(text)[0] == ours.bos_id() == read_json(tmp_path / "again/config.json")["bos_token_id"] == 1
+
+
+def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path, corpus, capsys):
+    run = tmp_path / "runs/mini"
+    checkpoint = run / "train/checkpoints/step-00000007"
+    records = write_checkpoint(checkpoint, {f"model.{name}": each.detach() for name, each in model.named_parameters()})
+    (checkpoint / "COMPLETE.json").write_text(json.dumps({
+        "format": 2, "progress": {"step": 7}, "files": records, "config": {"model": SHAPE.model_dump(mode="json")}}))
+    write_config(run, corpus).rename(run / "config.yaml")
+    (run / "tokenizer/hf").mkdir(parents=True)
+    tokenizer = open_tokenizer("tiktoken", vocabulary(run / "tokenizer"))
+    write_record(run / "tokenizer", tokenizer)
+    write_hugging_face(tokenizer, run / "tokenizer/hf")
+    said = carry(capsys, run, tmp_path / "hf", "hf")
+    assert "step-00000007 (drover)" in said and "tokenizer.json, tokenizer_config.json" in said
+    assert read_json(tmp_path / "hf/config.json")["bos_token_id"] == 256
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
+    said = carry(capsys, checkpoint, tmp_path / "meta", "meta")
+    assert "Carried over: tokenizer.model." in said and "Left behind" in said
+
+
+def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
+    run = tmp_path / "run/train"
+    carry(capsys, source, run / "checkpoints/step-00000005", "drover", "--dtype", "bf16")
+    made = run / "checkpoints/step-00000005"
+    with open_weights(made) as weights:
+        assert weights.form == "drover" and weights.config == SHAPE
+        assert torch.equal(weights.read("norm.weight"), model.norm.weight.bfloat16())
+        assert load_model(weights, torch.device("cpu"), torch.float32).config == SHAPE
+    assert complete_checkpoints(run) == []
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
+        read_marker(made)
+    index = made / "index.json"
+    index.write_text(index.read_text().replace("weights-00000", "../weights-00000"))
+    with pytest.raises(UserError, match="not beside it"):
+        open_weights(made)
+    (made / "weights.json").write_text("{}")
+    with pytest.raises(UserError, match=r"weights\.json is torn"):
+        open_weights(made)
+
+
+class Killed(BaseException):
+    """As a kill is, nothing catches it."""
+
+
+@pytest.mark.parametrize("form", ["hf", "meta", "drover"])
+def test_killed_at_any_file_it_goes_on_and_comes_out_the_same(form, source, tmp_path, capsys, monkeypatch):
+    more = ["--parts", "4"] if form == "meta" else ["--shard-gb", "0.00006"]
+    carry(capsys, source, tmp_path / "whole", form, *more)
+    whole, target = contents(tmp_path / "whole"), tmp_path / "target"
+    partial = tmp_path / "target.partial"
+    steps, written, make = len(whole) - 1, [], OutputFolder.make  # weights.json is no step
+    assert steps > 4
+
+    def make_until(folder, name, write):
+        def torn(path):
+            path.write_bytes(b"torn")
+            raise Killed
+        last = len(written) == allowed
+        done = make(folder, name, torn if last else write)
+        written.extend([name] * done)
+        return done
+
+    monkeypatch.setattr("tools.weights.OutputFolder.make", make_until)
+    for allowed in range(steps):
+        before = {name: (partial / name).stat().st_ino for name in written}
+        with pytest.raises(Killed):
+            carry(capsys, source, target, form, *more)
+        assert not target.exists() and len(written) == allowed == len(set(written))
+        assert before == {name: (partial / name).stat().st_ino for name in before}
+        (partial / "weights.json.host-1.tmp").write_text("half a record")
+    monkeypatch.undo()
+    said = carry(capsys, source, target, form, *more)
+    assert said.count("was finished before") > 1 and not partial.exists()
+    made = contents(target)
+    assert made.keys() == whole.keys() and all(made[name] == whole[name] for name in made if name != "weights.json")
+
+
+def interrupted(capsys, monkeypatch, source, target):
+    """A conversion of which all but the last rename is done."""
+    monkeypatch.setattr(OutputFolder, "finish", lambda folder: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        carry(capsys, source, target, "drover")
+    monkeypatch.undo()
+    return target.with_name(f"{target.name}.partial")
+
+
+def test_a_finished_file_counts_only_with_its_hash(source, tmp_path, capsys, monkeypatch):
+    partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
+    file = partial / "weights-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    carry(capsys, source, tmp_path / "x", "drover")
+    carry(capsys, source, tmp_path / "y", "drover")
+    assert (tmp_path / "x" / file.name).read_bytes() == (tmp_path / "y" / file.name).read_bytes()
+
+
+def test_the_beginning_of_something_else_is_not_continued(source, tmp_path, capsys, monkeypatch):
+    partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
+    before = contents(partial)
+    said = carry(capsys, source, tmp_path / "x", "drover", "--dtype", "bf16", expect=2)
+    assert "beginning of something else: dtype was fp32 and is bf16" in said
+    (source / "chat_template.jinja").write_text("another")
+    assert "source was" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
+    assert contents(partial) == before and not (tmp_path / "x").exists()
+    shutil.rmtree(partial)
+    partial.mkdir()
+    (partial / "mine").write_text("precious")
+    assert "is in the way: it has 'mine'" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
+    shutil.rmtree(partial)
+    partial.write_text("a file")
+    assert "cannot be made a folder" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
+
+
+def test_only_one_process_writes_a_folder(source, tmp_path, capsys):
+    with OutputFolder(tmp_path / "x", {}, SHAPE, {}):
+        assert "Another process is writing" in carry(capsys, source, tmp_path / "x", "hf", expect=2)
+
+
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_place_without_a_name_is_one_where_something_is(place, source, capsys):
+    assert "There is something at" in carry(capsys, source, place, "hf", expect=2)
+
+
+@pytest.mark.parametrize("there", ["folder", "file", "link"])
+def test_what_is_at_the_target_is_left_as_it_is(there, source, tmp_path, capsys, monkeypatch):
+    target = tmp_path / "target"
+    if there == "folder":
+        target.mkdir()
+        (target / "config.json").write_text("mine")
+    elif there == "file":
+        target.write_text("mine")
+    else:
+        target.symlink_to(tmp_path / "nowhere")
+    before = os.lstat(target)
+    assert "There is something at" in carry(capsys, source, target, "meta", expect=2)
+    after = os.lstat(target)
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", "tokenizer.model"]
+    if there == "folder":  # or has come while the conversion ran
+        target.rename(tmp_path / "aside")
+        make = OutputFolder.finish
+        monkeypatch.setattr(OutputFolder, "finish", lambda folder: ((tmp_path / "aside").rename(target), make(folder)))
+        assert "There is something at" in carry(capsys, source, target, "meta", expect=2)
+        assert contents(target) == {"config.json": b"mine"}
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (["--format", "meta", "--shard-gb", "1"], "--shard-gb does not go with"),
+    (["--format", "hf", "--parts", "2"], "--parts goes with --format meta only"),
+    (["--format", "hf", "--shard-gb", "-1"], "--shard-gb must be above 0"),
+    (["--format", "hf", "--shard-gb", "nan"], "--shard-gb must be above 0"),
+    (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Take --parts 1 or 2 or 4.")])
+def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
+    assert said in give(capsys, "--from", source, "--to", tmp_path / "x", *more, expect=2)
+    assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
+
+
+def test_values_beyond_fp16_are_refused_not_made_infinite(source, tmp_path, capsys):
+    file = sorted(source.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name][0, 0] = 1e5
+    save_file(tensors, file, {"format": "pt"})
+    said = carry(capsys, source, tmp_path / "x", "meta", "--dtype", "fp16", expect=2)
+    assert "beyond the largest of fp16, 65,504" in said and not (tmp_path / "x").exists()
+    tensors[name][0, 0] = float("inf")  # what is infinite already may stay so
+    save_file(tensors, file, {"format": "pt"})
+    shutil.rmtree(tmp_path / "x.partial")
+    carry(capsys, source, tmp_path / "x", "meta", "--dtype", "fp16")
+
+
+def test_a_full_disk_is_said_and_the_rest_follows(source, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, os.strerror(28))
+    monkeypatch.setattr(torch, "save", full)
+    assert "is full" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
+    monkeypatch.undo()
+    carry(capsys, source, tmp_path / "x", "meta")
+
+
+LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)
+"""210 MB in float32, its largest tensors 4.2 MB; in Meta's form, 8 parts of 26 MB."""
+CARRY = """
+import resource, sys
+from pathlib import Path
+import torch
+from pipeline.formats.weights import open_weights
+from tools import weights
+from tools.weights import convert
+source, target = map(Path, sys.argv[1:])
+for form, parts in (("hf", 1), ("meta", 2)):  # so that all libraries are loaded
+    convert(target / "small", target / f"small-{form}", form, None, 10**9, parts)
+def limit(allowed):
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, resource.RLIM_INFINITY))
+prove, weights._prove = weights._prove, lambda *_: None
+limit(60_000_000)
+convert(source, target / "meta", "meta", None, 10**9, 8)
+weights._prove = prove
+mapped = sum(path.stat().st_size for path in (target / "meta").iterdir())
+limit(mapped + 60_000_000)
+convert(target / "meta", target / "hf", "hf", None, 50_000_000, 1)
+limit(60_000_000)
+with open_weights(source) as large:
+    try:
+        whole = {name: large.read(name) for name in large.names()}
+    except RuntimeError as error:
+        print("the limit is felt" if "memory" in str(error) else error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
+def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
+    """210 MB go through 60 MB, of which 26 are a part; read as a whole they do not.
+
+    Mapped files count as memory here, though their pages are the disk's: they are allowed for when they are read, and
+    the proof at the end, which maps all that was written, is left out where writing is measured."""
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
+    (tmp_path / "small").mkdir()
+    write_model(tmp_path / "small", model, dtype=torch.float32, bos_id=1, eos_id=2)
+    write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
+    (tmp_path / "large/COMPLETE.json").write_text(json.dumps({
+        "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}}))
+    done = subprocess.run([sys.executable, "-c", CARRY, str(tmp_path / "large"), str(tmp_path)], cwd=REPOSITORY,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the limit is felt" in done.stdout
+    with open_weights(tmp_path / "hf") as weights:
+        assert all(bool((weights.read(name) == 1).all()) for name in weights.names())

@@ -1,0 +1,52 @@
+"""What every engine shares: how a micro-batch becomes a loss."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.data.loader import pack
+from pipeline.training.engines.engine import Engine, without_gradient
+
+CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
+
+
+def test_documents_are_kept_apart_unless_asked_otherwise():
+    model = Llama(CONFIG)
+    initialise(model, CONFIG, seed=0)
+    random = np.random.default_rng(0)
+    batch = pack([(random.integers(0, 64, 33), np.array([0, 11, 20])) for _ in range(2)])
+
+    def loss(across):
+        return Engine.loss(SimpleNamespace(across_documents=across, loss_factor=1.0, proven=True), model, batch)
+
+    assert torch.equal(loss(True), model(batch.tokens, batch.labels))
+    assert torch.equal(loss(False), model(batch.tokens, batch.labels, documents=batch.documents,
+                                          positions=batch.positions))
+    assert not torch.equal(loss(True), loss(False))
+    assert int((batch.labels == -100).sum()) == 4, "no document's end predicts the next one's start, either way"
+
+
+def test_attention_gets_the_lengths_that_the_loader_knows():
+    """Nobody waits for a GPU to say where documents begin."""
+    given = {}
+
+    def model(tokens, labels, **others):
+        given.update(others)
+        return torch.zeros(())
+
+    batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
+    Engine.loss(SimpleNamespace(across_documents=False, loss_factor=1.0, proven=True), model, batch)
+    assert given["document_lengths"] == [11, 9, 12, 5, 27]
+
+
+def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not():
+    names = ["tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wk.weight", "norm.weight"]
+    assert without_gradient(names, [5, 1, 2, 3], attending=True) == ""
+    assert without_gradient(names, [5, 0, 0, 3], attending=False) == "", "every target's token sees itself only"
+    assert "layers.0.attention.wq.weight, layers.0.attention.wk.weight, of 4 parameters, got no gradient" in \
+        without_gradient(names, [5, 0, 0, 3], attending=True)
+    assert ": tok_embeddings.weight, of 4" in without_gradient(names, [0, 0, 0, 3], attending=False)
+    assert "wk.weight and 1 more, of 4" in without_gradient(names, [0, 0, 0, 0], attending=True)

@@ -1,0 +1,64 @@
+"""The engine in one process: without FSDP2 where there is nothing for it to do, and equal to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from model.config import ModelConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.data.loader import pack
+from pipeline.parallel import fsdp
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.initial_values import drawn
+from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.training.engines.build import build_engine
+from pipeline.training.guards import StepLimits
+
+MODEL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=64, context_length=32)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield start_ranks()
+    stop_ranks()
+
+
+def train(ranks, precision=torch.float32, tied=False, **settings):
+    """Three steps over two micro-batches each: the engine, losses and norms, all pieces of its state."""
+    config = Config(train=TrainConfig(micro_batch=2, **settings), parallel=ParallelConfig())
+    model = MODEL.model_copy(update={"tied_embeddings": tied})
+    engine = build_engine(config, model, Grid(ranks, config.parallel), precision, 2, drawn(model, 0))
+    results = []
+    for step in range(3):
+        random = np.random.default_rng(step)
+        batch = pack([(random.integers(0, 64, 33), np.array([0, 9 + row])) for row in range(4)])
+        results.append(engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits()))
+    return engine, results, {name: pieces[0] for name, pieces in engine.state_shards().items()}
+
+
+@pytest.mark.parametrize(("precision", "tied", "settings"), [
+    (torch.float32, False, {}), (torch.float64, True, {}),
+    (torch.float32, True, {"activation_checkpointing": "selective"}),
+    (torch.float64, False, {"activation_checkpointing": "full", "clip_norm": 0.1})])
+def test_alone_it_is_the_same_with_fsdp2_and_without(ranks, monkeypatch, precision, tied, settings):
+    engine, results, pieces = train(ranks, precision, tied, **settings)
+    assert not any(isinstance(module, FSDPModule) for module in engine.model.modules())
+    monkeypatch.setattr(fsdp, "needs_fsdp2", lambda grid, precision: True)
+    wrapped, expected, golden = train(ranks, precision, tied, **settings)
+    assert isinstance(wrapped.model, FSDPModule)
+    assert results == expected and all(result.applied for result in results)
+    assert set(pieces) == set(golden)
+    for name, piece in pieces.items():
+        assert (piece.offset, piece.shape) == (golden[name].offset, golden[name].shape)
+        assert torch.equal(piece.tensor, golden[name].tensor), name
+
+
+def test_mixed_precision_needs_it(ranks):
+    engine, _, pieces = train(ranks, torch.bfloat16)
+    assert isinstance(engine.model, FSDPModule)
+    assert all(piece.tensor.dtype == torch.float32 for piece in pieces.values())

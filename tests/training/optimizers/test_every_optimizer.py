@@ -1,0 +1,138 @@
+"""What holds for every optimizer, whoever wrote it: clipping, leaving out, learning rates, states to carry on."""
+
+import re
+
+import pytest
+import torch
+
+from launch.forecast import optimizer_bytes, state_bytes_per_rank
+from pipeline.config.optimizers import OPTIMIZERS, OptimizerKind, register
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.training.optimizers.base import Optimizer
+from tests.training.optimizers import outside
+from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
+
+OUTSIDE = "tests.training.optimizers.outside"
+NAMES = [*OPTIMIZERS, f"{OUTSIDE}:SGD", f"{OUTSIDE}:RADAM", f"{OUTSIDE}:SIGN"]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rejected_update_changes_no_bit_and_is_as_if_it_had_not_been(name, dtype):
+    model, undisturbed = model_of(dtype), model_of(dtype)
+    optimizer, expected = built(model, optimizer=name), built(undisturbed, optimizer=name)
+    for number in range(4):
+        give(model, value=float("nan"))
+        before = everything(model, optimizer)
+        step(optimizer, applied=NO)
+        assert same(before, everything(model, optimizer)), number
+        give(model, number)
+        give(undisturbed, number)
+        step(optimizer)
+        step(expected)
+    assert same(everything(model, optimizer), everything(undisturbed, expected)), "counts too: the formula uses them"
+    assert not same(before, everything(model, optimizer))
+
+
+@every
+def test_gradients_are_divided_by_the_clip(name):
+    """By a power of two, which is exact: the same bits as from gradients that are that much smaller."""
+    clipped, expected = model_of(), model_of()
+    one, other = built(clipped, optimizer=name), built(expected, optimizer=name)
+    unclipped = model_of()
+    third = built(unclipped, optimizer=name)
+    for number in range(3):
+        give(clipped, number)
+        give(expected, number)
+        give(unclipped, number)
+        for parameter in expected.parameters():
+            parameter.grad /= 4.0 if number else 1.0
+        step(one, clip=4.0 if number else 1.0)
+        step(other)
+        step(third)
+    assert same(everything(clipped, one), everything(expected, other))
+    assert not same(everything(clipped, one), everything(unclipped, third))
+
+
+@every
+def test_learning_rates_of_some_survive_the_schedule(name):
+    """A parameter whose factor is 3 moves as all do where the schedule gives 3 times the learning rate."""
+    names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
+    plain, factored, faster = model_of(), model_of(), model_of()
+    optimizers = [built(plain, optimizer=name), built(faster, optimizer=name),
+                  built(factored, optimizer=name,
+                        lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})]
+    for number, lr in enumerate((0.001, 0.01, 0.005)):
+        for model, optimizer, rate in zip((plain, faster, factored), optimizers, (lr, 3 * lr, lr), strict=True):
+            give(model, number)
+            step(optimizer, lr=rate)
+    for parameter, value in factored.named_parameters():
+        like = faster if parameter in names else plain
+        torch.testing.assert_close(value, like.get_parameter(parameter), rtol=1e-6, atol=1e-8)
+    assert not torch.equal(faster.norm.weight, plain.norm.weight)
+
+
+@every
+def test_states_are_there_from_the_start_and_carry_it_on(name):
+    """Filled into a new one, with the count of updates: it goes on to the last bit."""
+    model, later = model_of(), model_of()
+    optimizer = built(model, optimizer=name)
+    start = everything(model, optimizer)
+    assert all(not tensor.any() for key, tensor in start.items() if not key.startswith("model."))
+    for number in range(3):
+        give(model, number)
+        step(optimizer)
+    other = built(later, optimizer=name)
+    for parameter, value in later.named_parameters():
+        value.data.copy_(model.get_parameter(parameter).detach())
+        assert other.state(parameter).keys() == set(other.state_names(parameter))
+        for kind, place in other.state(parameter).items():
+            place.copy_(optimizer.state(parameter)[kind])
+    other.resume(3)
+    give(model, 3)
+    give(later, 3)
+    step(optimizer)
+    step(other)
+    assert same(everything(model, optimizer), everything(later, other))
+
+
+@every
+def test_the_plan_counts_the_bytes_that_there_are(name):
+    model = model_of()
+    optimizer = built(model, optimizer=name)
+    kept = sum(tensor.nbytes for parameter, _ in model.named_parameters()
+               for tensor in optimizer.state(parameter).values())
+    config = Config(model=MODEL, train=TrainConfig(optimizer=name))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert optimizer_bytes(config) == kept
+    assert state_bytes_per_rank(config, 1) == kept + 2 * weights
+    spread = Config(model=MODEL, train=TrainConfig(optimizer=name),
+                    parallel=ParallelConfig(engine="deepspeed", zero_stage=3))
+    assert state_bytes_per_rank(spread, 1) == weights + kept + weights + weights / 2, "masters, states, gradients, bf16"
+
+
+def test_a_pattern_that_fits_no_parameter_is_refused():
+    with pytest.raises(UserError, match=re.escape("train.lr_factors: 'embeddings.*' fits no parameter. Some are tok_")):
+        built(model_of(), lr_factors={"embeddings.*": 2})
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(UserError, match=r"made a Impostor, which is neither an Optimizer .* not be clipped or left"):
+        built(model_of(), optimizer=f"{OUTSIDE}:IMPOSTOR")
+
+
+def test_an_own_optimizer_is_taken_as_it_is_and_may_be_registered_by_name():
+    assert isinstance(built(model_of(), optimizer=f"{OUTSIDE}:SIGN"), outside.Sign)
+    assert issubclass(outside.Sign, Optimizer)
+    register("sign", outside.SIGN)
+    try:
+        assert isinstance(built(model_of(), optimizer="sign"), outside.Sign)
+        register("sign", outside.SIGN)
+        with pytest.raises(UserError, match="There is an optimizer 'sign' already"):
+            register("sign", OptimizerKind("elsewhere:Sign", 0, 0))
+    finally:
+        del OPTIMIZERS["sign"]

@@ -1,0 +1,68 @@
+"""What of torch's own form can be wrapped, and what is refused with its name."""
+
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.training.optimizers.base import Weight
+from pipeline.training.optimizers.wrapped import Wrapped
+from tests.training.optimizers.kit import give, model_of, step
+
+
+def weights(model):
+    return [Weight(name, parameter, 0.0, 1.0) for name, parameter in model.named_parameters()]
+
+
+def test_as_it_is_torchs_own_would_apply_what_the_guards_reject():
+    """What the wrapping is for: fails the day that torch's look at `found_inf` and `grad_scale` by themselves."""
+    model = model_of()
+    bare = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    bare.found_inf, bare.grad_scale = torch.tensor(1.0), torch.tensor(1e9)
+    before = model.norm.weight.detach().clone()
+    give(model)
+    bare.step()
+    assert (model.norm.weight - before).abs().max() > 1e-3
+
+
+def test_a_group_with_a_learning_rate_of_its_own_keeps_its_share_of_the_schedule():
+    model = model_of()
+    norm, rest = model.norm.weight, [parameter for name, parameter in model.named_parameters() if name != "norm.weight"]
+    inner = torch.optim.SGD([{"params": rest}, {"params": [norm], "lr": 0.05}], lr=0.1)
+    optimizer, before = Wrapped(weights(model), inner, lr=0.1), model.norm.weight.detach().clone()
+    give(model, value=1.0)
+    step(optimizer, lr=0.02)
+    torch.testing.assert_close(before - norm.detach(), torch.full_like(before, 0.01), rtol=1e-4, atol=0)
+    assert [group["lr"] for group in inner.param_groups] == pytest.approx([0.02, 0.01])
+
+
+def test_a_weight_that_was_left_out_is_named():
+    model = model_of()
+    inner = torch.optim.SGD([parameter for name, parameter in model.named_parameters() if "wk" not in name], lr=0.1)
+    with pytest.raises(UserError, match=r"SGD was given 21 parameters and holds 19; layers\.0\.attention\.wk\.weight"):
+        Wrapped(weights(model), inner, lr=0.1)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda parameters: torch.optim.LBFGS(parameters, lr=0.1), "LBFGS cannot be stepped without a closure"),
+    (lambda parameters: torch.optim.NAdam(parameters, lr=0.1), "NAdam keeps 'mu_product' of tok_embeddings.weight"),
+    (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1),
+     "Adagrad begins with 'sum' of tok_embeddings.weight other than zeros"),
+    (lambda parameters: torch.optim.Adafactor(parameters, lr=0.1), "Adafactor keeps 'row_var'"),
+])
+def test_states_that_could_not_be_carried_on_are_refused(make, words):
+    model = model_of()
+    with pytest.raises(UserError, match=words):
+        Wrapped(weights(model), make(list(model.parameters())), lr=0.1)
+
+
+def test_making_the_states_leaves_weights_as_they_are_and_starts_the_count_at_none():
+    model, expected = model_of(), model_of()
+    optimizer = Wrapped(weights(model), torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.3), lr=0.1)
+    assert all(torch.equal(parameter, expected.get_parameter(name)) for name, parameter in model.named_parameters())
+    bare = torch.optim.Adam(expected.parameters(), lr=0.1, weight_decay=0.3)
+    for number in range(3):
+        give(model, number)
+        give(expected, number)
+        step(optimizer, lr=0.1)
+        bare.step()
+    assert all(torch.equal(parameter, expected.get_parameter(name)) for name, parameter in model.named_parameters())

@@ -1,0 +1,136 @@
+"""A sink at arm's length: what it raises and how long it takes are not training's, and are said once."""
+
+import threading
+import time
+
+import pytest
+
+from pipeline.files import read_lines
+from pipeline.training.sinks.background import BackgroundSink, without_secrets
+from pipeline.training.sinks.base import About, SinkSettings
+from pipeline.training.sinks.json_lines import JsonLines
+from pipeline.training.sinks.log import TrainingLog
+from tests.waiting import HANG_S, wait_for
+
+
+class Told:
+    """A sink that keeps what it is told, and fails where it is to."""
+
+    def __init__(self, fails="", gate=None):
+        self.calls, self.fails, self.gate = [], fails, gate
+
+    def _note(self, *call):
+        if self.gate is not None:
+            self.gate.wait(HANG_S)
+        if call[0] == self.fails:
+            raise SystemExit("no more of that")  # the worst that a library does
+        self.calls.append(call)
+
+    def step(self, record):
+        self._note("step", record["step"])
+
+    def sample(self, step, prompt, text):
+        self._note("sample", step, prompt, text)
+
+    def event(self, kind, details):
+        self._note("event", kind, details)
+
+    def close(self):
+        self._note("close")
+
+
+class Given(SinkSettings):
+    """The settings of a sink that is open already; one for each kind below."""
+
+    def open(self, about):
+        if self.kind == "never":
+            raise ImportError("there is no such thing")
+        return SINKS[self.kind]
+
+
+SINKS = {}
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Make a log of these sinks; what it says stands in `log.said`, its events in `log.events()`."""
+    def make(**sinks):
+        SINKS.update(sinks)
+        lines = JsonLines(tmp_path)
+        return TrainingLog(lines, About("mine", tmp_path, tmp_path, 0, 0, {}), [Given(kind=name) for name in sinks],
+                           make.said.append)
+    make.said = []
+    make.events = lambda: [line for line in read_lines(tmp_path / "events.jsonl") if line["event"] == "sink_failed"]
+    make.steps = lambda: [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    yield make
+    SINKS.clear()
+
+
+def test_everything_is_told_in_order_and_before_the_end(log):
+    log_ = log(first=(first := Told()), second=(second := Told()))
+    for step in range(50):
+        log_.step({"step": step})
+    log_.sample(3, "a", "b")
+    log_.event("finish", step=50)
+    log_.close()
+    assert first.calls == second.calls == [*(("step", step) for step in range(50)), ("sample", 3, "a", "b"),
+                               ("event", "finish", {"step": 50}), ("close",)]
+    assert log.said == [] and log.events() == []
+
+
+@pytest.mark.parametrize("fails", ["step", "sample", "event", "close"])
+def test_one_that_fails_is_switched_off_and_said_once(log, fails):
+    log_ = log(bad=(bad := Told(fails)), good=(good := Told()))
+    for step in range(1, 20):
+        log_.step({"step": step})
+        log_.sample(step, "a", "b")
+        log_.event("checkpoint", step=step)
+    log_.close()
+    assert log.said == ["warning: the log sink bad is switched off: SystemExit: no more of that. Training goes on; "
+                        "metrics.jsonl has everything"]
+    assert [(event["sink"], event["error"]) for event in log.events()] == [("bad", "SystemExit: no more of that")]
+    assert len(good.calls) == 3 * 19 + 1 and log.steps() == list(range(1, 20))
+    assert ((fails, ) not in bad.calls and bad.calls[-1:] != [("close",)]) or fails != "close"
+
+
+def test_one_that_cannot_be_opened_is_switched_off(log):
+    log_ = log(never=None, good=(good := Told()))
+    log_.step({"step": 1})
+    log_.close()
+    assert len(log.said) == len(log.events()) == 1 and "ImportError: there is no such thing" in log.said[0]
+    assert good.calls == [("step", 1), ("close",)]
+
+
+def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
+    monkeypatch.setattr("pipeline.training.sinks.log.CLOSE_S", 0.05)
+    gate = threading.Event()
+    log_ = log(slow=(slow := Told(gate=gate)))
+    for step in range(100):
+        log_.step({"step": step})
+    assert log.steps() == list(range(100)) and slow.calls == []
+    log_.close()
+    assert len(log.said) == 1 and "it had not taken in everything when training ended" in log.said[0]
+    assert len(log.events()) == 1
+    gate.set()
+
+
+def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed():
+    gate, sink = threading.Event(), Told()
+    sink.gate = gate
+    behind = BackgroundSink("slow", lambda: sink, most_waiting=5)
+    for step in range(20):
+        behind.tell("step", {"step": step})
+    assert behind.failure == "it is 5 calls behind"
+    gate.set()
+    wait_for(lambda: ("close",) in sink.calls)
+    assert len(sink.calls) <= 2, "what it was working on, and no more"
+    behind.close(time.monotonic())
+
+
+def test_errors_are_told_without_secrets():
+    environment = {"WANDB_API_KEY": "s3cretvalue", "MLFLOW_TRACKING_PASSWORD": "hunter22", "HOME": "/home/user",
+                   "A_KEY": "1"}
+    text = "401 for s3cretvalue\nat https://user:hunter22@host:5000/api of /home/user, 1 try" + " x" * 1000
+    told = without_secrets(text, environment)
+    assert told.startswith("401 for <WANDB_API_KEY> at https://<...>@host:5000/api of /home/user, 1 try")
+    assert len(told) <= 500

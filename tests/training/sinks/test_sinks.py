@@ -1,0 +1,163 @@
+"""Each sink that ships, told of two starts of one training, of which the second does a step again, and read back."""
+
+import json
+import time
+
+import pytest
+
+from pipeline.config.shipped import SINKS
+from pipeline.files import read_lines
+from pipeline.training.sinks.base import About, checkpoint_curves, curves
+from pipeline.training.sinks.json_lines import JsonLines
+from pipeline.training.sinks.log import TrainingLog
+from tests.training.sinks.reading import board_points, mlflow_run, needs_mlflow, needs_wandb, wandb_records, wandb_rows
+from tests.waiting import wait_for
+
+SETTINGS = {"name": "mine", "seed": 3, "model": {"dim": 32}, "train": {"lr": 0.001, "prompts": ["def "]}}
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def record(step, loss, **more):
+    return {"step": step, "loss": loss, "lr": 0.5, "samples": [0, 16], "mfu": None, "time": 1.0, "train_s": step,
+            **more}
+
+
+def start(folder, said, *sinks, steps, first_step=0, end="finish"):
+    """One start of a training, which is told some (step, loss), with a checkpoint, a text and held-out loss at the
+    last."""
+    lines = JsonLines(folder / "train")
+    log = TrainingLog(lines, About("mine", folder, folder / "train", first_step, lines.told, SETTINGS),
+                      [SINKS.read(sink) for sink in sinks], said.append)
+    log.event("resume" if first_step else "start", step=first_step)
+    for step, loss in steps:
+        log.step(record(step, loss, **({"heldout_bpb": {"code": 2.5}} if (step, loss) == steps[-1] else {})))
+    log.event("checkpoint", step=steps[-1][0], stall_s=0.25, seconds=1.5, path="x")
+    log.sample(steps[-1][0], "def (", f"text {steps[-1][1]}")
+    if end:
+        log.event(end, step=steps[-1][0])
+    log.close()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """W&B leaves the address of its service in the environment, where children of later tests would find it."""
+    for name in ("WANDB_SERVICE", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY", "WANDB_ERROR_REPORTING"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def two_starts(tmp_path, monkeypatch):
+    """Tell sinks of steps 1 to 3, and after a kill of steps 3 and 4; the run folder. None may fail."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", KEY)
+
+    def told(*sinks):
+        said = []
+        start(tmp_path, said, *sinks, steps=[(1, 4.0), (2, 3.0), (3, 2.0)], end=None)
+        ended = int(time.time())
+        wait_for(lambda: int(time.time()) > ended)  # TensorBoard orders its files by the second
+        start(tmp_path, said, *sinks, steps=[(3, 1.75), (4, 1.5)], first_step=2)
+        assert said == []
+        for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+            assert KEY.encode() not in path.read_bytes(), path
+        return tmp_path
+    return told
+
+
+STEPS = [(1, 4.0), (2, 3.0), (3, 2.0), (3, 1.75), (4, 1.5)]
+
+
+def test_json_lines_have_everything_with_or_without_other_sinks(two_starts):
+    folder = two_starts()
+    lines = {name: list(read_lines(folder / f"train/{name}.jsonl")) for name in ("metrics", "samples", "events")}
+    assert [(line["step"], line["loss"]) for line in lines["metrics"]] == STEPS
+    assert lines["samples"] == [{"step": 3, "prompt": "def (", "text": "text 2.0"},
+                                {"step": 4, "prompt": "def (", "text": "text 1.5"}]
+    assert [line["event"] for line in lines["events"]] == ["start", "checkpoint", "resume", "checkpoint", "finish"]
+    assert not (folder / "tensorboard").exists()
+
+
+def test_json_lines_go_on_after_a_torn_line(tmp_path):
+    said = []
+    start(tmp_path, said, steps=[(1, 4.0)])
+    with open(tmp_path / "train/metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    lines = JsonLines(tmp_path / "train")
+    assert (lines.torn_bytes, lines.told) == (15, 1 + 1 + 3)
+    lines.close()
+    start(tmp_path, said, steps=[(2, 3.0)], first_step=1)
+    assert [line["step"] for line in read_lines(tmp_path / "train/metrics.jsonl")] == [1, 2]
+
+
+def test_tensorboard_drops_what_is_done_again(two_starts):
+    board = two_starts("tensorboard") / "tensorboard"
+    assert board_points(board, "train/loss") == [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]
+    assert board_points(board, "heldout/bits_per_byte/code") == [(4, 2.5)]
+    assert board_points(board, "checkpoint/stall_s") == [(4, 0.25)]
+
+
+@needs_wandb
+def test_wandb_continues_one_run_offline(two_starts):
+    folder = two_starts({"kind": "wandb", "project": "ours"})
+    rows = wandb_rows(folder)
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == STEPS
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows}), "W&B drops what is not further on"
+    assert [row["samples/1"] for row in rows if "samples/1" in row] == ["def (text 2.0", "def (text 1.5"]
+    assert [(row["step"], row["checkpoint/stall_s"]) for row in rows if "checkpoint/stall_s" in row] == [
+        (3, 0.25), (4, 0.25)]
+    assert [row["heldout/bits_per_byte/code"] for row in rows if "heldout/bits_per_byte/code" in row] == [2.5, 2.5]
+    runs = [found.run for found in wandb_records(folder) if found.WhichOneof("record_type") == "run"]
+    identity = json.loads((folder / "train/wandb.json").read_text())["id"]
+    assert {(run.run_id, run.project, run.display_name) for run in runs} == {(identity, "ours", "mine")}
+    exits = [found.exit.exit_code for found in wandb_records(folder) if found.WhichOneof("record_type") == "exit"]
+    assert exits == [1, 0]  # the first start did not end well
+
+
+@needs_mlflow
+def test_mlflow_continues_one_run_in_files(two_starts):
+    client, run = mlflow_run(two_starts({"kind": "mlflow", "experiment": "ours"}))
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in points) == sorted(STEPS)
+    assert points == sorted(points, key=lambda point: point.timestamp)
+    stalls = client.get_metric_history(run.info.run_id, "checkpoint/stall_s")
+    assert [(point.step, point.value) for point in stalls] == [(3, 0.25), (4, 0.25)]
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert client.get_experiment(run.info.experiment_id).name == "ours"
+    assert run.data.params == {"name": "mine", "seed": "3", "model.dim": "32", "train.lr": "0.001",
+                               "train.prompts.0": "def "}
+    assert run.data.tags["sample 1"] == "after step 4: def (text 1.5"
+    assert run.data.metrics["heldout/bits_per_byte/code"] == 2.5
+
+
+@needs_wandb
+@needs_mlflow
+def test_several_at_once_are_told_the_same(two_starts):
+    folder = two_starts("mlflow", "tensorboard", "wandb")
+    client, run = mlflow_run(folder)
+    assert sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")) == \
+        sorted((row["step"], row["train/loss"]) for row in wandb_rows(folder) if "train/loss" in row) == sorted(STEPS)
+    assert len(board_points(folder / "tensorboard", "train/loss")) == 4
+
+
+@needs_mlflow
+@pytest.mark.parametrize(("end", "status"), [("finish", "FINISHED"), ("stop", "KILLED"), (None, "FAILED")])
+def test_mlflow_says_how_a_start_ended(tmp_path, end, status):
+    start(tmp_path, said := [], "mlflow", steps=[(1, 4.0)], end=end)
+    assert mlflow_run(tmp_path)[1].info.status == status and not said
+
+
+@needs_mlflow
+def test_a_sink_whose_store_is_gone_is_switched_off(tmp_path):
+    start(tmp_path, said := [], "mlflow", steps=[(1, 4.0)])
+    (tmp_path / "mlflow").rename(tmp_path / "elsewhere")
+    start(tmp_path, said, "mlflow", steps=[(2, 4.0)], first_step=1)
+    assert len(said) == 1 and said[0].startswith("warning: the log sink mlflow is switched off: ")
+    assert "mlflow' does not exist. Training goes on" in said[0]
+
+
+def test_curves_are_the_numbers_that_can_be_drawn():
+    assert curves(record(2, "nan", skipped="nonfinite", tokens=7, heldout_bpb={"a": 1, "b": 2.5})) == {
+        "train/lr": 0.5, "train/tokens": 7.0, "heldout/bits_per_byte/a": 1.0, "heldout/bits_per_byte/b": 2.5}
+    assert checkpoint_curves("checkpoint", {"step": 2, "stall_s": 1, "path": "x"}) == {"checkpoint/stall_s": 1.0}
+    assert checkpoint_curves("stop", {"step": 2, "stall_s": 1}) == {}

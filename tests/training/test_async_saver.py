@@ -1,0 +1,101 @@
+"""The saver on one rank: what a failed removal, another form of checkpoint and reused memory come to."""
+
+import json
+
+import pytest
+import torch
+
+from pipeline.config.training import CheckpointConfig
+from pipeline.errors import UserError
+from pipeline.formats.sharded_tensors import CheckpointReader, whole
+from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.records.checkpoints import MARKER, TrainingProgress
+from pipeline.training import async_saver
+from pipeline.training.async_saver import AsyncSaver
+from pipeline.training.checkpoint import Checkpoints
+
+
+@pytest.fixture()
+def make(tmp_path, monkeypatch):
+    """From settings to (saver, checkpoints, what was said), on a group of one."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = start_ranks()
+
+    def made(**settings):
+        said = []
+        checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, said.append)
+        return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append), checkpoints, said
+    yield made
+    stop_ranks()
+
+
+def pieces(value):
+    return {"model.a": [whole(torch.full((3, 5), float(value)))], "model.b": [whole(torch.arange(7) + value)]}
+
+
+def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
+    monkeypatch.setattr(async_saver, "SLAB_BYTES", 100)  # the two tensors need more than one slab
+    saver, checkpoints, _ = make(keep=5)
+    living = pieces(1)
+    for step in (1, 2):
+        saver.save(living, TrainingProgress(step=step))
+        living["model.a"][0].tensor.add_(1)  # training goes on at once
+    saver.wait()
+    for step in (1, 2):
+        with CheckpointReader(checkpoints.path(step)) as reader:
+            assert torch.equal(reader.read("model.a"), torch.full((3, 5), float(step)))
+            assert torch.equal(reader.read("model.b"), torch.arange(7) + 1)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(make, monkeypatch):
+    saver, checkpoints, said = make(keep=1)
+
+    def prune(*_):
+        raise FileNotFoundError(2, "No such file or directory", "step-00000001")
+    monkeypatch.setattr(checkpoints, "prune", prune)
+    saver.save(pieces(1), TrainingProgress(step=1))
+    saver.wait()
+    assert [saved.event for saved in saver.ended()] == ["checkpoint"]
+    assert any("could not be removed" in text for text in said)
+    found = checkpoints.newest_valid()
+    assert found is not None and found[1].step == 1
+
+
+def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
+    saver, checkpoints, said = make(keep=5)
+    for step in (1, 2):
+        saver.save(pieces(step), TrainingProgress(step=step))
+    saver.wait()
+    (checkpoints.path(1) / MARKER).unlink()
+    found = checkpoints.newest_valid()
+    assert found is not None and found[1].step == 2
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
+    assert any("step-00000001 has no COMPLETE.json" in text for text in said)
+
+
+def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
+    saver, checkpoints, _ = make(attempts=1)
+
+    def broken(*_):
+        raise OSError(5, "Input/output error", "rank-00000.safetensors")
+    monkeypatch.setattr(async_saver, "write_part", broken)
+    saver.save(pieces(1), TrainingProgress(step=1))
+    with pytest.raises(UserError, match=r"Saving failed 1 times: .*Input/output error.*run the same command again"):
+        saver.wait()
+    assert saver.failed and [saved.event for saved in saver.ended()] == ["checkpoint_failed"]
+    assert not list(checkpoints.folder.glob("*"))
+
+
+def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
+    saver, checkpoints, _ = make()
+    saver.save(pieces(1), TrainingProgress(step=1))
+    saver.wait()
+    marker = checkpoints.path(1) / MARKER
+    content = json.loads(marker.read_text())
+    for form in (None, 3):
+        changed = {key: value for key, value in content.items() if key != "format"} | ({"format": form} if form else {})
+        marker.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=f"is a checkpoint of form {form or 1}; this Drover reads form 2"):
+            checkpoints.newest_valid()
+        assert checkpoints.path(1).is_dir(), "nothing was renamed"

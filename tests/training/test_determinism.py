@@ -1,0 +1,90 @@
+"""What is set for the same bits at every start, and what a log says of it. What comes of it on a GPU needs one."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.data.loader import pack
+from pipeline.errors import UserError
+from pipeline.training import session
+from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
+
+CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch):
+    """The process as before: it has other tests."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back, whatever is set meanwhile
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    chosen = inductor.deterministic if hasattr(inductor, "deterministic") else None
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    if chosen is not None:
+        inductor.deterministic = chosen
+
+
+def test_kernels_and_orders_of_sums_are_fixed():
+    make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "attention would keep its faster backward pass"
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert {name: os.environ[name] for name in VARIABLES} == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    assert getattr(inductor, "deterministic", True)
+
+
+def test_own_choices_stay_and_one_that_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("NCCL_ALGO", "allreduce:tree")
+    make_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8" and os.environ["NCCL_ALGO"] == "allreduce:tree"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*Unset it, or set it to :4096:8"):
+        make_deterministic()
+
+
+def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setattr(session, "start_ranks", lambda: pytest.fail("the device was there first"))
+    config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
+    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
+        session.Session(SimpleNamespace(config=config), None)
+
+
+def test_on_a_cpu_it_changes_no_bit():
+    random = np.random.default_rng(0)
+    batch = pack([(random.integers(0, 64, 33), np.array([0, 11, 20])) for _ in range(2)])
+
+    def gradients():
+        model = Llama(CONFIG)
+        initialise(model, CONFIG, seed=0)
+        model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    before = gradients()
+    make_deterministic()
+    assert all(torch.equal(one, other) for one, other in zip(before, gradients(), strict=True))
+
+
+def test_a_log_says_which_one_an_attempt_was():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [is_deterministic(*case) for case in ((cpu, False), (cpu, True), (gpu, False), (gpu, True))] == [
+        True, True, False, True]
+    assert was_deterministic({"deterministic": True, "device": "NVIDIA A100"})
+    assert not was_deterministic({"deterministic": False, "device": "NVIDIA A100"})
+    assert not was_deterministic({"device": "NVIDIA A100"}), "before the log said so"
+    assert was_deterministic({"device": "cpu"}) and was_deterministic({})

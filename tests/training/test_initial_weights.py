@@ -1,0 +1,120 @@
+"""Starting from somebody's weights: the same rectangles, rows of a grown vocabulary, other models and tokenizers."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from model.config import ModelConfig, RopeScaling
+from model.llama import Llama, initialise
+from pipeline.errors import UserError
+from pipeline.formats.weights import open_weights
+from pipeline.parallel.initial_values import drawn
+from pipeline.training.initial_weights import (
+    changes,
+    refuse_other_shape,
+    refuse_other_tokenizer,
+    taken,
+    tokenizer_of,
+)
+from tests.formats.exporting import write_model
+
+SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=70, context_length=64)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    model = Llama(SHAPE)
+    initialise(model, SHAPE, seed=5)
+    write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2)
+    return folder, model
+
+
+def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
+    folder, model = exported
+    grown = SHAPE.model_copy(update={"vocab_size": 90})
+    fresh, chance = drawn(grown, 8), random.Random(0)
+    with open_weights(folder) as weights:
+        values = taken(weights, fresh)
+        for name, parameter in Llama(grown).named_parameters():
+            shape = tuple(parameter.shape)
+            expected = fresh(name, shape, (0,) * len(shape), shape).clone()
+            old = model.get_parameter(name)
+            expected[:len(old)] = old.detach()
+            assert (len(old) < shape[0]) == (shape[0] == 90)
+            assert torch.equal(values(name, shape, (0,) * len(shape), shape), expected)
+            for _ in range(20):
+                offset = [chance.randint(0, size) for size in shape]
+                size = [chance.randint(0, end - at) for at, end in zip(offset, shape, strict=True)]
+                part = expected[tuple(slice(at, at + count) for at, count in zip(offset, size, strict=True))]
+                assert torch.equal(values(name, shape, offset, size), part), (name, offset, size)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"dim": 64}, "dim is 64 here, 32 there"),
+    ({"ffn_dim": 80}, "hidden is 80 here, 48 there"),
+    ({"layers": 3, "kv_heads": 4}, "layers is 3 here, 2 there\n  - kv_heads is 4 here, 2 there"),
+    ({"tied_embeddings": True}, "tied_embeddings is True here, False there"),
+    ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),
+])
+def test_another_model_is_refused_with_all_that_differs(exported, change, said):
+    with pytest.raises(UserError, match=said):
+        refuse_other_shape(exported[0], SHAPE.model_copy(update=change))
+
+
+def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported):
+    scaling = RopeScaling(factor=8, original_context_length=64)
+    extended = SHAPE.model_copy(update={"context_length": 512, "rope_theta": 1e6, "rope_scaling": scaling,
+                                        "vocab_size": 1080})
+    refuse_other_shape(exported[0], extended)
+    refuse_other_shape(exported[0], SHAPE.model_copy(update={"vocab_size": None}))
+    with open_weights(exported[0]) as weights:
+        found = changes(weights.config, extended)
+        assert changes(weights.config, SHAPE) == []
+    assert found[0] == "context_length 64 -> 512" and found[1].startswith("rope_theta 500000.0 -> 1000000.0")
+    assert found[2].startswith("rope_scaling None -> ") and found[3].startswith("1,010 new rows")
+
+
+def tokenizer(folder, vocabulary, merges=None, added=()):
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {"vocab": vocabulary, **({"merges": merges} if merges is not None else {})}
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "model": model, "added_tokens": [{"id": index, "content": text} for index, text in added]}))
+    return folder
+
+
+def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path):
+    theirs = tokenizer(tmp_path / "theirs", {"a": 0, "b": 1, "ab": 2}, ["a b"], [(3, "<s>")])
+    same = tokenizer(tmp_path / "same", {"ab": 2, "b": 1, "a": 0}, [["a", "b"]], [(3, "<s>")])
+    assert refuse_other_tokenizer(theirs, theirs) == "the same tokenizer"
+    assert refuse_other_tokenizer(theirs, same) == "the same 4 tokens"
+    more = tokenizer(tmp_path / "more", {"a": 0, "b": 1, "ab": 2}, ["a b"], [(3, "<s>"), (4, "<new>")])
+    assert refuse_other_tokenizer(theirs, more) == "the same 4 tokens"
+    with pytest.raises(UserError, match=r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*more"):
+        refuse_other_tokenizer(more, theirs)
+    other = tokenizer(tmp_path / "other", {"b": 0, "a": 1, "ab": 2}, ["a b"], [(3, "<s>")])
+    with pytest.raises(UserError, match=r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here"):
+        refuse_other_tokenizer(theirs, other)
+    split = tokenizer(tmp_path / "split", {"a": 0, "b": 1, "ab": 2}, ["b a"], [(3, "<s>")])
+    with pytest.raises(UserError, match="not how text is split"):
+        refuse_other_tokenizer(theirs, split)
+    pieces = tokenizer(tmp_path / "pieces", [["a", -1.0], ["b", -2.0], ["ab", -3.0]], None, [(3, "<s>")])
+    assert refuse_other_tokenizer(pieces, pieces) == "the same tokenizer"
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be compared"):
+        refuse_other_tokenizer(tmp_path / "torn", same)
+    (tmp_path / "none").mkdir()
+    assert "no tokenizer.json there" in refuse_other_tokenizer(tmp_path / "none", same)
+
+
+def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):
+    run = tmp_path / "run"
+    checkpoint = run / "train/checkpoints/step-00000001"
+    checkpoint.mkdir(parents=True)
+    hf = tokenizer(run / "tokenizer/hf", {"a": 0})
+    assert tokenizer_of(checkpoint) is None
+    (run / "config.yaml").write_text("name: run\n")
+    assert tokenizer_of(checkpoint) == tokenizer_of(run) == hf / "tokenizer.json"

@@ -1,0 +1,56 @@
+"""Ranks that do not run the same thing are refused with who has what; those that do are told in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.training.rank_agreement import Member, RankAgreement
+from tests.conftest import run_stage
+
+PLAIN = Member(node="n0", device=None, torch="2.13.0", python="3.11.9", nccl="", code="c" * 64, config="d" * 64,
+               chain="", world=None)
+
+
+def topology(ranks, per_node=2, **changes):
+    """So many ranks; changes: by rank, as rank1={...}."""
+    return RankAgreement(tuple(replace(PLAIN, node=f"n{rank // per_node}", **changes.get(f"rank{rank}", {}))
+                          for rank in range(ranks)))
+
+
+def test_ranks_that_are_alike_are_told_in_one_line():
+    assert str(topology(4)) == "4 ranks on 2 nodes: n0 0-1, n1 2-3; CPU; torch 2.13.0"
+    assert str(topology(1)) == "1 rank on 1 node: n0 0; CPU; torch 2.13.0"
+    gpus = {f"rank{rank}": {"device": "H100", "nccl": "2.27.3"} for rank in range(4096)}
+    assert str(topology(4096, 8, **gpus)) == (
+        "4096 ranks on 512 nodes: n0 0-7, n1 8-15, n2 16-23, n3 24-31 and 508 more nodes; H100; torch 2.13.0, "
+        "NCCL 2.27.3")
+    assert not topology(4).problem() and not topology(4).warning()
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"torch": "2.11.0"}, "torch 2.13.0 on ranks 0-2 (nodes n0, n1), 2.11.0 on rank 3 (node n1)."),
+    ({"python": "3.12.1"}, "Python 3.11.9 on"), ({"code": "e" * 64}, "code cccccccccccc on ranks 0-2"),
+    ({"config": "e" * 64}, "configuration dddddddddddd on"), ({"chain": "abc"}, "submission none on ranks 0-2"),
+    ({"nccl": "2.27.3"}, "NCCL none on")])
+def test_ranks_that_run_different_things_are_refused(changes, told):
+    assert told in topology(4, rank3=changes).problem()
+
+
+def test_as_many_ranks_must_come_as_were_started():
+    all_say = {f"rank{rank}": {"world": 6} for rank in range(4)}
+    assert "4 ranks found each other, but 6 were to be started" in topology(4, **all_say).problem()
+    assert not topology(6, **all_say).problem()
+
+
+def test_different_devices_are_slow_and_not_wrong():
+    mixed = topology(4, rank3={"device": "A100"})
+    assert not mixed.problem() and "CPU on ranks 0-2 (nodes n0, n1), A100 on rank 3" in mixed.warning()
+
+
+def test_a_real_run_tells_and_refuses(fresh):
+    said = run_stage("train", fresh, ranks=2, DROVER_RANKS="2").stdout
+    assert said.count("2 ranks on 1 node: ") == 1
+    refused = run_stage("train", fresh, "name=other", DROVER_RANKS="3", expect=2)
+    assert "1 rank found each other, but 3 were to be started" in refused.stderr

@@ -1,0 +1,164 @@
+"""What may take long between two steps is no hang, and a start that texts end is not followed by others: on a clock
+that the tests turn."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from model.config import ModelConfig
+from model.generate import generate
+from model.llama import Llama
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.training.monitor import Monitor
+from pipeline.training.sampling_attempts import MOST_ENDED, RECORD, SamplingAttempts
+from pipeline.training.watchdog import FIRST, Watchdog
+
+LIMIT = 600.0
+
+
+class Watched:
+    """A watchdog that is asked every second of a made-up time."""
+
+    def __init__(self, tmp_path):
+        self.dog, self.now, self.hung = Watchdog(tmp_path / "hangs", 0, LIMIT), 0.0, False
+
+    def passes(self, seconds):
+        """Time goes by; the process is over where the watchdog found it hanging."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            self.hung = self.hung or self.dog.hangs_for(LIMIT, self.now, 1.0) is not None
+        if self.hung:
+            raise HungError
+
+
+class HungError(BaseException):
+    """The end of a process."""
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """After some steps of a second."""
+    found = Watched(tmp_path)
+    for step in range(1, 4):
+        found.dog.finished(step, 1.0)
+        found.passes(1)
+    return found
+
+
+def test_the_limit_is_what_it_says(watched):
+    watched.passes(LIMIT - 1)
+    watched.dog.pulse()
+    watched.passes(LIMIT)
+    with pytest.raises(HungError):
+        watched.passes(3)
+
+
+def test_a_process_that_was_suspended_as_a_whole_has_not_been_hanging(watched):
+    watched.now += 100 * LIMIT
+    watched.passes(LIMIT / 2)
+
+
+def test_what_is_done_for_the_first_time_may_compile(watched, tmp_path):
+    watched.dog.pulse(first=True)
+    watched.passes(FIRST * LIMIT - 1)
+    watched.dog.pulse()
+    with pytest.raises(HungError):
+        watched.passes(LIMIT + 2)
+    start = Watched(tmp_path)
+    start.dog.pulse()
+    start.passes(FIRST * LIMIT - 1)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_drawing_a_text_is_watched_token_by_token(watched, use_cache):
+    """A model of which each token takes most of the limit."""
+    model = Llama(ModelConfig(dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=16, vocab_size=32, context_length=16))
+    model.register_forward_pre_hook(lambda *_: watched.passes(0.9 * LIMIT))
+
+    def draw(**pulse):
+        return generate(model, [[1, 2], [3]], 4, temperature=0.8, top_p=0.9, seed=0, stop_ids=(), use_cache=use_cache,
+                        **pulse)
+    watched.dog.pulse()
+    texts = draw(pulse=watched.dog.pulse)
+    assert [len(text) for text in texts] == [4, 4]
+    with pytest.raises(HungError):
+        draw()
+
+
+class OneRank:
+    """A single rank, whose others are waited for as long as is said."""
+
+    leads = True
+
+    def __init__(self, waits=lambda: None):
+        self.barrier = waits
+
+    def same(self, value):
+        """The value."""
+        return value
+
+
+def monitor(watched, folder, draw, barrier=lambda: None):
+    """As much of a monitor as draws texts and pauses the watchdog."""
+    made = Monitor.__new__(Monitor)
+    made.watchdog, made.ranks, made.engine = watched.dog, OneRank(barrier), None
+    made.samples = SimpleNamespace(draw=draw)
+    made.attempts = SamplingAttempts(folder, made.ranks)
+    made.said, made.texts = [], []
+    made.say, made.work = made.said.append, SimpleNamespace(config=Config(train=TrainConfig(sample_every=10)))
+    made.recorder = SimpleNamespace(looking=nullcontext,
+                                    event=lambda event, **details: made.said.append((event, details)),
+                                    log=SimpleNamespace(sample=lambda *text: made.texts.append(text)))
+    return made
+
+
+def test_training_pulses_while_it_draws(watched, tmp_path):
+    def draw(engine, pulse):
+        for _ in range(5):
+            pulse()
+            watched.passes(0.9 * LIMIT)
+        return [("a", "b")]
+    made = monitor(watched, tmp_path, draw)
+    made.draw_samples(10)
+    assert made.texts == [(10, "a", "b")] and not (tmp_path / RECORD).exists()
+
+
+def test_a_hang_while_drawing_is_not_repeated_for_ever(watched, tmp_path):
+    """Each start comes to the same texts, since the checkpoint of their step is there."""
+    def hang(engine, pulse):
+        watched.passes(100 * LIMIT)
+    for _ in range(MOST_ENDED):
+        start = Watched(tmp_path)
+        start.dog.finished(10, 1.0)
+        watched = start
+        with pytest.raises(HungError):
+            monitor(start, tmp_path, hang).draw_samples(10)
+    made = monitor(watched, tmp_path, hang)
+    made.draw_samples(10)
+    assert made.texts == [] and "after step 10: 2 starts of training ended while drawing them" in made.said[0]
+    assert made.said[1] == ("samples_left_out", {"step": 10, "ended": 2})
+    made = monitor(watched, tmp_path, lambda engine, pulse: [("a", "b")])
+    made.draw_samples(20)
+    assert made.texts == [(20, "a", "b")], "other texts are drawn again"
+
+
+def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(watched, tmp_path):
+    def draw(engine, pulse):
+        raise FloatingPointError("the model's scores are NaN")
+    for _ in range(MOST_ENDED + 1):
+        made = monitor(watched, tmp_path, draw)
+        made.draw_samples(10)
+        assert made.said == ["no sample texts after step 10: the model's scores are NaN"]
+
+
+def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(watched, tmp_path):
+    """Loading, comparing, copying: all ranks are through before any is watched again."""
+    made = monitor(watched, tmp_path, None, barrier=lambda: watched.passes(4 * LIMIT))
+    with made.watchdog.paused(made.ranks.barrier):
+        watched.passes(4 * LIMIT)
+    with pytest.raises(HungError):
+        watched.passes(2 * LIMIT)

@@ -1,0 +1,52 @@
+"""Only torch.compile needs a compiler: DeepSpeed would build one thing at its first start, which nothing uses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pipeline.config.training import TrainConfig
+from pipeline.contract.manifest import read_manifest
+from pipeline.errors import UserError
+from pipeline.parallel.compiler import refuse_without_compiler
+from tests.conftest import run_stage
+from tests.stages.training import train_folder
+
+
+@pytest.mark.parametrize("settings", [("parallel.zero_stage=2", "parallel.offload=optimizer"),
+                                      ("parallel.zero_stage=3", "parallel.offload=params")])
+def test_deepspeed_builds_nothing(fresh, tmp_path, settings):
+    (tmp_path / "built").mkdir()
+    run_stage("train", fresh, "parallel.engine=deepspeed", "train.precision=fp32", "train.micro_batch=8",
+              "train.steps=2", "train.warmup_steps=1", *settings, ranks=2, PATH=str(tmp_path / "empty"),
+              TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
+    assert read_manifest(train_folder(fresh)).counts["steps"] == 2
+    assert not list((tmp_path / "built").iterdir())
+
+
+@pytest.mark.parametrize(("compile_blocks", "device", "there", "told"), [
+    (True, "cpu", (), "there is no g++ on this machine"), (True, "cpu", ("gcc",), "set train.compile=false"),
+    (None, "cuda", ("g++",), "the default on GPUs, and torch.compile needs a compiler, but there is no gcc or clang"),
+    (True, "cpu", ("g++",), None), (None, "cuda", ("clang",), None), (None, "cpu", (), None),
+    (False, "cuda", (), None)])
+def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch, tmp_path, compile_blocks, device,
+                                                                     there, told):
+    for name in there:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    train = TrainConfig(compile=compile_blocks)
+    if told is None:
+        refuse_without_compiler(train, torch.device(device))
+        return
+    with pytest.raises(UserError, match=re.escape(told)):
+        refuse_without_compiler(train, torch.device(device))
+
+
+def test_a_run_that_compiles_is_refused_before_its_first_step(fresh, tmp_path):
+    result = run_stage("train", fresh, "train.compile=true", expect=2, PATH=str(tmp_path / "empty"))
+    assert "torch.compile needs a compiler" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,29 @@
+"""Waiting for what must happen, with a limit for hangs only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+HANG_S = 2400
+"""After so long a process or a condition counts as hung. No test may depend on it: where everything takes ten times as
+long as on a fast machine, the slowest wait is still far from it. pytest's own limit (pyproject.toml) is beyond it, so
+that the one who waits is the one who complains."""
+
+
+def wait_for(condition: Callable[[], T], story: Callable[[], str] = str, *, of: Any = None) -> T:
+    """Wait until `condition()` gives something true, and give that.
+
+    Args:
+        story: what to tell if it never does.
+        of: the process (with `poll` and `returncode`) that should bring it about; its end before that is a failure.
+    """
+    until = monotonic() + HANG_S
+    while not (found := condition()):
+        assert of is None or of.poll() is None or condition(), f"ended with {of.returncode} before that {story()}"
+        assert monotonic() < until, f"waited in vain {story()}"
+        sleep(0.02)
+    return found

@@ -1,0 +1,166 @@
+"""Write text with a model: continue prompts, or talk to one that was trained on conversations.
+
+    python -m tools.chat --model runs/demo "def main():" "import "
+    python -m tools.chat --model runs/demo --interactive
+    python -m tools.chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
+
+Several prompts are continued together and printed in their order. Ctrl-C ends a reply; at `>`, Ctrl-D ends the session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from model.generation.sampling import Sampling
+from model.generation.writer import stream
+from pipeline.errors import UserError
+from pipeline.evaluation.open_model import OpenedModel
+from pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
+from tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
+
+CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that move a terminal's cursor or change its colours; a model may have learned them."""
+NEW = "/new"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.chat", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
+    add_model_options(parser)
+    add_sampling_options(parser)
+    parser.add_argument("--interactive", action="store_true", help="ask for prompts, one a line")
+    parser.add_argument("--chat", action="store_true", help="write prompts as turns of a conversation, by the "
+                                                            "tokenizer's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation begins with")
+    options = parser.parse_args(arguments)
+    try:
+        if not options.prompts and not options.interactive:
+            raise UserError("There is nothing to continue: give a prompt, or --interactive.")
+        session = Session(options)
+        if options.prompts:
+            session.write(options.prompts)
+        if options.interactive:
+            session.ask()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+    return 0
+
+
+class Session:
+    """One model, and the texts or the conversation that it is asked for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        asked_sampling(options, frozenset())  # what is wrong there is said before a model is loaded
+        self.opened = opened_model(options)
+        self.sampling = asked_sampling(options, ending_ids(self.opened))
+        self.template = _template(self.opened) if options.chat else None
+        self.system = [{"role": "system", "content": options.system}] if options.system else []
+        self.messages = list(self.system)
+        self.written = 0
+
+    def write(self, prompts: Sequence[str]) -> None:
+        """Continue all prompts together, and print them in their order, each as far as it is certain."""
+        ids = [self._ids(prompt) for prompt in prompts]
+        settings = [replace(self._fitting(row), seed=self.sampling.seed + self.written + number)
+                    for number, row in enumerate(ids)]
+        self.written += len(prompts)
+        shown = ["" if self.template else prompt for prompt in prompts]
+        answers = [""] * len(prompts)
+        try:
+            for number, text in in_order(self.opened, ids, settings):
+                show(shown[number] + text)
+                shown[number] = ""
+                answers[number] += text
+        finally:
+            show("\n")
+            if self.template and len(prompts) == 1:  # of a reply that was ended, what was seen
+                self.messages += [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": answers[0]}]
+
+    def ask(self) -> None:
+        """Prompts from the terminal, until there are no more."""
+        while True:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if self.template and prompt.strip() == NEW:
+                self.messages = list(self.system)
+            elif prompt.strip():
+                self._answer(prompt)
+
+    def _answer(self, prompt: str) -> None:
+        try:
+            self.write([prompt])
+        except KeyboardInterrupt:
+            pass  # the reply has ended; the next prompt is asked for
+        except UserError as error:  # too long, or not what the template takes
+            print(error, file=sys.stderr)
+
+    def _ids(self, prompt: str) -> list[int]:
+        if self.template is None:
+            return prompt_ids(self.opened, prompt)
+        return self.template.ids([*self.messages, {"role": "user", "content": prompt}])
+
+    def _fitting(self, ids: Sequence[int]) -> Sampling:
+        """The settings, with no more tokens than the context has room for. UserError where there is none."""
+        context = self.opened.config.context_length
+        room = context - len(ids)
+        if room < 1:
+            more = f", or begin anew with {NEW}" if self.template else ""
+            raise UserError(f"The prompt has {len(ids)} tokens, which leaves no room in the model's context of "
+                            f"{context}. Shorten it{more}.")
+        return replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+
+
+def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
+             samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
+    """(number, text) of prompts that are continued together: the first one's pieces as they come, then those of the
+    second, which has been going on meanwhile ... Every prompt has a piece, and a line end is between two."""
+    waiting = dict.fromkeys(range(len(prompts)), "")
+    ended: set[object] = set()
+    first = 0
+    for piece in stream(opened.model, readable_bytes(opened), prompts, samplings):
+        assert isinstance(piece.key, int)
+        waiting[piece.key] += piece.text
+        if piece.end:
+            ended.add(piece.key)
+        while first in waiting:
+            text, over = waiting[first], first in ended
+            waiting[first] = ""
+            if text or over:
+                yield first, text + ("\n" if over and first + 1 < len(prompts) else "")
+            if not over:
+                break
+            del waiting[first]
+            first += 1
+
+
+def show(text: str) -> None:
+    """Print at once, without what would control a terminal."""
+    sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _template(opened: OpenedModel) -> ChatTemplate:
+    template = chat_template(opened)
+    if template is None:
+        raise UserError(f"The tokenizer of {opened.path} has no chat template, as that of a model that was only "
+                        f"pretrained: leave --chat out, and the model continues texts.")
+    return template
+
+
+if __name__ == "__main__":
+    sys.exit(main())

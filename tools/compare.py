@@ -1,0 +1,195 @@
+"""Models on the same items: one table, paired differences with their significance, a plot over the tokens of a run.
+
+    python -m tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line python_stdlib --to compared
+    python -m tools.compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
+
+A model is a run's folder (its export, before that its newest checkpoint), a training checkpoint inside of a run, or a
+Llama in Hugging Face's form. --to gets comparison.json, comparison.md, with --checkpoints an SVG for each score, and
+every item's result: an interrupted command goes on, another list of tasks measures only what is new. Of the models of
+--models every pair is compared, of checkpoints each with the one before it. torchrun shares the work over several
+ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.run import run_in
+from pipeline.contract.stages import REPOSITORY
+from pipeline.errors import UserError
+from pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deliverable, differences, rows
+from pipeline.evaluation.tasks import go_offline, tasks_named
+from pipeline.files import sha256_file, write_json, write_text
+from pipeline.records.checkpoints import complete_checkpoints, read_marker
+
+FORMAT = 1
+COLUMNS = ("model", "tokens", "task", "version", "metric", "n", "few-shot", "score", "std. error", "chance")
+PAIRED = ("first", "second", "task", "metric", "n", "second - first", "std. error", "higher", "lower", "p (sign test)",
+          "p (normal)")
+NOTES = (
+    "Scores: std. error of the mean over the items, of bits per byte that of a ratio; chance: right choices / choices, "
+    "averaged over the items.",
+    "Differences: paired, on each item; higher and lower: items on which the second model has the larger value; the "
+    "sign test is exact (of right and wrong answers it is McNemar's), the normal one is of difference / std. error. "
+    "Fewer bits per byte are better. No p-value knows how many others stand beside it.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    options = _parser().parse_args(arguments)
+    go_offline()  # before anything imports the libraries that look for it
+    from pipeline.parallel.ranks import start_ranks, stop_ranks
+
+    try:
+        candidates = _candidates(options)
+        conditions = _conditions(options)
+        ranks = start_ranks()
+        try:
+            results = compare(candidates, conditions, options, ranks)
+            if ranks.leads:
+                _write(options.to, results, bool(options.checkpoints))
+            ranks.barrier()
+        finally:
+            stop_ranks()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.compare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--models", nargs="+", type=Path, metavar="PATH", help="runs, checkpoints, Hugging Face folders")
+    which.add_argument("--checkpoints", type=Path, metavar="RUN", help="all complete checkpoints of a run")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the results and items")
+    parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="by name")
+    parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
+                        metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
+    parser.add_argument("--heldout", type=Path, metavar="RUN", help="also bits per byte of this run's held-out text")
+    parser.add_argument("--heldout-documents", type=int, metavar="N", help="of each source, the first (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="items per task, the first (default: all)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per forward pass (default 16)")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="per window (default: each model's context)")
+    parser.add_argument("--bootstrap-iters", type=int, default=100_000, metavar="N",
+                        help="draws for standard errors that have no formula (default 100000)")
+    return parser
+
+
+def _candidates(options: argparse.Namespace) -> list[Candidate]:
+    if options.checkpoints is None:
+        twice = [path for path in options.models if options.models.count(path) > 1]
+        if twice:
+            raise UserError(f"--models names {twice[0]} twice. Give each model once.")
+        return [Candidate(str(path), deliverable(path)) for path in options.models]
+    run = run_in(options.checkpoints, check=False)
+    found = complete_checkpoints(run.stage_folder("train"))
+    if not found:
+        raise UserError(f"The run {options.checkpoints} has no complete checkpoint to compare.")
+    return [Candidate(path.name, path, read_marker(path)["progress"].get("tokens")) for path in found]
+
+
+def _conditions(options: argparse.Namespace) -> Conditions:
+    low = [f"--{name.replace('_', '-')} must be above 0, not {value}"
+           for name in ("limit", "batch", "length", "heldout_documents")
+           if (value := getattr(options, name)) is not None and value <= 0]
+    if low:
+        raise UserError("; ".join(low) + ".")
+    if not options.tasks and options.heldout is None:
+        raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
+    tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
+    heldout = None if options.heldout is None else run_in(options.heldout, check=False)
+    return Conditions(tasks, options.task_folders, options.limit, options.dtype, options.batch, options.length,
+                      options.bootstrap_iters, heldout, options.heldout_documents)
+
+
+def compare(candidates: Sequence[Candidate], conditions: Conditions, options: argparse.Namespace,
+            ranks: Any) -> dict[str, Any]:
+    """Every model's rows and the pairs' differences, ready for JSON; all ranks call it together."""
+    from pipeline.evaluation.kept import KeptParts
+
+    options.to.mkdir(parents=True, exist_ok=True)
+    code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
+    made_by = [[path.relative_to(REPOSITORY).as_posix(), sha256_file(path)] for path in code]
+    kept = KeptParts(options.to / "items", made_by, ranks, lambda text: print(text, file=sys.stderr))
+    measured = {candidate.name: Measuring(candidate, conditions, ranks, options.to / "lm_eval.log").parts(kept)
+                for candidate in candidates}
+    pairs = itertools.pairwise(candidates) if options.checkpoints else itertools.combinations(candidates, 2)
+    return {"format": FORMAT, "models": {candidate.name: str(candidate.path) for candidate in candidates},
+            "dtype": conditions.dtype, "window": conditions.length, "limit": conditions.limit,
+            "scores": [row for candidate in candidates for row in rows(candidate, measured[candidate.name])],
+            "differences": differences(pairs, measured), "notes": NOTES}
+
+
+def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
+    scores = [_cells(row) for row in sorted(results["scores"], key=lambda row: (row["task"], row["metric"]))]
+    apart = [_paired_cells(row) for row in sorted(results["differences"], key=lambda row: (row["task"], row["metric"]))]
+    write_json(folder / "comparison.json", results)
+    text = ["# Comparison", "", *markdown(COLUMNS, scores), ""]
+    text += ["## Paired differences", "", *markdown(PAIRED, apart), ""] if apart else []
+    write_text(folder / "comparison.md", "\n".join([*text, *NOTES, ""]))
+    if over_tokens:
+        for name, svg in plots(results["scores"]).items():
+            write_text(folder / f"{name}.svg", svg)
+    print("\n".join(aligned(COLUMNS, scores)))
+    if apart:
+        print("\n" + "\n".join(aligned(PAIRED, apart)))
+    print(f"\n{folder / 'comparison.md'}")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [row["model"], "" if row["tokens"] is None else f"{row['tokens']:,}", row["task"], row["version"],
+            row["metric"], f"{row['n']:,}", str(row["few_shot"]), *map(_four, (row["value"], row["stderr"],
+                                                                               row["chance"]))]
+
+
+def _paired_cells(row: dict[str, Any]) -> list[str]:
+    return [row["first"], row["second"], row["task"], row["metric"], f"{row['items']:,}",
+            f"{row['difference']:+.4f}", _four(row["stderr"]), f"{row['higher']:,}", f"{row['lower']:,}",
+            f"{row['p_sign']:.3g}", "" if row["p_normal"] is None else f"{row['p_normal']:.3g}"]
+
+
+def _four(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown."""
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The same for a terminal."""
+    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (columns, *lines)]
+
+
+def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
+    """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
+    from pipeline.reporting.plots import Series, line_chart, standalone
+
+    found = {}
+    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in scores):
+        points = sorted((row for row in scores if (row["task"], row["metric"]) == (task, metric)
+                         and row["tokens"] is not None), key=lambda row: row["tokens"])
+        if not points:
+            continue
+        name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{task}.{metric}")
+        tokens = [row["tokens"] for row in points]
+        lines = [Series(task, tokens, [row["value"] for row in points], dots=True,
+                        errors=[row["stderr"] or 0.0 for row in points])]
+        if points[0]["chance"] is not None:
+            lines.append(Series("chance", tokens, [row["chance"] for row in points], faint=True))
+        found[name] = standalone(line_chart(name, lines, "tokens", f"{metric} of {task}"))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

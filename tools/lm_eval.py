@@ -1,0 +1,87 @@
+"""lm-evaluation-harness's own command line, which also knows `--model drover`.
+
+    python -m tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
+    python -m tools.lm_eval --model drover --model_args run=runs/demo,checkpoint=100,dtype=bfloat16 --tasks ...
+    torchrun --standalone --nproc-per-node 2 -m tools.lm_eval --model drover --model_args run=runs/demo --tasks ...
+
+All arguments are lm_eval's (docs/evaluation.md names those of the model). Data files that a task under --include_path
+names are found beside its YAML file, wherever this is started. `--use_cache FILE` keeps every answer as it is there,
+so that an interrupted command goes on; with several ranks use the stage evaluate, which keeps every task.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.evaluation.tasks import write_absolute
+
+INCLUDE = "--include_path"
+CACHE = "--use_cache"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: `arguments` for lm_eval, by default those of this process."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    before = sys.argv
+    try:
+        if several and any(one.split("=")[0] in (CACHE, "-c") for one in given):
+            raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, or "
+                            f"take one process, or the stage evaluate, which keeps every task on any number of ranks.")
+        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, _printing_once():
+            # lm_eval reads the arguments of the process; without a word before the options it means `run`.
+            sys.argv = ["lm_eval", *_with_absolute_data(given, Path(folder))]
+            _hand_over()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    finally:
+        sys.argv = before
+        if several:
+            from pipeline.parallel.ranks import stop_ranks
+            stop_ranks()
+    return 0
+
+
+def _hand_over() -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    import pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
+    cli_evaluate()
+
+
+def _with_absolute_data(arguments: list[str], folder: Path) -> list[str]:
+    """The arguments with --include_path, if it is there, replaced by `folder`, where the same tasks then are."""
+    found = list(arguments)
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name != INCLUDE:
+            continue
+        if not equals and place + 1 == len(arguments):
+            return found  # lm_eval says what is missing
+        write_absolute(Path(value if equals else arguments[place + 1]), folder)
+        if equals:
+            found[place] = f"{INCLUDE}={folder}"
+        else:
+            found[place + 1] = str(folder)
+    return found
+
+
+@contextmanager
+def _printing_once() -> Iterator[None]:
+    """Nothing is printed by ranks other than the first, which know the same results."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What the tools that write text with a model are asked on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from model.generation.sampling import Sampling
+from pipeline.errors import UserError
+from pipeline.evaluation.open_model import OpenedModel, open_model
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --device and --dtype, for `opened_model`."""
+    parser.add_argument("--model", required=True, type=Path, metavar="PATH",
+                        help="a run (its newest checkpoint), a checkpoint inside of a run, or a Hugging Face folder")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")
+
+
+def opened_model(options: argparse.Namespace) -> OpenedModel:
+    """The model that is asked for. UserError where there is none, or no such device."""
+    gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(options.device or ("cuda" if gpu else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        raise UserError(f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}") from None
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return open_model(options.model, device, getattr(torch, dtype))
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of `Sampling`, for `asked_sampling`."""
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=256, metavar="N", help="most new tokens of a text (default 256)")
+    add("--temperature", type=float, default=0.8, metavar="T",
+        help="scores are divided by it; 0 takes the likeliest token (default 0.8)")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    add("--top-p", type=float, default=0.95, metavar="P",
+        help="draw from the fewest tokens that are likely by P together (default 0.95)")
+    add("--min-p", type=float, default=0.0, metavar="P",
+        help="only tokens at least P times as likely as the likeliest (default 0)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X",
+        help="above 1, tokens that were there become less likely (default 1)")
+    add("--seed", type=int, default=0, metavar="N", help="of the first text; the next has N + 1 (default 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+
+
+def asked_sampling(options: argparse.Namespace, ending_ids: frozenset[int]) -> Sampling:
+    """The settings that are asked for. UserError with everything that is wrong with them."""
+    try:
+        return Sampling(max_tokens=options.max_tokens, temperature=options.temperature, top_k=options.top_k,
+                        top_p=options.top_p, min_p=options.min_p, repetition_penalty=options.repetition_penalty,
+                        seed=options.seed, stop=tuple(options.stop), stop_ids=ending_ids)
+    except ValueError as error:
+        raise UserError(str(error)) from None

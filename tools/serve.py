@@ -1,0 +1,89 @@
+"""Serve a model over HTTP as OpenAI's completions are served, with a page to try it on.
+
+    python -m tools.serve --model runs/demo
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
+
+Requests that come together are written together. It listens on this machine alone unless --host says otherwise: there
+are no passwords here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from pipeline.errors import UserError
+from pipeline.evaluation.open_model import run_of
+from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
+from tools.model_options import add_model_options, opened_model
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+CLOSING_S = 5
+"""How long open answers may take to end after Ctrl-C."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.serve", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="texts written at once (default 8)")
+    parser.add_argument("--queue", type=int, default=32, metavar="N",
+                        help="texts that may wait; beyond, requests are answered with status 429 (default 32)")
+    parser.add_argument("--name", help="what clients call the model; default: its run's name, or its folder's")
+    options = parser.parse_args(arguments)
+    try:
+        serve(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:  # uvicorn has ended everything, and passes it on
+        pass
+    return 0
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Listen until Ctrl-C. UserError for what cannot be served, or not there."""
+    if options.batch < 1 or options.queue < 0:
+        raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
+                        f"{options.queue}.")
+    try:
+        import uvicorn
+
+        from tools.serving.app import Server
+    except ImportError as error:
+        raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
+                        f"pip install -e '.[serve]'") from None
+    from tools.serving.asked import Reader
+    from tools.serving.worker import Worker
+
+    with _listening(options.host, options.port) as listening:
+        opened = opened_model(options)
+        run = run_of(opened.path)
+        name = options.name or (run.folder if run is not None else opened.path).resolve().name
+        worker = Worker(opened.model, readable_bytes(opened), batch=options.batch, queue=options.queue)
+        reader = Reader(opened, name, ending_ids(opened), chat_template(opened))
+        server = Server(reader, worker, [*LOCAL] if options.host in LOCAL else ["*"])
+        chats = ", /v1/chat/completions" if reader.template is not None else ""
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"{name} at http://{shown}:{port}/ (a page), /v1/completions{chats}, /v1/models, /health. "
+              f"Ctrl-C ends it.", flush=True)
+        config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=CLOSING_S)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{host}:{port} cannot be listened on: {error}. Another program may have it: take another "
+                        f"--port, or 0 for any.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

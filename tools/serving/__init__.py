@@ -1,0 +1,10 @@
+"""An HTTP server around one model, in the form of OpenAI's completions.
+
+    asked.py     what a request asks for, checked
+    worker.py    the thread that runs the model, for all requests that wait together
+    answers.py   the JSON of answers, chunks and errors
+    app.py       the routes
+    page.html    the page at /
+
+Only app.py and `tools.serve` need starlette and uvicorn.
+"""
