@@ -1,9 +1,9 @@
-# make setup | demo | test | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
+# make setup | demo | test | test-again | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test soak lint matrix clean
+.PHONY: setup demo test test-again soak lint matrix clean
 
 setup: .venv/installed
 
@@ -21,6 +21,10 @@ demo: setup
 # Five workers also on two cores: the three that test a cluster mostly wait for it.
 test: setup
 	$(PY) -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder --durations 20 $(ARGS)
+
+# The files of the few tests that failed in the last `make test`, alone: what a busy machine failed passes now.
+test-again: setup
+	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files
 
 # What takes long: many kills, other seeds.
 soak: setup

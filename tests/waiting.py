@@ -23,7 +23,13 @@ def wait_for(condition: Callable[[], T], story: Callable[[], str] = str, *, of: 
     """
     until = monotonic() + HANG_S
     while not (found := condition()):
-        assert of is None or of.poll() is None or condition(), f"ended with {of.returncode} before that {story()}"
+        assert of is None or of.poll() is None or condition(), \
+            f"ended with {of.returncode} before that {story()}{_output(of)}"
         assert monotonic() < until, f"waited in vain {story()}"
         sleep(0.02)
     return found
+
+
+def _output(process: Any) -> str:
+    """What an ended process printed, where that was kept."""
+    return "".join(f"\n{said}" for said in process.communicate() if said)

@@ -79,7 +79,8 @@ def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run: 
     run.until(lambda: rank not in run.processes(), "the end of the ranks")
     start, end = run.next_start(count), run.next_end()
     assert (start["job"], start["restart"]) == (job, 2)
-    assert (end.status, end.restart) == ("crashed", 1) and "runner was killed" in end.reason
+    # Slurm asks the ranks to end before it kills them: fast ones have saved by then.
+    assert end.status in ("crashed", "preempted") and end.restart == 1 and "runner was killed" in end.reason
 
 
 def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run: Training) -> None:

@@ -75,11 +75,21 @@ def start(config: Path, *overrides: str, ranks: int = 1, faults: str = "", **lim
 
 
 def kill(process: WarmProcess | subprocess.Popen[str], how: int = signal.SIGKILL) -> None:
-    """Signal a process and everything below it, and wait for its end."""
-    for pid in [process.pid, *descendants(process.pid)] if process.poll() is None else ():
+    """Signal a process and everything below it, and wait until all have ended: one that is still being taken down
+    holds its lock of the run, and the next start is refused."""
+    everyone = [process.pid, *descendants(process.pid)] if process.poll() is None else []
+    for pid in everyone:
         with suppress(ProcessLookupError):
             os.kill(pid, how)
     process.wait()
+    wait_for(lambda: not any(map(_runs, everyone)))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def train_and_kill(config: Path, *overrides: str, ranks: int, after_step: int, how: int = signal.SIGKILL,
