@@ -1,8 +1,9 @@
 """Files of the tests that failed in the last run of pytest, to run them once more and alone (`make test-again`).
 
-A test of real processes, kills and clusters can fail where a machine is slow and shared, though nothing is wrong. It is
-a fault of the test all the same, and said; but it is told from a fault of the product: that one fails again. Whole files
-are run, because some tests go on where the one before ended. Where many failed it is no coincidence: nothing is run.
+A test of real processes, kills and clusters can fail where a machine is slow and shared, though nothing is wrong. It
+is a fault of the test all the same, and said; but it is told from a fault of the product: that one fails again. Whole
+files are run, because some tests go on where the one before ended. Where many failed it is no coincidence: nothing is
+run.
 """
 
 from __future__ import annotations
