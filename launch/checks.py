@@ -12,7 +12,7 @@ from launch.credentials import credential_problems
 from launch.forecast import Disk, readable, state_bytes_per_rank
 from launch.plan import Job, Options
 from launch.slurm.submit.options import option_problems
-from pipeline.config.checks import place_problems, problems, rank_problems
+from pipeline.config.checks import export_problem, place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
 from pipeline.config.outside import absent_attention
 from pipeline.config.places import blocked, unwritable
@@ -44,6 +44,8 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
               f"register." for name in config.stages if name not in STAGES]
     if any(job.stage == "shard" and job.to_run for job in jobs):
         found += FILTERS.problems(config.shard.filters)
+    if any(job.stage == "convert" and job.to_run for job in jobs) and (problem := export_problem(config.model)):
+        found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     for job in jobs:
         if job.key == "train" and job.to_run:
             found += [*rank_problems(config, job.ranks), *unusable(config.train.log_to), *absent_attention(config)]

@@ -4,12 +4,18 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 """
 
 import math
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 _MODEL_CONFIG = ConfigDict(
     extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
 )
+
+
+def _added(default: Any) -> Any:
+    """A field that came later; its default computes what was computed before (pipeline/config/section.py)."""
+    return Field(default, json_schema_extra={"added": True})
 
 
 class RopeScaling(BaseModel):
@@ -83,6 +89,15 @@ class ModelConfig(BaseModel):
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""
+    qk_norm: bool = _added(False)
+    """RMSNorm of each head's queries and keys before the rotation, as in Qwen3: it bounds attention's scores, which
+    keeps training at large learning rates stable."""
+    sliding_window: int | None = _added(None)
+    """How many tokens a query sees at most, itself included. None: all before it, as in every Llama."""
+    full_attention_interval: int | None = _added(None)
+    """With sliding_window: every so manieth layer (the fourth, eighth ... for 4) sees all nevertheless. None: none."""
+    no_rope_layer_interval: int | None = _added(None)
+    """Every so manieth layer (the fourth, eighth ... for 4, as in SmolLM3) has no rotary embedding. None: none."""
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
@@ -96,7 +111,7 @@ class ModelConfig(BaseModel):
             "rope_theta",
             "norm_eps",
         )
-        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size")
+        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size", "full_attention_interval", "no_rope_layer_interval")
         found = []
         for name in sizes + optional:
             value = getattr(self, name)
@@ -117,7 +132,21 @@ class ModelConfig(BaseModel):
                 f"ffn_dim ({self.ffn_dim}) and ffn_dim_multiplier ({self.ffn_dim_multiplier}) "
                 "both decide the feed-forward width: set one of them."
             )
-        return found + self._scaling_problems()
+        return found + self._window_problems() + self._scaling_problems()
+
+    def _window_problems(self) -> list[str]:
+        if self.sliding_window is None:
+            return [] if self.full_attention_interval is None else [
+                f"full_attention_interval ({self.full_attention_interval}) says which layers see beyond a "
+                "sliding_window, and there is none: set both or neither."]
+        found = []
+        if self.sliding_window < 2:
+            found.append(
+                f"sliding_window must be at least 2, not {self.sliding_window}: a query sees itself and others."
+            )
+        if self.full_attention_interval == 1:
+            found.append("full_attention_interval (1) lets every layer see all: leave sliding_window out.")
+        return found
 
     def _scaling_problems(self) -> list[str]:
         if self.rope_scaling is None:
@@ -135,6 +164,20 @@ class ModelConfig(BaseModel):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.heads
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a query of this layer (from 0) sees at most; None: all before it."""
+        interval = self.full_attention_interval
+        return None if interval is not None and (layer + 1) % interval == 0 else self.sliding_window
+
+    def rotates(self, layer: int) -> bool:
+        """Whether this layer (from 0) has a rotary embedding."""
+        return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
+
+    @property
+    def layer_kinds(self) -> list[tuple[int | None, bool]]:
+        """`window_of` and `rotates` of each layer."""
+        return [(self.window_of(layer), self.rotates(layer)) for layer in range(self.layers)]
 
     @property
     def hidden(self) -> int:
@@ -159,7 +202,7 @@ class ModelConfig(BaseModel):
     @property
     def non_embedding_parameter_count(self) -> int:
         """Parameters of blocks and norms: without the token embedding and without the output layer."""
-        norms = (2 * self.layers + 1) * self.dim
+        norms = (2 * self.layers + 1) * self.dim + (2 * self.layers * self.head_dim if self.qk_norm else 0)
         return self.matmul_parameter_count - self._known_vocab_size() * self.dim + norms
 
     @property
@@ -177,10 +220,14 @@ class ModelConfig(BaseModel):
         A multiply-add counts 2. The attention term is the two products QK^T and PV, 2 * 2 * dim *
         sequence_length forward per layer; a causal query sees half of the keys on average. The full form is
         PaLM's (appendix B), which most published MFU numbers use; the causal one is closer to what fused
-        kernels compute. Neither counts the embedding lookup, norms or recomputation.
+        kernels compute. Neither counts the embedding lookup, norms or recomputation. A layer with a
+        sliding_window w below sequence_length has w in its place, and causal w - w^2 / (2 sequence_length).
         """
-        attention = 12.0 * self.layers * self.dim * sequence_length
-        return 6.0 * self.matmul_parameter_count + (attention / 2 if causal else attention)
+        seen = 0.0
+        for layer in range(self.layers):
+            width = min(self.window_of(layer) or sequence_length, sequence_length)
+            seen += width - width * width / (2 * sequence_length) if causal else width
+        return 6.0 * self.matmul_parameter_count + 12.0 * self.dim * seen
 
     def kv_cache_bytes(self, batch: int, length: int, bytes_per_value: int) -> int:
         """Bytes of keys and values kept for `batch` sequences of `length` tokens, all layers together."""

@@ -34,11 +34,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normed before and added to the residual stream after."""
+    """Attention and feed-forward, each normed before and added to the residual stream after. layer: from 0."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.feed_forward = FeedForward(config)
         # nn.RMSNorm computes in float32 inside and returns its input's dtype; fused, it takes 1.5 ms against
         # 3.8 ms spelt out (2,048 x 288, forward + backward, 2 CPU threads).
@@ -75,7 +75,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size)
         self.rotary_table = RotaryTable(config)
@@ -121,13 +121,13 @@ class Llama(nn.Module):
         wide = torch.promote_types(h.dtype, torch.float32)
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        rotation = self.rotary_table.at(positions, wide)
+        rotation, window = self.rotary_table.at(positions, wide), self.config.sliding_window
         if mask is not None:
-            layout = Layout(rotation, prepared=mask)
+            layout = Layout.masked(rotation, mask, positions, window)
         elif documents is None:
-            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype)
+            layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype, window)
         else:
-            layout = Layout.of(rotation, self.backend, Documents(documents, document_lengths), h.dtype)
+            layout = Layout.of(rotation, self.backend, Documents(documents, document_lengths), h.dtype, window)
         for index, layer in enumerate(self.layers):
             h = layer(h, layout, caches[index] if caches else None)
         h = self.norm(h[:, -1:] if last_only else h)
@@ -203,7 +203,7 @@ def initial_value(
     rows = range(shape[0]) if rows is None else rows
     value = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
     match name.split(".")[-2:]:
-        case ["attention_norm" | "ffn_norm" | "norm", "weight"]:
+        case ["attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm", "weight"]:
             return value.fill_(1)
         case ["tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3", "weight"]:
             deviation = 0.02

@@ -30,10 +30,13 @@ def convert(work: Work) -> None:
     """
     import torch
 
+    from pipeline.config.checks import export_problem
     from pipeline.formats.huggingface import stream_folder
     from pipeline.formats.sharded_tensors import CheckpointReader
     from pipeline.records.checkpoints import read_marker
 
+    if problem := export_problem(work.config.model):
+        raise UserError(problem)
     train_folder, trained = work.input("train")
     tokenizer_folder, tokenizer = work.input("tokenizer")
     checkpoint = train_folder / trained.counts["checkpoint"]

@@ -89,7 +89,9 @@ def _load(work: Work, ranks: Ranks) -> tuple[Llama, Tokenizer]:
     except UserError as error:
         raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
     config = model.config
-    attention = choose("auto", Where(ranks.device, model.norm.weight.dtype, compiled=False, head_dim=config.head_dim))
+    where = Where(ranks.device, model.norm.weight.dtype, compiled=False, head_dim=config.head_dim,
+                  windowed=config.sliding_window is not None)
+    attention = choose("auto", where)
     model.backend = attention.backend
     if ranks.leads and attention.fallback:
         work.say(attention.fallback)

@@ -21,12 +21,14 @@ class Where:
         dtype: of queries, keys and values.
         compiled: whether the blocks run under torch.compile.
         head_dim: width of a head.
+        windowed: whether any layer has a sliding window.
     """
 
     device: torch.device
     dtype: torch.dtype
     compiled: bool
     head_dim: int
+    windowed: bool = False
 
 
 class Documents:
@@ -39,11 +41,16 @@ class Documents:
         numbers: (batch, length) ints, equal inside a document and different from one to the next.
         lengths: of the documents in tokens, row after row, as the loader knows them. None: they are read from
             `numbers`, for which the host waits for the device.
+        window: how many tokens of its document a query sees at most, itself included; None: all before it.
     """
 
-    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, window: int | None = None) -> None:
+        self.numbers, self.window = numbers, window
         self._lengths = lengths
+
+    def within(self, window: int) -> Documents:
+        """The same documents seen through a sliding window."""
+        return Documents(self.numbers, self._lengths, window)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -67,10 +74,16 @@ class Backend(ABC):
         name: for messages.
         operators: those of torch whose results `attention` in `train.kept_activations` keeps, as a
             TorchDispatchMode sees them (`torch.ops.aten.mm.default`). Without them it is computed again.
+        windows: whether it heeds `Documents.window`. One that does not is not taken for a model with sliding windows.
     """
 
     name: ClassVar[str]
+    windows: ClassVar[bool] = False
     operators: ClassVar[frozenset[Any]] = frozenset()
+
+    def refusal(self, where: Where) -> str:
+        """What it `lacks` there, sliding windows included."""
+        return "knows no sliding window" if where.windowed and not self.windows else self.lacks(where)
 
     @abstractmethod
     def lacks(self, where: Where) -> str:
@@ -78,7 +91,8 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Any:
-        """What `attend` needs to know of the documents. Called once in a forward pass, never under torch.compile.
+        """What `attend` needs to know of the documents. Called once in a forward pass, and once more for layers with a
+        sliding window; never under torch.compile.
 
         dtype: of queries, keys and values. Under torch.compile whole numbers and shapes in the result are compiled in:
         one that changes with every batch costs a compilation each time.

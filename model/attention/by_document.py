@@ -29,6 +29,7 @@ class ByDocument(Backend):
     """A call of the kernel for each run of documents of one length."""
 
     name: ClassVar[str] = "by_document"
+    windows: ClassVar[bool] = True
     operators: ClassVar[frozenset[Any]] = Sdpa.operators
 
     def lacks(self, where: Where) -> str:
@@ -36,9 +37,11 @@ class ByDocument(Backend):
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Runs | Tensor:
-        """See Backend: runs of documents, or the dense mask where that is faster."""
+        """See Backend: runs of documents, or the dense mask where that is faster, or where a document is longer than
+        the window: these kernels know none."""
         short = documents.numbers.shape[1] < HALF_PRECISION_FROM
-        if short and dtype.itemsize == 2 and documents.numbers.is_cpu:
+        beyond = documents.window is not None and max(documents.lengths) > documents.window
+        if beyond or (short and dtype.itemsize == 2 and documents.numbers.is_cpu):
             return _ALONE.prepare(documents, dtype)
         runs: list[tuple[int, int]] = []
         for length in documents.lengths:

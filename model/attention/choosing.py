@@ -25,7 +25,7 @@ def choose(name: str, where: Where) -> Choice:
     if name == "auto":
         return _automatic(where)
     backend = load(name)
-    if lack := backend.lacks(where):
+    if lack := backend.refusal(where):
         best = _automatic(where).backend.name
         raise ValueError(f"attention '{name}' {lack}. Take auto, which is {best} here.")
     return Choice(backend)
@@ -52,7 +52,7 @@ def _automatic(where: Where) -> Choice:
     lacks: dict[str, str] = {}
     for name in AUTOMATIC:
         backend = load(name)
-        lacks[name] = backend.lacks(where)
+        lacks[name] = backend.refusal(where)
         if not lacks[name]:
             why = lacks.get(wanted, "") if name != wanted else ""
             return Choice(backend, f"{wanted} {why}, so {name} computes attention inside documents" if why else "")

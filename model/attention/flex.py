@@ -20,6 +20,7 @@ class Flex(Backend):
     """`torch.nn.attention.flex_attention`, with a block mask made once in a forward pass."""
 
     name: ClassVar[str] = "flex"
+    windows: ClassVar[bool] = True
     # Inside a compiled block it is the first; around it, where only the kernel is compiled, the second.
     operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.higher_order.flex_attention}) | {
         operator for operator in [getattr(torch._higher_order_ops, "inductor_compiled_code", None)] if operator}
@@ -38,7 +39,8 @@ class Flex(Backend):
         numbers = documents.numbers
         batch, length = numbers.shape
         make: Any = _compiled(create_block_mask) if numbers.is_cuda else create_block_mask
-        mask: BlockMask = make(rule(first_tokens(numbers)), batch, None, length, length, device=str(numbers.device))
+        first = first_tokens(numbers, documents.window)
+        mask: BlockMask = make(rule(first), batch, None, length, length, device=str(numbers.device))
         return mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: BlockMask) -> Tensor:
@@ -49,16 +51,18 @@ class Flex(Backend):
         return out.transpose(1, 2)
 
 
-def first_tokens(numbers: Tensor) -> Tensor:
-    """The place in its row where each token's document begins: (batch, length) int32 of `Documents.numbers`."""
+def first_tokens(numbers: Tensor, window: int | None = None) -> Tensor:
+    """The place in its row of the first key that each token sees, where its document begins or the window does: (batch,
+    length) int32 of `Documents.numbers`."""
     place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return torch.where(begins, place, 0).cummax(dim=1).values
+    first = torch.where(begins, place, 0).cummax(dim=1).values
+    return first if window is None else first.maximum(place - window + 1)
 
 
 def rule(first: Tensor) -> Any:
-    """Who sees whom: a key from its document's first token up to the query. One look-up, where comparing two
+    """Who sees whom: a key from the first that the query sees up to the query. One look-up, where comparing two
     documents' numbers would be two."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

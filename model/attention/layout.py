@@ -23,29 +23,46 @@ class Layout:
         backend: how attention is computed in this pass.
         prepared: what the backend made of the documents: a mask, cumulative lengths, blocks; None where plain causal
             attention is meant.
+        windowed: the same for layers with a sliding window.
 
     NOTE: deliberately neither a tensor, a tuple nor a dataclass, like Rotation: mixed precision casts what is in those.
     """
 
-    def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None) -> None:
-        self.rotation, self.backend, self.prepared = rotation, backend, prepared
+    def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None,
+                 windowed: Any = None) -> None:
+        self.rotation, self.backend, self.prepared, self.windowed = rotation, backend, prepared, windowed
 
     @classmethod
-    def of(cls, rotation: Rotation, backend: Backend, documents: Documents, dtype: torch.dtype) -> Layout:
-        """Tokens see the earlier ones of their own document. dtype: of queries, keys and values."""
-        return cls(rotation, backend, backend.prepare(documents, dtype))
+    def of(cls, rotation: Rotation, backend: Backend, documents: Documents, dtype: torch.dtype,
+           window: int | None = None) -> Layout:
+        """Tokens see the earlier ones of their own document. dtype: of queries, keys and values. window: of the layers
+        that have one."""
+        windowed = None if window is None else backend.prepare(documents.within(window), dtype)
+        return cls(rotation, backend, backend.prepare(documents, dtype), windowed)
 
     @classmethod
-    def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype) -> Layout:
-        """Tokens start .. start + length - 1 see all up to themselves; those before `start` are in a cache."""
+    def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype,
+               window: int | None = None) -> Layout:
+        """Tokens start .. start + length - 1 see all up to themselves; those before `start` are in a cache. window: of
+        the layers that have one."""
         mask = None if start == 0 or length == 1 else dense_mask(length, start, None, device, dtype)
-        return cls(rotation, PLAIN, mask)
+        beyond = window is not None and start + length > window
+        return cls(rotation, PLAIN, mask, dense_mask(length, start, None, device, dtype, window) if beyond else mask)
+
+    @classmethod
+    def masked(cls, rotation: Rotation, mask: Tensor, positions: Tensor, window: int | None = None) -> Layout:
+        """Tokens see what `mask`, (batch, 1, length, keys), lets them see of a cache whose rows each begin at place 0.
+        positions: (batch, length), of the tokens. window: of the layers that have one."""
+        if window is None:
+            return cls(rotation, PLAIN, mask)
+        before = torch.arange(mask.shape[-1], device=mask.device) <= positions.unsqueeze(-1) - window
+        return cls(rotation, PLAIN, mask, mask.masked_fill(before.unsqueeze(1), -torch.inf))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, windowed: bool = False) -> Tensor:
     """Each query's mean of the values that it may see, weighed by softmax(q k^T / sqrt(head_dim)).
 
     q: (batch, length, heads, head_dim); k, v: (batch, keys, kv_heads, head_dim), rotated, with those of the cache in
-    front. Returns the shape of q.
+    front. windowed: whether the layer has a sliding window. Returns the shape of q.
     """
-    return layout.backend.attend(q, k, v, layout.prepared)
+    return layout.backend.attend(q, k, v, layout.windowed if windowed else layout.prepared)

@@ -56,25 +56,36 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose key and value heads are each shared by a group of query heads."""
+    """Causal self-attention whose key and value heads are each shared by a group of query heads.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        layer: its number, from 0: some have a sliding window or no rotary embedding.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.rotates, self.windowed = config.rotates(layer), config.window_of(layer) is not None
         kv_width = config.kv_heads * config.head_dim
         self.wq = Linear(config.dim, config.dim)
         self.wk = Linear(config.dim, kv_width)
         self.wv = Linear(config.dim, kv_width)
         self.wo = Linear(config.dim, config.dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+                                    for _ in range(2))
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; layout: of this forward pass; cache: this layer's, which is extended."""
         batch, length, _ = x.shape
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        q = layout.rotation(self.wq(x).view(batch, length, -1, self.head_dim))  # (batch, length, heads, head_dim)
-        k = layout.rotation(self.wk(x).view(batch, length, -1, self.head_dim))  # (batch, length, kv_heads, head_dim)
+        q = self.wq(x).view(batch, length, -1, self.head_dim)  # (batch, length, heads, head_dim)
+        k = self.wk(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            q, k = layout.rotation(q), layout.rotation(k)
         v = self.wv(x).view(batch, length, -1, self.head_dim)
         if cache is not None:
             k, v = cache.extend(k, v)
-        joined: Tensor = self.wo(attend(q, k, v, layout).flatten(2))  # (batch, length, dim)
+        joined: Tensor = self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
         return joined

@@ -23,19 +23,22 @@ class Edges(NamedTuple):
     """Where documents begin in the row of all tokens.
 
     edges: int32, 0 first and the number of tokens last, which is repeated up to a power of two of documents: those have
-    no tokens. longest: tokens of the longest document, rounded up to a power of two, the kernel's bound.
+    no tokens. longest: tokens of the longest document, rounded up to a power of two, the kernel's bound. before: how
+    many keys before its own a query sees at most; -1 for all.
 
-    Both are rounded because a compiled graph is compiled again for a length that it has not seen.
+    The first two are rounded because a compiled graph is compiled again for a length that it has not seen.
     """
 
     edges: Tensor
     longest: int
+    before: int
 
 
 class Varlen(Backend):
     """`torch.nn.attention.varlen.varlen_attn`."""
 
     name: ClassVar[str] = "varlen"
+    windows: ClassVar[bool] = True
     operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.torch_attn._varlen_attn.default})
 
     def lacks(self, where: Where) -> str:
@@ -58,15 +61,16 @@ class Varlen(Backend):
         edges[1:len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
         if device.type == "cuda":  # without waiting for what the device is doing
             edges = edges.pin_memory().to(device, non_blocking=True)
-        return Edges(edges, min(power_of_two(max(lengths)), documents.numbers.shape[1]))
+        before = -1 if documents.window is None else documents.window - 1
+        return Edges(edges, min(power_of_two(max(lengths)), documents.numbers.shape[1]), before)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Edges) -> Tensor:
         """See Backend."""
-        edges, longest = prepared
+        edges, longest, before = prepared
         options: dict[str, Any] = {"enable_gqa": True} if KNOWS_GROUPS else {}
         q_row, k_row, v_row = (whole.flatten(0, 1) for whole in (q, k, v))  # (tokens, heads, head_dim)
-        causal = (-1, 0)  # any number of keys back, none ahead
-        out: Any = varlen_attn(q_row, k_row, v_row, edges, edges, longest, longest, window_size=causal, **options)
+        seen = (before, 0)  # so many keys back, none ahead
+        out: Any = varlen_attn(q_row, k_row, v_row, edges, edges, longest, longest, window_size=seen, **options)
         joined: Tensor = out.view(q.shape)
         return joined
 

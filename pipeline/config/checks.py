@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from model.attention import BACKENDS
+from model.config import ModelConfig
 from pipeline.config.batch import batch_problems
 from pipeline.config.mixture import mixture_problems
 from pipeline.config.optimizers import optimizer_problems
@@ -51,6 +52,14 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     if parallel.dp_shard != -1 and ranks != needed:
         return [f"parallel: {terms} is {needed}, but there are {ranks} ranks."]
     return []
+
+
+def export_problem(model: ModelConfig) -> str:
+    """Why the stage convert cannot export this network, as a sentence; empty where it can."""
+    if model.qk_norm and model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers:
+        return ("model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network "
+                "that no class of transformers computes: it can be trained, but not exported.")
+    return ""
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ checkpoint's weights, which never sees the export, and with what single precisio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ Read = Callable[[str], Tensor]
 """One of the checkpoint's weights by our name, rounded to the type of the export."""
 
 SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_length", "rope_theta", "rope_scaling",
-         "norm_eps", "tied_embeddings")
+         "norm_eps", "tied_embeddings", "qk_norm", "layer_kinds")
 """What of a ModelConfig a config.json says; `hidden` stands for the three ways to give the feed-forward width."""
 
 
@@ -295,7 +296,9 @@ def transformers_logits(folder: Path, tokens: Tensor, layers: int,
 
     disable_progress_bar()
     set_verbosity_error()  # of a model of fewer layers, the others' weights are reported as left over
-    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, num_hidden_layers=layers,
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    each = {key: content[key][:layers] for key in ("layer_types", "no_rope_layers") if key in content}
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, num_hidden_layers=layers, **each,
                                                       output_loading_info=True)
     model, report = found
     output = model.eval()(tokens, output_hidden_states=states)

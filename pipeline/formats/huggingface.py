@@ -1,4 +1,4 @@
-"""Weights and config in the shape of Hugging Face's LlamaForCausalLM, both ways.
+"""Weights in the shape of Hugging Face's LlamaForCausalLM, both ways; its config is huggingface_config.py.
 
 Besides names, one thing differs: our rotary embedding turns adjacent pairs of a head's dimensions, theirs
 turns dimension i with i + head_dim/2. So the rows of wq and wk are permuted. Without that, a converted model
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig
 from model.llama import Llama
+from pipeline.formats.huggingface_config import config_from_json, config_to_json
 from pipeline.formats.tensor_file import Layout, write_tensors
 
 _OUTER_NAMES = {
@@ -34,6 +35,9 @@ _BLOCK_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
+_NORM_NAMES = {"attention.q_norm.weight": "self_attn.q_norm.weight",
+               "attention.k_norm.weight": "self_attn.k_norm.weight"}
+"""As in Qwen3, of models with qk_norm."""
 
 
 def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +70,7 @@ def from_huggingface(
         if name not in names:
             raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
         heads = rotated_heads(names[name], config)
-        if heads and (tensor.dim() != 2 or tensor.shape[0] % (2 * heads)):
+        if heads and (not tensor.dim() or tensor.shape[0] % (2 * heads)):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, whose rows are not {heads} heads of pairs.")
         yield names[name], pair_rows(tensor, heads) if heads else tensor
         if names[name] == "tok_embeddings.weight" and config.tied_embeddings:
@@ -125,7 +129,7 @@ def descriptions(files: Mapping[str, list[str]], config: ModelConfig, dtype: tor
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     where = {theirs[name]: file for file, names in files.items() for name in names}
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
-                "config.json": {**_config_to_json(config, dtype), **token_ids},
+                "config.json": {**config_to_json(config, dtype), **token_ids},
                 "generation_config.json": dict(token_ids)}
     return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
@@ -134,7 +138,7 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The config and state dict of a folder in Hugging Face's shape, tensors in the dtype of the files.
 
     Reads what `stream_folder` writes and Llamas from the Hub, whether in one safetensors file or in shards.
-    Raises ValueError for models that differ from Llama (biases, other activations, other rotary scaling ...)
+    Raises ValueError for models that differ from ours (biases, other activations, other rotary scaling ...)
     and FileNotFoundError if a file is missing.
     """
     config = read_config(path)
@@ -145,7 +149,7 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def read_config(path: Path) -> ModelConfig:
     """The config of such a folder. Raises as `read_folder`."""
-    return _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    return config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
 
 
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -166,26 +170,32 @@ def their_names(config: ModelConfig) -> dict[str, str]:
     """Our parameter names and theirs."""
     names = dict(_OUTER_NAMES)
     for layer in range(config.layers):
-        for ours, theirs in _BLOCK_NAMES.items():
+        for ours, theirs in (_BLOCK_NAMES | (_NORM_NAMES if config.qk_norm else {})).items():
             names[f"layers.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}"
     return names
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:
-    """How many heads' rows the parameter holds if the rotary embedding acts on them, else None."""
-    if name.endswith(".wq.weight"):
-        return config.heads
-    return config.kv_heads if name.endswith(".wk.weight") else None
+    """How many heads' rows the parameter holds if the rotary embedding acts on them, else None. A norm's weight is one
+    head, which all share."""
+    match name.split(".")[-2:]:
+        case ["wq", "weight"]:
+            return config.heads
+        case ["wk", "weight"]:
+            return config.kv_heads
+        case ["q_norm" | "k_norm", "weight"]:
+            return 1
+    return None
 
 
 def half_rows(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head from adjacent pairs (0, 1, 2, 3 ...) to halves (0, 2, 4 ... 1, 3, 5 ...)."""
-    return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def pair_rows(weight: Tensor, heads: int) -> Tensor:
     """The inverse of `half_rows`."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -221,87 +231,3 @@ def _split(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int)
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    scaling = None
-    if config.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_context_length,
-        }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        # transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-_ONLY = {
-    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
-    "use_qk_norm": False, "qk_norm": False, "partial_rotary_factor": 1.0, "quantization_config": None,
-    "num_local_experts": None, "residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
-    "final_logit_softcapping": None, "no_rope_layers": None,
-}
-"""What our network cannot do otherwise, with the value that means "does not"; absent means the same."""
-
-
-def _config_from_json(content: dict[str, Any]) -> ModelConfig:
-    heads = content["num_attention_heads"]
-    for key, value in {**_ONLY, "head_dim": content["hidden_size"] // heads}.items():
-        if content.get(key, value) not in (value, None):
-            raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
-    # Absent values mean LlamaConfig's defaults.
-    where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
-    rope = content.get(where) or {}
-    return ModelConfig(
-        dim=content["hidden_size"],
-        layers=content["num_hidden_layers"],
-        heads=heads,
-        kv_heads=content.get("num_key_value_heads") or heads,
-        ffn_dim=content["intermediate_size"],
-        vocab_size=content["vocab_size"],
-        context_length=content.get("max_position_embeddings", 2048),
-        rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
-        rope_scaling=_scaling_from_json(rope, where),
-        norm_eps=content.get("rms_norm_eps", 1e-6),
-        tied_embeddings=content.get("tie_word_embeddings", False),
-    )
-
-
-def _scaling_from_json(rope: dict[str, Any], where: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
-                         f"can be read.")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"config.json has {where}.{'rope_type' if 'rope_type' in rope else 'type'} = {kind!r}: of "
-                         f"rotary scalings only 'default' and 'llama3' can be read.")
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_context_length=rope["original_max_position_embeddings"],
-    )

@@ -100,7 +100,7 @@ class HuggingFaceWeights(Weights):
         # Their rows of a head are in another order: whole heads are read and put into ours.
         height = self.shapes[name][0] // heads
         first, last = offset[0] // height, -(-(offset[0] + shape[0]) // height)
-        rows = self._rows(name, (first * height, offset[1]), ((last - first) * height, shape[1]))
+        rows = self._rows(name, (first * height, *offset[1:]), ((last - first) * height, *shape[1:]))
         skipped = offset[0] - first * height
         return pair_rows(rows, last - first)[skipped:skipped + shape[0]].contiguous()
 

@@ -18,6 +18,6 @@ def choose_attention(name: str, config: ModelConfig, device: torch.device, preci
         UserError: there is no such backend, or it cannot run here.
     """
     try:
-        return choose(name, Where(device, precision, compiled, config.head_dim))
+        return choose(name, Where(device, precision, compiled, config.head_dim, config.sliding_window is not None))
     except ValueError as error:
         raise UserError(f"train.attention cannot be had here: {error}") from error

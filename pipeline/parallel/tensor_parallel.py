@@ -30,8 +30,12 @@ SEQUENCE = Shard(1)
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Spread `model` (on the meta device) over the ranks of the one-dimensional `mesh`, in place."""
+    # Each rank norms its own heads; the gradients of the weights, which all have, are added up.
+    heads = {f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
+             for name in ("q_norm", "k_norm") if model.config.qk_norm}
     for block in model.layers:
         parallelize_module(block, mesh, {
+            **heads,
             "attention_norm": SequenceParallel(),
             "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                             desired_input_layouts=(Replicate(), None, None)),

@@ -23,7 +23,8 @@ from pipeline.parallel.initial_values import InitialValues, drawn
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.weight_files import RUN
 
-SAME = ("dim", "layers", "heads", "kv_heads", "hidden", "tied_embeddings", "norm_eps")
+SAME = ("dim", "layers", "heads", "kv_heads", "hidden", "tied_embeddings", "norm_eps", "qk_norm",
+        "sliding_window", "full_attention_interval", "no_rope_layer_interval")
 """What must be the weights' own."""
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What may be changed by name: how a context is extended."""

@@ -36,6 +36,15 @@ CONFIGS = {
         context_length=512,
         rope_scaling=RopeScaling(factor=8, original_context_length=64),
     ),
+    "Qwen3": ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, qk_norm=True),
+    "Qwen3, windows": ModelConfig(dim=48, layers=4, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, qk_norm=True,
+                                  sliding_window=7, full_attention_interval=2, tied_embeddings=True),
+    "SmolLM3": ModelConfig(dim=48, layers=4, heads=6, kv_heads=3, ffn_dim=80, vocab_size=90, no_rope_layer_interval=2),
+    "SmolLM3, windows": ModelConfig(
+        dim=48, layers=4, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=512, sliding_window=9,
+        full_attention_interval=3, no_rope_layer_interval=4,
+        rope_scaling=RopeScaling(factor=8, original_context_length=64)),
+    "every layer with a window": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=70, sliding_window=5),
     "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
 }
 
@@ -74,6 +83,53 @@ def test_logits_equal_transformers(name, tmp_path):
         expected, actual = theirs(tokens).logits, model(tokens)
     assert expected.std() > 0.1
     assert (actual - expected).abs().max().item() <= 1e-5
+
+
+@pytest.mark.parametrize("name, architecture, windows", [
+    ("untied", "LlamaForCausalLM", None), ("Qwen3", "Qwen3ForCausalLM", ["full_attention"] * 2),
+    ("Qwen3, windows", "Qwen3ForCausalLM", ["sliding_attention", "full_attention"] * 2),
+    ("SmolLM3", "SmolLM3ForCausalLM", ["full_attention"] * 4),
+    ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 2)])
+def test_the_export_has_the_name_that_transformers_has_for_it(name, architecture, windows, tmp_path):
+    write(built(CONFIGS[name]), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["architectures"] == [architecture] and content.get("layer_types") == windows
+
+
+def test_what_transformers_has_no_name_for_is_refused(tmp_path):
+    config = CONFIGS["SmolLM3"].model_copy(update={"qk_norm": True})
+    with pytest.raises(ValueError, match=r"qk_norm .* and model.no_rope_layer_interval .* no class of transformers"):
+        write(built(config), tmp_path)
+
+
+@pytest.mark.parametrize("class_name, settings, read", [
+    ("MistralForCausalLM", {"sliding_window": 6}, {"sliding_window": 6}),
+    ("MistralForCausalLM", {"sliding_window": None}, {}),
+    ("Qwen3ForCausalLM", {"head_dim": 8}, {"qk_norm": True}),
+    ("Qwen3ForCausalLM", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+     {"qk_norm": True, "sliding_window": 6}),
+    ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}, {"no_rope_layer_interval": 3}),
+    ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 2,
+                            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+     {"no_rope_layer_interval": 2, "sliding_window": 6, "full_attention_interval": 3})])
+def test_a_folder_that_transformers_wrote_computes_the_same_here(class_name, settings, read, tmp_path):
+    """With its own random weights, as its own classes write them."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = getattr(transformers, class_name)
+    theirs = kind(kind.config_class(
+        vocab_size=90, hidden_size=48, intermediate_size=64, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, **settings)).eval()
+    theirs.save_pretrained(tmp_path)
+    config, state = read_folder(tmp_path)
+    shape = {"qk_norm": False, "sliding_window": None, "full_attention_interval": None, "no_rope_layer_interval": None}
+    assert {name: getattr(config, name) for name in shape} == shape | read
+    ours = Llama(config)
+    ours.load_state_dict(state)
+    tokens = torch.randint(90, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (ours(tokens) - expected).abs().max().item() <= 1e-5 * expected.abs().max().item()
 
 
 def test_transformers_sees_the_scaling(tmp_path):
@@ -199,6 +255,12 @@ def test_absent_values_mean_their_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 2}, "'chunked_atten"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "no_rope_layers that are not every n-th"),
+        ({"model_type": "qwen3", "head_dim": 32, "layer_types": ["sliding_attention"] * 2}, "but no sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+         "layer_types that are not every n-th layer's"),
+        ({"sliding_window": 8}, "sliding_window = 8"),
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -204,6 +204,9 @@ def test_any_width_can_be_said():
     (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Take --parts 1\."),
     (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Take --parts 1 or 2 or 4\."),
     (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
+    (WIDE.model_copy(update={"qk_norm": True}), 1, r"no normed queries and keys.*Take --format hf"),
+    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Take --format hf"),
+    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Take --format hf"),
     (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1, r"factor=8.*this model has .*factor=32")])
 def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
     write(built(config), tmp_path / "hf")

@@ -139,8 +139,9 @@ def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
 
 def test_varlen_is_given_padded_edges_and_unrepeated_heads():
     """A compiled graph meets few shapes: numbers of documents and the longest are rounded up to powers of two."""
-    edges, longest = VarlenOnCpu().prepare(Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
+    edges, longest, before = VarlenOnCpu().prepare(Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
     assert edges.tolist() == [0, 5, 8, 16, 25, 32, 32, 32, 32] and edges.dtype == torch.int32 and longest == 16
+    assert before == -1
     shapes = {len(VarlenOnCpu().prepare(Documents(numbered([[1] * count + [64 - count]])), torch.bfloat16).edges)
               for count in range(1, 64)}
     assert shapes == {3, 5, 9, 17, 33, 65}

@@ -10,14 +10,16 @@ from model.config import ModelConfig
 from model.generate import generate
 from model.generation.sampling import Sampling, draw
 from model.llama import Llama, initialise
+from tests.tiny_models import DESCENDANT
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
 
 
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    model = Llama(CONFIG)
-    initialise(model, CONFIG, seed=2)
+@pytest.fixture(scope="module", params=[{}, DESCENDANT], ids=["llama", "descendant"])
+def model(request) -> Llama:
+    config = CONFIG.model_copy(update=request.param)
+    model = Llama(config)
+    initialise(model, config, seed=2)
     with torch.no_grad():
         for parameter in model.layers.parameters():
             parameter.mul_(5 if parameter.ndim == 2 else 1)

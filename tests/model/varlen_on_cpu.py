@@ -28,14 +28,16 @@ def documents(edges, longest, window):
     places = edges.tolist()
     assert places[0] == 0 and places == sorted(places) and edges.dtype == torch.int32
     assert max(end - start for start, end in pairwise(places)) <= longest, "the kernel would leave out what is beyond"
-    assert list(window) == [-1, 0]
+    assert window[0] >= -1 and window[1] == 0
     return [(start, end) for start, end in pairwise(places) if end > start]
 
 
-def weights(q, k, scale):
-    """softmax(q k^T) of one document, causal: (heads, length, length), and its log-sum-exp."""
+def weights(q, k, scale, window):
+    """softmax(q k^T) of one document, causal and window[0] keys back: (heads, length, length), and its log-sum-exp."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-    scores = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -torch.inf)
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    seen = seen if window[0] < 0 else seen.triu(-window[0])
+    scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1), scores.logsumexp(-1)
 
 
@@ -47,7 +49,7 @@ def forward(q, k, v, edges, edges_k, longest, longest_k, is_causal=False, scale=
     out, normaliser = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for start, end in documents(edges, longest, window_size):
         keys, values = (whole[start:end].repeat_interleave(group, 1) for whole in (k, v))
-        shares, normaliser[:, start:end] = weights(q[start:end], keys, scale)
+        shares, normaliser[:, start:end] = weights(q[start:end], keys, scale, window_size)
         out[start:end] = torch.einsum("hqk,khd->qhd", shares, values)
     return out, normaliser, torch.zeros(2, dtype=torch.uint64)
 
@@ -60,7 +62,7 @@ def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longes
     found = tuple(torch.empty_like(whole) for whole in (q, k, v))
     for start, end in documents(edges, longest, window_size):
         own, keys, values = q[start:end], *(whole[start:end].repeat_interleave(group, 1) for whole in (k, v))
-        shares, _ = weights(own, keys, scale)
+        shares, _ = weights(own, keys, scale, window_size)
         upstream = gradient[start:end]
         towards = torch.einsum("qhd,khd->hqk", upstream, values)
         scores = shares * (towards - (towards * shares).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)

@@ -7,6 +7,7 @@ parameter's gradient: the norm of the difference over the norm, of whole tensors
 """
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from model.kernels import vendor
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import every, pairwise
 from tests.parallel.groups import REPOSITORY, CaseError, run_case
+from tests.tiny_models import DESCENDANT
 
 TABLE = REPOSITORY / "docs/matrix.md"
 STORED = REPOSITORY / "tests/parallel/reference_losses.json"
@@ -76,6 +78,12 @@ def z_loss(name: str, ranks: int, **settings: Any) -> Case:
                 {"steps": 10, "train": {"z_loss": 0.03}, **settings})
 
 
+def descendant(name: str, ranks: int, **settings: Any) -> Case:
+    """A layout in float64 over 10 steps."""
+    return Case(f"{name}, QK-norm and windows", "one process, QK-norm and windows", 1e-12, ranks,
+                {"steps": 10, "shape": DESCENDANT, **settings})
+
+
 def bf16(name: str, ranks: int = 2, steps: int = 10, **settings: Any) -> Case:
     """In bfloat16: other sums round otherwise, by up to 1/256 each."""
     return Case(name, "one process, bf16", 5e-3, ranks, {"precision": "bf16", "steps": steps, **settings}, looser=10)
@@ -104,6 +112,15 @@ LAYOUTS = [
     z_loss("FSDP2 x 2, accumulation 2", 2, accumulation=2),
     z_loss("tensor parallel 2", 2, parallel={"tp": 2}),
     z_loss("tensor parallel 2, aot_eager", 2, parallel={"tp": 2}, backend="aot_eager"),
+    Case("one process, QK-norm and windows", settings={"steps": 10, "shape": DESCENDANT}),
+    descendant("FSDP2 x 2, accumulation 2", 2, accumulation=2),
+    descendant("HSDP 2 x 2", 4, parallel={"dp_replicate": 2}),
+    descendant("tensor parallel 2", 2, parallel={"tp": 2}),
+    descendant("FSDP2 x tensor parallel 2 x 2", 4, parallel={"tp": 2}),
+    Case("one process, Muon, QK-norm and windows", settings={
+        "steps": 10, "shape": DESCENDANT, "train": {"optimizer": "muon"}}),
+    Case("tensor parallel 2, Muon, QK-norm and windows", "one process, Muon, QK-norm and windows", 1e-12, 2,
+         {"steps": 10, "shape": DESCENDANT, "parallel": {"tp": 2}, "train": {"optimizer": "muon"}}),
     Case("one process, float32", settings={"precision": "fp32", "steps": 10}),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
@@ -121,6 +138,10 @@ LAYOUTS = [
     Case("one process, float32, z-loss", settings={"precision": "fp32", "steps": 10, "train": {"z_loss": 0.03}}),
     Case("DeepSpeed ZeRO 3 x 2, z-loss", "one process, float32, z-loss", 1e-5, 2,
          {"precision": "fp32", "steps": 10, "train": {"z_loss": 0.03},
+          "parallel": {"engine": "deepspeed", "zero_stage": 3}}, looser=10),
+    Case("one process, float32, QK-norm and windows", settings={"precision": "fp32", "steps": 10, "shape": DESCENDANT}),
+    Case("DeepSpeed ZeRO 3 x 2, QK-norm and windows", "one process, float32, QK-norm and windows", 1e-5, 2,
+         {"precision": "fp32", "steps": 10, "shape": DESCENDANT,
           "parallel": {"engine": "deepspeed", "zero_stage": 3}}, looser=10),
     Case("DeepSpeed ZeRO 2 x 2, compiled", "one process, float32", 1e-5, 2,
          {"precision": "fp32", "steps": 10, "backend": "aot_eager",
@@ -153,26 +174,34 @@ OPTIONS: dict[str, tuple[Any, ...]] = {"layout": tuple(CROSSED), "backend": BACK
                                        "checkpointing": tuple(CHECKPOINTING), "tied": (False, True)}
 OTHERS: dict[str, tuple[Any, ...]] = {"accumulation": (1, 2), "across_documents": (False, True),
                                       "reshard": ("always", "never")}
+DESCENDS = {"descends": (False, True)}
 
 
 def crossing(layout: str, backend: str | None, checkpointing: str, tied: bool, accumulation: int,
-             across_documents: bool, reshard: str) -> Case:
+             across_documents: bool, reshard: str, descends: bool = False) -> Case:
     """A combination of options over three steps in float64, against one eager process."""
     ranks, parallel = CROSSED[layout]
     named = {backend or "eager": True, "tied": tied, f"checkpointing: {checkpointing}": checkpointing != "none",
              "accumulation 2": accumulation == 2, "across documents": across_documents,
-             "weights kept": reshard == "never"}
+             "weights kept": reshard == "never", "QK-norm and windows": descends}
     name = ", ".join([layout, *(option for option, holds in named.items() if holds)])
-    return Case(name, plain(tied, across_documents).name, 1e-12, ranks,
-                {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation,
+    return Case(name, plain(tied, across_documents, descends).name, 1e-12, ranks,
+                {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation, "shape": shape(descends),
                  "parallel": {**parallel, "reshard": reshard},
                  "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents}})
 
 
-def plain(tied: bool, across_documents: bool) -> Case:
+def plain(tied: bool, across_documents: bool, descends: bool) -> Case:
     """What the combinations are compared with."""
-    name = f"one process, three steps{', tied' * tied}{', across documents' * across_documents}"
-    return Case(name, settings={"steps": 3, "tied": tied, "train": {"across_documents": across_documents}})
+    name = (f"one process, three steps{', tied' * tied}{', across documents' * across_documents}"
+            f"{', QK-norm and windows' * descends}")
+    return Case(name, settings={"steps": 3, "tied": tied, "shape": shape(descends),
+                                "train": {"across_documents": across_documents}})
+
+
+def shape(descends: bool) -> dict[str, Any]:
+    """What a model has otherwise than a Llama."""
+    return DESCENDANT if descends else {}
 
 
 def full_product() -> dict[tuple[str, bool, str | None, str], Case]:
@@ -188,39 +217,42 @@ def covering() -> list[Case]:
     (aot_eager: the compiler without its code generation); of four ranks, one process and inductor, which cost most, one
     each."""
     few = {**OPTIONS, "layout": ("tensor parallel 2",), "backend": (None, "aot_eager")}
-    return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS})),
+    return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS, **DESCENDS})),
             crossing("FSDP2 x tensor parallel 2 x 2", "aot_eager", "full", True, 2, False, "always"),
-            crossing("one process", "aot_eager", "selective", False, 2, False, "never"),
-            crossing("tensor parallel 2", "inductor", "full", True, 1, False, "always")]
+            crossing("one process", "aot_eager", "selective", False, 2, False, "never", True),
+            crossing("tensor parallel 2", "inductor", "full", True, 1, False, "always", True)]
 
 
-def attending(by: str, layout: str, backend: str | None, checkpointing: str, tied: bool) -> Case:
+def attending(by: str, layout: str, backend: str | None, checkpointing: str, tied: bool, descends: bool) -> Case:
     """Attention inside documents in another way than by the dense mask, which one eager process has."""
     ranks, parallel = CROSSED[layout]
-    name = f"{by.rpartition(':')[2]}, {layout}, {backend or 'eager'}, checkpointing: {checkpointing}{', tied' * tied}"
-    return Case(name, masked(tied).name, 1e-12, ranks,
-                {"steps": 3, "backend": backend, "tied": tied, "parallel": parallel,
+    name = (f"{by.rpartition(':')[2]}, {layout}, {backend or 'eager'}, checkpointing: {checkpointing}{', tied' * tied}"
+            f"{', QK-norm and windows' * descends}")
+    return Case(name, masked(tied, descends).name, 1e-12, ranks,
+                {"steps": 3, "backend": backend, "tied": tied, "shape": shape(descends), "parallel": parallel,
                  "train": {**CHECKPOINTING[checkpointing], "attention": by}})
 
 
-def masked(tied: bool) -> Case:
+def masked(tied: bool, descends: bool) -> Case:
     """What these are compared with."""
-    return Case(f"dense mask{', tied' * tied}", settings={"steps": 3, "tied": tied, "train": {"attention": "sdpa"}})
+    return Case(f"dense mask{', tied' * tied}{', QK-norm and windows' * descends}", settings={
+        "steps": 3, "tied": tied, "shape": shape(descends), "train": {"attention": "sdpa"}})
 
 
 def attention_covering() -> list[Case]:
     """Every two values of two options meet, of layouts up to two ranks and of no or traced compiling; one of each of
     the dear ones."""
     options = {"layout": ("one process", "FSDP2 x 2", "tensor parallel 2"), "checkpointing": tuple(CHECKPOINTING),
-               "tied": (False, True)}
+               "tied": (False, True), **DESCENDS}
     return [*(attending("by_document", backend=None, **chosen) for chosen in pairwise(options)),
             *(attending(NAME, **chosen) for chosen in pairwise({**options, "backend": (None, "aot_eager")})),
-            attending(NAME, "tensor parallel 2", "inductor", "selective", False),
-            attending("by_document", "FSDP2 x tensor parallel 2 x 2", None, "selective", True)]
+            attending(NAME, "tensor parallel 2", "inductor", "selective", False, True),
+            attending("by_document", "FSDP2 x tensor parallel 2 x 2", None, "selective", True, False)]
 
 
 ATTENTION = attention_covering()
-REFERENCES = [masked(False), masked(True)] + [plain(tied, across) for tied in (False, True) for across in (False, True)]
+REFERENCES = [*(masked(tied, descends) for tied in (False, True) for descends in (False, True)),
+              *(plain(*chosen) for chosen in itertools.product((False, True), repeat=3))]
 CASES = {case.name: case for case in (*LAYOUTS, *REFERENCES, *ATTENTION, *covering(), *full_product().values())}
 
 

@@ -25,6 +25,11 @@ LR = 5e-4
 MODEL = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, vocab_size=384, context_length=64)
 
 
+def model_of(tied=False, shape=None):
+    """MODEL with tied embeddings or not, and with other fields than its own."""
+    return MODEL.model_copy(update={"tied_embeddings": tied, **(shape or {})})
+
+
 def windows(step):
     """The step's windows, with 0 to 5 document starts each: the targets fall unevenly over ranks."""
     random = np.random.default_rng(step)
@@ -32,18 +37,19 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
-def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, backend=None, severed=None, train=None,
-                parallel=None):
+def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, shape=None, backend=None, severed=None,
+                train=None, parallel=None):
     """Train on these ranks, of which all call this alike.
 
-    accumulation: micro-batches of a rank in a step. backend: of torch.compile; None: blocks are not compiled. severed:
-    a module whose output is cut off from the graph of gradients, as a fault would.
+    accumulation: micro-batches of a rank in a step. tied, shape: of the model, see `model_of`. backend: of
+    torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from the graph of gradients,
+    as a fault would.
 
     Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
     `gradients`, of the first and the last step, whole, by parameter.
     """
     torch._dynamo.reset()  # nothing of the case before
-    model = MODEL.model_copy(update={"tied_embeddings": tied})
+    model = model_of(tied, shape)
     parallel = ParallelConfig(**parallel or {})
     grid = Grid(ranks, parallel)
     share = SEQUENCES // grid.data_ranks

@@ -102,10 +102,12 @@ def test_the_export_computes_what_was_trained(trained, dtype):
     assert tokenizer("def f():").input_ids[0] == exported.config.bos_token_id
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_any_pieces_are_exported(spread, tied):
+@pytest.mark.parametrize("tied, changes", [
+    (False, {}), (True, {}), (False, {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2}),
+    (True, {"no_rope_layer_interval": 2, "sliding_window": 16})], ids=["untied", "tied", "Qwen3", "SmolLM3"])
+def test_any_pieces_are_exported(spread, tied, changes):
     from transformers import AutoModelForCausalLM
-    config = spread(tied_embeddings=tied)
+    config = spread(tied_embeddings=tied, **changes)
     assert run_convert(config, "convert.max_shard_mb=0.05") == 0
     folder = config.parent / "runs/mini"
     exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32)
@@ -114,11 +116,18 @@ def test_any_pieces_are_exported(spread, tied):
     ours = logits(training_model(folder), size)
     assert ours.std() > 0.01 and (ours - logits(exported, size)).abs().max() < 1e-5
     counts = read_manifest(folder / "convert").counts
-    assert counts["layers_compared"] == 2 and counts["tensors_compared"] == 2 * 9 + (2 if tied else 3)
+    assert counts["layers_compared"] == 2 and counts["tensors_compared"] == (11 if "qk_norm" in changes else 9) * 2 + (
+        2 if tied else 3)
 
 
-def test_of_a_model_that_does_not_fit_some_layers_are_compared(spread, capsys):
-    config = spread(layers=4)
+def test_what_transformers_has_no_name_for_is_not_exported(spread, capsys):
+    assert run_convert(spread(qk_norm=True, no_rope_layer_interval=2)) == 2
+    assert "no class of transformers computes: it can be trained, but not exported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{}, {"no_rope_layer_interval": 3, "sliding_window": 16}], ids=["Llama", "SmolLM3"])
+def test_of_a_model_that_does_not_fit_some_layers_are_compared(spread, capsys, changes):
+    config = spread(layers=4, **changes)
     assert run_convert(config, "convert.check_memory_gb=1e-6") == 0
     counts = read_manifest(config.parent / "runs/mini/convert").counts
     assert counts["layers_compared"] == 1 and counts["tensors_compared"] == 4 * 9 + 3

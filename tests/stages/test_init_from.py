@@ -87,7 +87,10 @@ def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refu
 
 def test_another_shape_is_refused_before_anything_is_queued(fresh, first):
     answer = subprocess.run([sys.executable, "launch/submit.py", "--stage", "train", "--config", str(fresh),
-                             "--dry-run", "name=wide", f"train.init_from={first}", "model.layers=3"],
+                             "--dry-run", "name=wide", f"train.init_from={first}", "model.layers=3",
+                             "model.qk_norm=true", "model.sliding_window=8"],
                             cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
     assert answer.returncode == 2 and "layers is 3 here, 2 there" in answer.stderr, answer.stdout + answer.stderr
+    assert "qk_norm is True here, False there" in answer.stderr
+    assert "sliding_window is 8 here, None there" in answer.stderr
     assert not train_folder(fresh, "wide").parent.exists()

@@ -117,7 +117,7 @@ def test_a_run_continues_on_another_number_of_ranks(fresh):
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "marker", "torn marker"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
     run_stage("train", fresh, "name=whole", "train.steps=16")
-    train_and_kill(fresh, "train.steps=16", ranks=1, after_step=9)
+    train_and_kill(fresh, "train.steps=16", ranks=1, after_step=8, log="events")
     newest = complete_checkpoints(train_folder(fresh))[-1]  # a kill may leave one without a marker
     victim = next(newest.glob("*.safetensors"))
     if damage == "flip":
@@ -142,7 +142,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(fresh, damage):
 
 
 def test_a_torn_line_of_the_log_is_cut(fresh):
-    train_and_kill(fresh, ranks=1, after_step=5)
+    train_and_kill(fresh, ranks=1, after_step=4, log="events")
     with open(train_folder(fresh) / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')
     assert "cut 15 bytes" in run_stage("train", fresh).stdout
@@ -150,7 +150,7 @@ def test_a_torn_line_of_the_log_is_cut(fresh):
 
 
 def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace(fresh):
-    train_and_kill(fresh, ranks=1, after_step=5)
+    train_and_kill(fresh, ranks=1, after_step=4, log="events")
     assert "train.lr: 0.01 -> 0.02" in run_stage("train", fresh, "train.lr=0.02", expect=2).stderr
     run_stage("train", fresh, "train.lr=0.02", "--accept-drift")
     assert curve(fresh)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
@@ -159,7 +159,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace(
 
 def test_accepted_drift_survives_further_kills(fresh):
     """Its trace must not depend on the attempt that happens to finish."""
-    train_and_kill(fresh, "train.steps=30", ranks=1, after_step=5)
+    train_and_kill(fresh, "train.steps=30", ranks=1, after_step=4, log="events")
     changed = ["train.steps=30", "seed=5"]  # another order of samples: the plan in the checkpoint differs
     train_and_kill(fresh, *changed, "--accept-drift", ranks=2, after_step=7)
     run_stage("train", fresh, *changed, ranks=2)
@@ -167,7 +167,7 @@ def test_accepted_drift_survives_further_kills(fresh):
 
 
 def test_another_network_cannot_go_on_from_a_checkpoint(fresh):
-    train_and_kill(fresh, ranks=1, after_step=5)
+    train_and_kill(fresh, ranks=1, after_step=4, log="events")
     result = run_stage("train", fresh, "model.layers=3", "--accept-drift", expect=2)
     assert "model.layers: 2 -> 3" in result.stderr and "cannot go on as another" in result.stderr
 
@@ -184,7 +184,7 @@ def test_a_finished_run_can_be_prolonged(fresh):
 
 
 def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again(fresh):
-    train_and_kill(fresh, ranks=1, after_step=9)
+    train_and_kill(fresh, ranks=1, after_step=8, log="events")
     for file in (train_folder(fresh) / "checkpoints").glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again
 def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
     """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
     settings = ["train.steps=40", "train.checkpoint.every_steps=4", "train.checkpoint.keep=2"]
-    train_and_kill(fresh, *settings, ranks=1, after_step=13)
+    train_and_kill(fresh, *settings, ranks=1, after_step=12, log="events")
     before, newest = complete_checkpoints(train_folder(fresh))[-2:]
     os.truncate(next(newest.glob("*.safetensors")), 10)
     train_and_kill(fresh, *settings, "train.checkpoint.keep=1", ranks=1, after_step=int(newest.name[5:]) + 1)
@@ -209,7 +209,7 @@ def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
 def test_a_kill_between_checkpoint_and_log_loses_no_line(fresh):
     """The checkpoint holds its step's metrics; a log that lacks them gets them, held-out loss and samples included."""
     run_stage("train", fresh, "name=whole")
-    train_and_kill(fresh, ranks=1, after_step=9)
+    train_and_kill(fresh, ranks=1, after_step=8, log="events")
     path = train_folder(fresh) / "metrics.jsonl"
     newest = step_of(complete_checkpoints(train_folder(fresh))[-1])
     lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < newest]
@@ -220,7 +220,7 @@ def test_a_kill_between_checkpoint_and_log_loses_no_line(fresh):
 
 def test_arithmetic_stays_what_the_run_was_begun_in(fresh):
     """`auto` on a machine with other hardware must not change it."""
-    train_and_kill(fresh, "train.precision=fp64", ranks=1, after_step=5)
+    train_and_kill(fresh, "train.precision=fp64", ranks=1, after_step=4, log="events")
     marker = sorted((train_folder(fresh) / "checkpoints").glob("step-*/COMPLETE.json"))[-1]
     assert json.loads(marker.read_text())["progress"]["precision"] == "fp64"
     result = run_stage("train", fresh, "train.precision=auto", "--accept-drift")
@@ -228,7 +228,7 @@ def test_arithmetic_stays_what_the_run_was_begun_in(fresh):
 
 
 def test_steps_beyond_which_a_run_already_is_are_refused(fresh):
-    train_and_kill(fresh, "train.steps=40", ranks=1, after_step=13)
+    train_and_kill(fresh, "train.steps=40", ranks=1, after_step=12, log="events")
     result = run_stage("train", fresh, "train.steps=6", "--accept-drift", expect=2)
     assert re.search(r"at step \d+ already, beyond train.steps 6", result.stderr)
 

@@ -32,6 +32,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     make = _zero if config.parallel.engine == "deepspeed" else _fsdp
     engine = make(config, model, grid, precision, accumulation, initial, attention.backend)
     engine.across_documents, engine.attention = config.train.across_documents, attention
+    engine.windowed = model.sliding_window is not None
     return engine
 
 

@@ -24,6 +24,9 @@ from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.base import Optimizer
 
+SCORES = ("wq", "wk", "q_norm", "k_norm")
+"""What decides attention's scores alone."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -51,6 +54,7 @@ class Engine(ABC):
         model: call it on every rank alike, as one calls a Llama.
         updates: optimizer updates that were applied, which is the optimizer's own count of steps.
         across_documents: whether attention is plain causal attention, without a mask between documents.
+        windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
         loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
         before_update: called in each step between its last backward pass and its update.
@@ -60,6 +64,7 @@ class Engine(ABC):
     model: Any
     updates: int = 0
     across_documents: bool = False
+    windowed: bool = False
     attention: Choice = Choice(PLAIN)
     loss_factor: float = 1.0
     before_update: Callable[[], None] = staticmethod(lambda: None)
@@ -113,11 +118,18 @@ class Engine(ABC):
         """Sum of nats over a micro-batch's targets."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
-        apart: dict[str, Any] = {} if self.across_documents else \
-            {"documents": batch.documents, "positions": batch.positions,
-             "document_lengths": [length for row in batch.lengths for length in row]}
-        loss: Tensor = model(batch.tokens, batch.labels, **apart)
+        loss: Tensor = model(batch.tokens, batch.labels, **self._documents(batch))
         return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+
+    def _documents(self, batch: Batch) -> dict[str, Any]:
+        """What the model is told of a micro-batch's documents."""
+        if not self.across_documents:
+            return {"documents": batch.documents, "positions": batch.positions,
+                    "document_lengths": [length for row in batch.lengths for length in row]}
+        rows, length = batch.tokens.shape
+        if self.windowed:  # plain causal attention knows no window: a row is one document to the backend
+            return {"documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
+        return {}
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
         """Stop, on all ranks alike, if a parameter got no gradient in the first step of an attempt: a graph that was
@@ -127,7 +139,7 @@ class Engine(ABC):
 
         One sum over ranks of an integer per parameter, once in an attempt. Exact zeros in a whole tensor come from
         nothing else: some token occurs, and softmax gives every word a share; a loss of exactly 0 excepted, and scores
-        (wq, wk) where no target's token sees another.
+        (SCORES) where no target's token sees another.
 
         Raises:
             UserError: names the parameters.
@@ -163,7 +175,7 @@ def without_gradient(names: Sequence[str], counts: Sequence[int], attending: boo
         attending: whether any target's token saw another one.
     """
     missing = [name for name, count in zip(names, counts, strict=True)
-               if count == 0 and (attending or name.split(".")[-2] not in ("wq", "wk"))]
+               if count == 0 and (attending or name.split(".")[-2] not in SCORES)]
     if not missing:
         return ""
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

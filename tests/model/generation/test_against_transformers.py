@@ -14,12 +14,17 @@ PROMPTS = [[TOKENIZER.bos_id, *text.encode()] for text in ("def main():", "a", "
 NEW = 40
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+SHAPES = {"untied": {}, "tied": {"tied_embeddings": True},
+          "Qwen3": {"qk_norm": True, "sliding_window": 9, "full_attention_interval": 2},
+          "SmolLM3": {"no_rope_layer_interval": 2, "sliding_window": 9}}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
 def both(request, tmp_path_factory):
     """Their model and ours, of the same folder."""
     from transformers import AutoModelForCausalLM
     folder = write_huggingface(tmp_path_factory.mktemp(request.param) / "hf", for_tokenizer(
-        TOKENIZER, seed=4, tied_embeddings=request.param == "tied"), TOKENIZER)
+        TOKENIZER, seed=4, **SHAPES[request.param]), TOKENIZER)
     with open_weights(folder) as weights:
         ours = load_model(weights, torch.device("cpu"), torch.float32)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours

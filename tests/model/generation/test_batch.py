@@ -12,20 +12,22 @@ from model.generation import cache
 from model.generation.batch import Batch
 from model.generation.sampling import Sampling, penalised
 from model.llama import Llama
-from tests.tiny_models import opinionated
+from tests.tiny_models import DESCENDANT, opinionated
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [15, 16], [17] * 20, [4]]
 
 
-@pytest.fixture(scope="module", params=["float32", "float64"])
+@pytest.fixture(scope="module", params=["float32", "float64", "descendant"])
 def model(request):
+    if request.param == "descendant":
+        return opinionated(CONFIG.model_copy(update=DESCENDANT)).double()
     return opinionated(CONFIG).to(getattr(torch, request.param))
 
 
-@pytest.fixture(scope="module")
-def exact():
-    return opinionated(CONFIG).double()
+@pytest.fixture(scope="module", params=["llama", "descendant"])
+def exact(request):
+    return opinionated(CONFIG.model_copy(update=DESCENDANT if request.param == "descendant" else {})).double()
 
 
 @pytest.fixture(params=[2, 256], ids=["caches that grow", "caches with room"])
