@@ -184,11 +184,11 @@ def test_a_finished_run_can_be_prolonged(fresh):
 
 
 def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again(fresh):
-    train_and_kill(fresh, ranks=1, after_step=8, log="events")
+    train_and_kill(fresh, "train.steps=40", ranks=1, after_step=8, log="events")
     for file in (train_folder(fresh) / "checkpoints").glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
-        result = run_stage("train", fresh, expect=2)
+        result = run_stage("train", fresh, "train.steps=40", expect=2)
         assert "Every finished checkpoint" in result.stderr
     run_stage("train", fresh, "--force")
 
@@ -208,13 +208,13 @@ def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(fresh):
 
 def test_a_kill_between_checkpoint_and_log_loses_no_line(fresh):
     """The checkpoint holds its step's metrics; a log that lacks them gets them, held-out loss and samples included."""
-    run_stage("train", fresh, "name=whole")
-    train_and_kill(fresh, ranks=1, after_step=8, log="events")
+    run_stage("train", fresh, "name=whole", "train.steps=24")
+    train_and_kill(fresh, "train.steps=24", ranks=1, after_step=8, log="events")
     path = train_folder(fresh) / "metrics.jsonl"
     newest = step_of(complete_checkpoints(train_folder(fresh))[-1])
     lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < newest]
     path.write_text("".join(line + "\n" for line in lines))
-    run_stage("train", fresh)
+    run_stage("train", fresh, "train.steps=24")
     assert curve(fresh) == curve(fresh, "whole")
 
 
