@@ -10,7 +10,8 @@ every block. A block does not look inside; its `module.Attention` calls `layout.
     sdpa.py by_document.py varlen.py flex.py    the backends
 
 Only documents need a backend. A pass without them (`train.across_documents`, generation) is plain causal attention, for
-which torch's own choice of kernel is the right one.
+which torch's own choice of kernel is the right one; it knows no sliding window, so with one, training across documents
+gives the backend each row as a document, and generation a mask.
 
 **To add a backend**, derive a class from `backend.Backend`; its docstrings say what each method is asked. Then either
 
