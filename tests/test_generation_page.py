@@ -68,6 +68,7 @@ def test_the_server_and_the_requests_of_the_page(home):
         server.terminate()
         server.wait()
     assert '"text_completion"' in answers[0] and answers[1].endswith("data: [DONE]\n\n") and '"ok"' in answers[2]
+    assert '"text_offset"' in answers[3] and '"token_logprobs":[null,-' in answers[3]
     assert all("error" not in answer for answer in answers)
 
 
