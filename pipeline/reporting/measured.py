@@ -71,7 +71,7 @@ def tasks_section(facts: Facts) -> Section:
     if looked_for := contamination_rows(tasks):
         section.tables.append(Table(
             "Contamination", list(CONTAMINATION), looked_for, labels=2,
-            note=f"Scores ± standard error. {facts.results.get('definitions', {}).get('contamination', '')}."))
+            note=f"Scores ± standard error; {facts.results.get('definitions', {}).get('contamination', '')}."))
     without = {name: task["items_without_right_choice"] for name, task in tasks.items()
                if task.get("items_without_right_choice")}
     if without:
