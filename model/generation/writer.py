@@ -31,7 +31,7 @@ class Piece:
         tokens: new tokens of the text so far, those of a stop string among them.
         end: why this is its last piece: "stop" (a stop string or a stop id), "length"; None while it goes on.
         scores: where `Sampling.logprobs` asks for them, of the tokens that are certain since the piece before: those
-            that begin in the text. A stop id, and what only belongs to a stop string, is not among them.
+            that begin in the text, and the stop id behind its end; none that only belongs to a stop string.
         prompt_scores: with the first piece, `Row.prompt_scores`.
     """
 
@@ -55,15 +55,16 @@ class _Text:
         """What is new with the next token's UTF-8 bytes (None: it was a stop id). One without text and end says nothing
         and need not be given out."""
         row, stream, new = self.row, self.stream, ""
+        start = stream.length
         if content is not None:
-            if row.sampling.logprobs is not None:
-                self._scored.append(ScoredToken(row.scores[-1], stream.length))
             new = stream.add(content)
         end: End | None = "stop" if stream.stopped else row.end
         if end is not None:
             new += stream.finish()
             if stream.stopped:  # by the last characters, which were broken
                 end = "stop"
+        if row.sampling.logprobs is not None:
+            self._scored.append(ScoredToken(row.scores[-1], stream.length if content is None else start))
         if not (new or end):
             return Piece(key, "", len(row.tokens), None)
         whole = end is not None and not stream.stopped
