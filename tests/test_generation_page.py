@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY, environment
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import HANG_S, wait_for
-from tools import chat
+from tools import bench_generate, chat
 from tools.model_options import add_sampling_options
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
@@ -39,6 +39,13 @@ def test_the_commands_of_the_terminal(home, command, monkeypatch, capsys):
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "tools.chat"] and chat.main(words[3:]) == 0
     assert capsys.readouterr().out.startswith("def main():")
+
+
+def test_the_benchmark_of_the_page(capsys):
+    [command] = [command for command in COMMANDS if "tools.bench_generate" in command]
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "tools.bench_generate"] and bench_generate.main(words[3:]) == 0
+    assert "ladder_15m" in capsys.readouterr().out
 
 
 def test_the_python_of_the_page(home, monkeypatch, capsys):
@@ -68,6 +75,7 @@ def test_the_server_and_the_requests_of_the_page(home):
         server.terminate()
         server.wait()
     assert '"text_completion"' in answers[0] and answers[1].endswith("data: [DONE]\n\n") and '"ok"' in answers[2]
+    assert '"text_offset"' in answers[3] and '"token_logprobs":[null,-' in answers[3]
     assert all("error" not in answer for answer in answers)
 
 

@@ -35,8 +35,9 @@ NOTES = (
     "Scores: std. error of the mean over the items, of bits per byte that of a ratio; chance: right choices / choices, "
     "averaged over the items.",
     "Differences: paired, on each item; higher and lower: items on which the second model has the larger value; the "
-    "sign test is exact (of right and wrong answers it is McNemar's), the normal one is of difference / std. error. "
-    "Fewer bits per byte are better. No p-value knows how many others stand beside it.")
+    "sign test is exact (of right and wrong answers it is McNemar's; so it is of f1, where higher and lower are items "
+    "that the second model alone classifies rightly, or wrongly), the normal one is of difference / std. error. Fewer "
+    "bits per byte and lower perplexities are better. No p-value knows how many others stand beside it.")
 
 
 def main(arguments: list[str] | None = None) -> int:

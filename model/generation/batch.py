@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from model.attention.module import KeyValueCache
 from model.generation.cache import RowCaches
 from model.generation.sampling import Sampling, draw, penalised
+from model.generation.scores import TokenScore, token_scores
 from model.llama import Llama
 
 End = Literal["stop", "length"]
+LOGITS_IN_MEMORY = 2**27
+"""Most logits of a prompt at once (0.5 GB in float32), where those of all its tokens are asked for."""
 
 
 class Row:
@@ -23,12 +27,16 @@ class Row:
         prompt: its first ids.
         sampling: its settings.
         tokens: the new ids so far, without the one that stopped it.
+        scores: of the new tokens, that of a stop id with them, where `sampling.logprobs` asks for them.
+        prompt_scores: of the prompt's tokens but the first, where `sampling.prompt_logprobs` does.
         end: "stop" where one of its stop_ids came, "length" where it has all its tokens, None while it goes on.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling) -> None:
         self.prompt, self.sampling = list(prompt), sampling
         self.tokens: list[int] = []
+        self.scores: list[TokenScore] = []
+        self.prompt_scores: list[TokenScore] = []
         self.end: End | None = None
         self._generator: torch.Generator | None = None
 
@@ -131,9 +139,22 @@ class Batch:
         length = len(row.prompt)
         caches = [KeyValueCache(length) for _ in self._caches.layers]
         tokens = torch.tensor([row.prompt], device=self._device)
-        scores = self.model(tokens, caches=caches, last_only=True)[:, -1]
+        if row.sampling.prompt_logprobs is None:
+            scores = self.model(tokens, caches=caches, last_only=True)[:, -1]
+        else:
+            scores = self._read_and_score(row, row.sampling.prompt_logprobs, tokens, caches)
         self._caches.append(caches)
         return _chosen([row], scores)[0]
+
+    def _read_and_score(self, row: Row, count: int, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
+        """Read a prompt, tokens (1, length), into caches and note the scores of its own tokens; returns those of the
+        next, (1, vocabulary)."""
+        scores = tokens.new_empty(0)
+        for piece in tokens.split(max(1, LOGITS_IN_MEMORY // self.model.tok_embeddings.num_embeddings), dim=1):
+            following = row.prompt[caches[0].length + 1:][:piece.shape[1]]
+            scores = self.model(piece, caches=caches)[0]
+            row.prompt_scores += token_scores(scores[:len(following)], following, count)
+        return scores[-1:]
 
 
 def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int]:
@@ -143,8 +164,14 @@ def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int]:
         if best.isnan().any():
             raise FloatingPointError("the model's scores are NaN")
         chosen: list[int] = tokens.tolist()
-        return chosen
-    return [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
+    else:
+        chosen = [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
+    if places := [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]:
+        counts = [rows[place].sampling.logprobs or 0 for place in places]
+        found = token_scores(scores[places], [chosen[place] for place in places], max(counts))
+        for place, count, score in zip(places, counts, found, strict=True):
+            rows[place].scores.append(replace(score, top=score.top[:count]))
+    return chosen
 
 
 def prompt_problem(model: Llama, prompt: Sequence[int], max_new_tokens: int) -> str | None:

@@ -29,6 +29,9 @@ class Sampling:
         seed: of this prompt's random numbers.
         stop_ids: tokens that end the text and are not part of it.
         stop: strings that end the text, which is what stands before the one that is complete first.
+        logprobs: tell the log-probability of each new token, and of so many of the likeliest at its place, as the
+            model has them: nothing above changes them; None: tell nothing.
+        prompt_logprobs: the same of the prompt's tokens but the first.
     """
 
     max_tokens: int = 256
@@ -40,6 +43,8 @@ class Sampling:
     seed: int = 0
     stop_ids: Collection[int] = frozenset()
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -56,6 +61,8 @@ class Sampling:
             (not 0 < self.repetition_penalty < math.inf,
              f"repetition_penalty must be above 0, not {self.repetition_penalty}."),
             (not 0 <= self.seed < 2**63, f"seed must be from 0 to 2^63 - 1, not {self.seed}."),
+            *((count is not None and count < 0, f"{name} must be at least 0, not {count}.") for name, count in
+              (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),
             (isinstance(self.stop, str) or not all(self.stop), "stop must be strings of at least one character each."),
         ]
         return [sentence for is_wrong, sentence in wrong if is_wrong]

@@ -17,10 +17,11 @@ class TextStream:
 
     Attributes:
         stopped: whether one of them came.
+        given: characters that were given out.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stopped, self.given = False, 0
         self._stop = tuple(stop)
         self._held = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -31,9 +32,15 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, after the last bytes. Those of a broken character are U+FFFD."""
-        text = self._certain(self._decoder.decode(b"", final=True)) + self._held
-        self._held = ""
-        return text
+        text = self._certain(self._decoder.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        self.given += len(rest)
+        return text + rest
+
+    @property
+    def length(self) -> int:
+        """Whole characters so far, with those that are held back."""
+        return self.given + len(self._held)
 
     def _certain(self, new: str) -> str:
         if self.stopped:
@@ -44,10 +51,11 @@ class TextStream:
             self.stopped = True
             _, place = min(found)  # as if characters came one by one, so that it does not matter how tokens cut them
             text, self._held = self._held[:place], ""
-            return text
-        open_end = max((_begun(self._held, stop) for stop in self._stop), default=0)
-        keep = len(self._held) - open_end
-        text, self._held = self._held[:keep], self._held[keep:]
+        else:
+            open_end = max((_begun(self._held, stop) for stop in self._stop), default=0)
+            keep = len(self._held) - open_end
+            text, self._held = self._held[:keep], self._held[keep:]
+        self.given += len(text)
         return text
 
 

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 
 from model.generation.batch import Batch, End, Row
 from model.generation.sampling import Sampling
+from model.generation.scores import TokenScore
 from model.generation.text import TextStream
 from model.llama import Llama
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token's score, and the character of its text at which the token begins (one that goes on with a character that
+    is not whole yet: at that character)."""
+
+    score: TokenScore
+    start: int
 
 
 @dataclass(frozen=True)
@@ -20,12 +30,48 @@ class Piece:
         text: to be put behind the pieces before; may be empty.
         tokens: new tokens of the text so far, those of a stop string among them.
         end: why this is its last piece: "stop" (a stop string or a stop id), "length"; None while it goes on.
+        scores: where `Sampling.logprobs` asks for them, of the tokens that are certain since the piece before: those
+            that begin in the text, and the stop id behind its end; none that only belongs to a stop string.
+        prompt_scores: with the first piece, `Row.prompt_scores`.
     """
 
     key: Hashable
     text: str
     tokens: int
     end: End | None
+    scores: tuple[ScoredToken, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
+
+
+class _Text:
+    """One that is being written."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.stream = row, TextStream(row.sampling.stop)
+        self._scored: list[ScoredToken] = []
+        self._begun = False
+
+    def piece(self, key: Hashable, content: bytes | None) -> Piece:
+        """What is new with the next token's UTF-8 bytes (None: it was a stop id). One without text and end says nothing
+        and need not be given out."""
+        row, stream, new = self.row, self.stream, ""
+        start = stream.length
+        if content is not None:
+            new = stream.add(content)
+        end: End | None = "stop" if stream.stopped else row.end
+        if end is not None:
+            new += stream.finish()
+            if stream.stopped:  # by the last characters, which were broken
+                end = "stop"
+        if row.sampling.logprobs is not None:
+            self._scored.append(ScoredToken(row.scores[-1], stream.length if content is None else start))
+        if not (new or end):
+            return Piece(key, "", len(row.tokens), None)
+        whole = end is not None and not stream.stopped
+        certain = [token for token in self._scored if whole or token.start < stream.given]
+        self._scored = self._scored[len(certain):]
+        prompt, self._begun = () if self._begun else tuple(row.prompt_scores), True
+        return Piece(key, new, len(row.tokens), end, tuple(certain), prompt)
 
 
 class Writer:
@@ -38,18 +84,18 @@ class Writer:
 
     def __init__(self, model: Llama, token_bytes: Callable[[int], bytes]) -> None:
         self.batch, self.token_bytes = Batch(model), token_bytes
-        self._texts: dict[Hashable, tuple[Row, TextStream]] = {}
+        self._texts: dict[Hashable, _Text] = {}
         self._keys: dict[int, Hashable] = {}  # by the identity of a row
 
     def begin(self, key: Hashable, prompt: Sequence[int], sampling: Sampling) -> None:
         """Continue a prompt from the next step on. Raises ValueError as `Batch.add`."""
         row = self.batch.add(prompt, sampling)
-        self._texts[key], self._keys[id(row)] = (row, TextStream(sampling.stop)), key
+        self._texts[key], self._keys[id(row)] = _Text(row), key
 
     def drop(self, key: Hashable) -> None:
         """Do not continue a text any more; one that has ended, or was never begun, is none."""
         if key in self._texts:
-            row, _ = self._texts.pop(key)
+            row = self._texts.pop(key).row
             del self._keys[id(row)]
             self.batch.drop(row)
 
@@ -64,16 +110,11 @@ class Writer:
         pieces = []
         for row, token in self.batch.step():
             key = self._keys[id(row)]
-            text = self._texts[key][1]
-            new = text.add(self.token_bytes(token)) if token is not None else ""
-            end: End | None = "stop" if text.stopped else row.end
-            if end is not None:
-                new += text.finish()
-                if text.stopped:  # by the last characters, which were broken
-                    end = "stop"
+            piece = self._texts[key].piece(key, None if token is None else self.token_bytes(token))
+            if piece.end is not None:
                 self.drop(key)
-            if new or end:
-                pieces.append(Piece(key, new, len(row.tokens), end))
+            if piece.text or piece.end:
+                pieces.append(piece)
         return pieces
 
 

@@ -144,7 +144,7 @@ class Measuring:
         assert self.conditions.heldout is not None
         return {"metrics": {BITS: {"value": value, "stderr": stderr}}, "items": len(items), "few_shot": 0,
                 "version": self.conditions.heldout.finished("shard").digest[:12], "chance": None,
-                "contexts_truncated": 0, "per_item": {"hashes": list(texts), "metrics": {BITS: items}}}
+                "contexts_truncated": 0, "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
 
 
 def deliverable(path: Path) -> Path:
@@ -198,5 +198,6 @@ def differences(pairs: Iterable[tuple[Candidate, Candidate]],
             assert one["hashes"] == other["hashes"], "both were asked the same items"
             for metric, items in one["metrics"].items():
                 found.append({"first": first.name, "second": second.name, "task": name, "metric": metric,
-                              **asdict(difference(items, other["metrics"][metric]))})
+                              **asdict(difference(items, other["metrics"][metric],
+                                                  one["forms"].get(metric, "ratio")))})
     return found

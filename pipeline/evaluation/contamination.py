@@ -138,7 +138,7 @@ def clean_and_dirty(per_item: dict[str, Any], shares: Sequence[float | None]) ->
         scores = {}
         for metric, items in per_item["metrics"].items():
             if any(kept := [item if here else None for item, here in zip(items, chosen, strict=True)]):
-                value, stderr = score(kept)
+                value, stderr = score(kept, per_item["forms"].get(metric, "ratio"))
                 scores[metric] = {"value": value, "stderr": stderr}
         found[part] = {"items": sum(chosen), "metrics": scores}
     return found

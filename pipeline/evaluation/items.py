@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.evaluation.paired import score
+from pipeline.evaluation.paired import Form, score
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
@@ -64,50 +65,65 @@ def answer_summary(found: dict[int, Answer]) -> dict[str, Any]:
             "items_without_right_choice": len(found) - len(known)}
 
 
+def _added_to_mean(value: Any) -> tuple[float, float] | None:
+    return (float(value), 1.0) if isinstance(value, (int, float)) else None
+
+
+def _added_to_f1(answer: tuple[Any, Any]) -> tuple[float, float] | None:
+    """answer: the right class and the model's, of which 1 is the positive one."""
+    gold, predicted = (int(each == 1) for each in answer)  # numpy's truths would add up to one
+    return 2.0 * gold * predicted, float(gold + predicted)
+
+
+ADDED: dict[str, tuple[Form, Callable[[Any], tuple[float, float] | None]]] = {
+    "mean": ("ratio", _added_to_mean),
+    "bits_per_byte": ("ratio", lambda value: (-value[0] / math.log(2), float(value[1]))),
+    "perplexity": ("perplexity", lambda nats: (-nats, 1.0)),
+    "weighted_perplexity": ("perplexity", lambda value: (-value[0], float(value[1]))),
+    "f1_score": ("f1", _added_to_f1)}
+"""By the harness's name of how a metric is aggregated: its form, and the (value, weight) of what it logs of an item."""
+
+
 def item_scores(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each item adds to the scores that are a mean over items or a sum over a sum of bytes.
+    """What each item adds to the scores that are sums of values over sums of weights, or made of these.
 
     samples: as the harness logs them, one an item and filter. Returns, ready for JSON, in the order of the items:
     `hashes`, the beginning of each one's sha256; `texts`, see `item_text`; `metrics`, by name, the (value, weight) of
-    each or null (see `paired.Item`). Metrics of other forms (f1, perplexities, bleu) are left out: bits per byte say
-    the same of a text.
+    each or null (see `paired.Item`); `forms`, by name, the `paired.Form` of those that are no plain ratio. Metrics that
+    are more than sums of what single items add (mcc, bleu, chrf, ter, medians) are left out.
     """
     hashes: dict[int, str] = {}
     texts: dict[int, str] = {}
     metrics: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
-    means = {name for name, how in task.aggregation().items() if getattr(how, "__name__", "") == "mean"}
+    taken = {name: ADDED[kind] for name, how in task.aggregation().items()
+             if (kind := getattr(how, "__name__", "")) in ADDED}
+    forms: dict[str, Form] = {}
     for sample in samples:
         if sample["doc_id"] not in hashes:
             hashes[sample["doc_id"]] = sample["doc_hash"][:16]
             texts[sample["doc_id"]] = item_text(task, sample["doc"])
         for name in sample["metrics"]:
             shown = name if sample["filter"] == "none" else f"{name} ({sample['filter']})"
-            value = sample[name]
-            if name in means and isinstance(value, (int, float)):
-                metrics[shown][sample["doc_id"]] = (float(value), 1.0)
-            elif name == BITS:
-                metrics[shown][sample["doc_id"]] = (-value[0] / math.log(2), float(value[1]))
+            if name in taken and (found := taken[name][1](sample[name])) is not None:
+                metrics[shown][sample["doc_id"]] = found
+                if taken[name][0] != "ratio":
+                    forms[shown] = taken[name][0]
     for document, answer in answers(task).items():
         if answer.bits is not None:
             metrics[ANSWER_BITS][document] = (answer.bits, float(answer.size))
     order = sorted(hashes)
     return {"hashes": [hashes[document] for document in order], "texts": [texts[document] for document in order],
-            "metrics": {name: [known.get(document) for document in order]
+            "forms": forms, "metrics": {name: [known.get(document) for document in order]
                         for name, known in metrics.items()}}
 
 
-def errors_of_texts(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """Standard errors of the metrics of whole texts, for which the harness has none.
-
-    Each is a function of R = sum(nats) / sum(weights), whose error is that of a ratio: bits per byte is R / ln 2, a
-    perplexity exp(R), with an error of exp(R) times R's (the delta method).
-    """
+def errors_of_texts(per_item: dict[str, Any]) -> dict[str, float]:
+    """Standard errors of the metrics of whole texts, for which the harness has none. per_item: see `item_scores`."""
     found = {}
     for name in (BITS, "byte_perplexity", "word_perplexity"):
-        pairs = [sample[name] for sample in samples if name in sample["metrics"]]
-        value, stderr = score([(-nats, float(weight)) for nats, weight in pairs])
+        _, stderr = score(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))
         if stderr is not None:
-            found[name] = stderr / math.log(2) if name == BITS else math.exp(value) * stderr
+            found[name] = stderr
     return found
 
 

@@ -1,23 +1,32 @@
 """Two models on the same items: how far they differ, and whether that may be chance.
 
-A score over n items is a sum of values over a sum of weights,
+A score over n items is made of a sum of values over a sum of weights,
 
-    S = sum(x_i) / sum(w_i),
+    R = sum(x_i) / sum(w_i),
 
-the mean with all weights 1 (accuracies), bits per byte with x_i the bits of an item and w_i its bytes. The standard
-error is that of a ratio (Cochran, Sampling Techniques, 1977, 2.11), linearised:
+and has one of three forms:
 
-    stderr(S) = sqrt(n / (n - 1) * sum((x_i - S w_i)^2)) / sum(w_i),
+- `ratio`, S = R: the mean with all weights 1 (accuracies), bits per byte with x_i the bits of an item, w_i its bytes;
+- `perplexity`, S = exp(R), with x_i the nats of an item and w_i its words or bytes, or 1;
+- `f1`, S = R = 2 TP / (2 TP + FP + FN), with x_i 2 for a true positive, else 0, and w_i 2 for that, 1 for a false
+  positive or negative, 0 for a true negative: a model's answers decide the weights too. S is 0 for no weight at all.
 
-which for weights of 1 is the sample standard deviation over sqrt(n). Of two models that answered the same items, what
-counts is the difference on each item, d_i = x_i of the second less x_i of the first: D = sum(d_i) / sum(w_i) and the
-same formula with d and D, which is smaller than the two errors added in squares as far as the models find the same
-items hard (Miller, Adding Error Bars to Evals, 2024, section 4). Two tests:
+Each item moves S, to first order (Cochran, Sampling Techniques, 1977, 2.11, for ratios; the delta method for exp), by
+
+    u_i = S'(R) (x_i - R w_i) / sum(w_i),        stderr(S) = sqrt(n / (n - 1) * sum(u_i^2)),
+
+with S'(R) = 1, of perplexities exp(R). For weights of 1 that is the sample standard deviation over sqrt(n). Of two
+models that answered the same items, what counts is how differently an item moves them: D = S of the second less S of
+the first, and the same formula with the u_i of the second less those of the first. It is smaller than the two errors
+added in squares as far as the models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
+
+Two tests:
 
 - z: D / stderr(D), two-sided by the normal distribution; for some 30 items and more.
 - the exact sign test: of the items that differ, is the second higher in about half? With b higher and c lower,
-  p = min(1, 2 * sum over k <= min(b, c) of binomial(b + c, k) / 2^(b + c)). Of right and wrong answers this is the
-  exact McNemar test. It holds for any number of items.
+  p = min(1, 2 * sum over k <= min(b, c) of binomial(b + c, k) / 2^(b + c)). Of right and wrong answers, and so of f1,
+  where an item's value is whether it was classified rightly, this is the exact McNemar test. It holds for any number of
+  items.
 
 No p-value knows how many other comparisons stand beside it.
 """
@@ -27,9 +36,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 Item = tuple[float, float] | None
 """(value, weight) of an item; None where it has none."""
+Form = Literal["ratio", "perplexity", "f1"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,10 @@ class Difference:
 
     Attributes:
         items: how many.
-        difference: D.
+        difference: D; nan for no items.
         stderr: of D; None for fewer than two items.
-        higher, lower: items on which the second has the higher, or the lower, value.
+        higher, lower: items on which the second has the higher, or the lower, value; of f1, which it alone classifies
+            rightly, or wrongly.
         p_sign: of the exact sign test.
         p_normal: of z; None without a standard error.
     """
@@ -54,21 +66,31 @@ class Difference:
     p_normal: float | None
 
 
-def score(items: Sequence[Item]) -> tuple[float, float | None]:
+def score(items: Sequence[Item], form: Form = "ratio") -> tuple[float, float | None]:
     """S and its standard error (None for fewer than two items); nan for no items."""
-    known = [item for item in items if item is not None]
-    return _ratio([value for value, _ in known], [weight for _, weight in known])
+    value, moves = _moves([item for item in items if item is not None], form)
+    return value, _stderr(value, moves)
 
 
-def difference(first: Sequence[Item], second: Sequence[Item]) -> Difference:
-    """What the module says, of the items of two models in the same order; ValueError where their weights differ."""
+def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "ratio") -> Difference:
+    """What the module says, of the items of two models in the same order; ValueError where their weights differ, and
+    the form has no weights that depend on the model."""
     both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
-    if any(one[1] != other[1] for one, other in both):
+    if form != "f1" and any(one[1] != other[1] for one, other in both):
         raise ValueError("the items weigh differently: they are not the same ones")
-    apart = [other[0] - one[0] for one, other in both]
-    found, stderr = _ratio(apart, [one[1] for one, _ in both])
+    (start, before), (end, after) = (_moves(items, form) for items in zip(*both, strict=True)) if both else \
+        (_moves([], form), _moves([], form))
+    stderr = _stderr(end - start, [late - early for early, late in zip(before, after, strict=True)])
+    apart = [_own(other, form) - _own(one, form) for one, other in both]
     higher, lower = sum(value > 0 for value in apart), sum(value < 0 for value in apart)
-    return Difference(len(both), found, stderr, higher, lower, sign_test(higher, lower), _p_normal(found, stderr))
+    return Difference(len(both), end - start, stderr, higher, lower, sign_test(higher, lower),
+                      _p_normal(end - start, stderr))
+
+
+def _own(item: tuple[float, float], form: Form) -> float:
+    """What an item's sign is taken of: its value; of f1 whether it was classified rightly."""
+    value, weight = item
+    return float(value == weight) if form == "f1" else value
 
 
 def sign_test(higher: int, lower: int) -> float:
@@ -80,19 +102,25 @@ def sign_test(higher: int, lower: int) -> float:
     return min(1.0, 2 * tail / 2**count)
 
 
-def _ratio(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
-    total, count = math.fsum(weights), len(values)
+def _moves(items: Sequence[tuple[float, float]], form: Form) -> tuple[float, list[float]]:
+    """S, and the u_i."""
+    total = math.fsum(weight for _, weight in items)
     if not total:
-        return math.nan, None
-    found = math.fsum(values) / total
-    if count < 2:
-        return found, None
-    squares = math.fsum((value - found * weight) ** 2 for value, weight in zip(values, weights, strict=True))
-    return found, math.sqrt(count / (count - 1) * squares) / total
+        return 0.0 if form == "f1" and items else math.nan, [0.0] * len(items)
+    ratio = math.fsum(value for value, _ in items) / total
+    found, slope = (math.exp(ratio), math.exp(ratio)) if form == "perplexity" else (ratio, 1.0)
+    return found, [slope * (value - ratio * weight) / total for value, weight in items]
+
+
+def _stderr(found: float, moves: Sequence[float]) -> float | None:
+    count = len(moves)
+    if count < 2 or math.isnan(found):
+        return None
+    return math.sqrt(count / (count - 1) * math.fsum(move**2 for move in moves))
 
 
 def _p_normal(found: float, stderr: float | None) -> float | None:
-    if stderr is None or math.isnan(found):
+    if stderr is None:
         return None
     if stderr == 0:
         return 1.0 if found == 0 else 0.0

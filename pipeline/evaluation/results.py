@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -138,21 +138,32 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _contamination(tasks: dict[str, Any]) -> list[str]:
-    """The scores of all, clean and dirty items of the tasks that were looked for in the training text."""
+CONTAMINATION = ("task", "metric", "all items", "n", "clean", "n", "dirty", "n", "too short to say")
+"""What the columns of `contamination_rows` are."""
+
+
+def contamination_rows(tasks: Mapping[str, Any]) -> list[list[str]]:
+    """The scores of all, clean and dirty items of the tasks that were looked for in the training text, a row a task and
+    metric; a dash where there are no such items."""
     rows = []
     for name, task in tasks.items():
-        parts = task.get("contamination")
-        for metric in {**parts["clean"]["metrics"], **parts["dirty"]["metrics"]} if parts else ():
+        if not (parts := task.get("contamination")):
+            continue
+        clean, dirty = parts["clean"], parts["dirty"]
+        for metric in {**clean["metrics"], **dirty["metrics"]} or task["metrics"]:
             whole = task["metrics"].get(metric, {"value": task.get(metric), "stderr": None})
-            cells = [f"{metric_text(part['metrics'][metric]) if metric in part['metrics'] else ''} | {part['items']}"
-                     for part in (parts["clean"], parts["dirty"])]
-            rows.append(f"| {name} | {metric} | {metric_text(whole)} | {' | '.join(cells)} | "
-                        f"{parts['too_short']} |")
+            cells = [cell for part in (clean, dirty) for cell in (
+                metric_text(part["metrics"][metric]) if metric in part["metrics"] else "–", f"{part['items']:,}")]
+            rows.append([name, metric, metric_text(whole), f"{task['items']:,}", *cells, f"{parts['too_short']:,}"])
+    return rows
+
+
+def _contamination(tasks: dict[str, Any]) -> list[str]:
+    rows = contamination_rows(tasks)
     return ["### Contamination", "",
             "Dirty items stand in the training text: more than half of their n-grams of 13 words (docs/evaluation.md).",
-            "", "| task | metric | all items | clean | items | dirty | items | too short to say |",
-            "|---|---|---:|---:|---:|---:|---:|---:|", *rows, ""] if rows else []
+            "", f"| {' | '.join(CONTAMINATION)} |", "|---|---|" + "---:|" * (len(CONTAMINATION) - 2),
+            *(f"| {' | '.join(row)} |" for row in rows), ""] if rows else []
 
 
 def fenced(text: str) -> str:

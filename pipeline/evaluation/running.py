@@ -77,12 +77,11 @@ class TaskRunner:
         task, truncated = self._load(task_file), self.model.truncated
         found = evaluate(self.model, {"tasks": {task_file.name: task}}, limit=self.limit, log_samples=True,
                          bootstrap_iters=self.bootstrap_iters)
-        summary, samples = _summary(task_file.name, task, found), found["samples"][task_file.name]
+        summary, per_item = _summary(task_file.name, task, found), item_scores(task, found["samples"][task_file.name])
         if self.bootstrap_iters:
-            for name, stderr in errors_of_texts(samples).items():
+            for name, stderr in errors_of_texts(per_item).items():
                 summary["metrics"][name]["stderr"] = stderr
-        return {**summary, "contexts_truncated": self.model.truncated - truncated,
-                "per_item": item_scores(task, samples)}
+        return {**summary, "contexts_truncated": self.model.truncated - truncated, "per_item": per_item}
 
     def _load(self, task_file: TaskFile) -> Any:
         """The harness's task object, its data read from absolute paths into a cache of our own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.evaluation.results import CONTAMINATION, contamination_rows
 from pipeline.reporting.document import Figure, Passage, Section, Table
 from pipeline.reporting.facts import Facts
 from pipeline.reporting.plots import bar_chart
@@ -45,32 +46,51 @@ def _source_row(name: str, entry: dict[str, Any], baselines: list[str]) -> list[
 
 
 def tasks_section(facts: Facts) -> Section:
-    """Results of the lm-evaluation-harness tasks."""
-    section = Section("tasks", "Tasks")
+    """Results of the lm-evaluation-harness tasks, and of their items that stand in the training text."""
+    section, tasks = Section("tasks", "Tasks"), facts.results.get("tasks", {})
     rows: list[list[str]] = []
     strong = set()
-    for name, task in facts.results.get("tasks", {}).items():
+    for name, task in tasks.items():
         for metric, entry in task["metrics"].items():
-            value, error, chance = entry["value"], entry["stderr"], task["chance"]
-            if error is not None and chance is not None and metric.startswith("acc") and value > chance + 2 * error:
+            # The share right of blind guessing is a level for accuracies, not for other metrics of the same choices.
+            value, error, chance = entry["value"], entry["stderr"], task["chance"] if _is_accuracy(metric) else None
+            if error is not None and chance is not None and value > chance + 2 * error:
                 strong.add(len(rows))
-            rows.append([name, metric, *map(_three, (value, error, chance, task["answer_bits_per_byte"])),
-                         f"{task['items']:,}", f"{task['few_shot']}"])
+            rows.append([name, task["version"], metric, *map(_three, (value, error, chance)), _count(task),
+                         f"{task['few_shot']}", _three(task["answer_bits_per_byte"])])
     if rows:
+        harness = facts.results.get("versions", {}).get("lm_eval")
+        metrics = f" Metrics are those of lm_eval {harness}." if harness else ""
         section.tables.append(Table(
-            "Results", ["task", "metric", "value", "std. error", "chance", "answer bits per byte", "items", "few-shot"],
-            rows, labels=2, strong=frozenset(strong),
-            note="Stressed: above chance by more than two standard errors. Answer bits per byte: what the right "
-                 "answers need given the question, smoother than accuracy."))
-    without = {name: task["items_without_right_choice"] for name, task in facts.results.get("tasks", {}).items()
+            "Results", ["task", "version", "metric", "value", "std. error", "chance", "n", "few-shot",
+                        "answer bits per byte"],
+            rows, labels=3, strong=frozenset(strong),
+            note=f"Version: of the task, as its file says. n: items.{metrics} Stressed: above chance by more than two "
+                 f"standard errors. Answer bits per byte: what the right answers need given the question, smoother "
+                 f"than accuracy."))
+    if looked_for := contamination_rows(tasks):
+        section.tables.append(Table(
+            "Contamination", list(CONTAMINATION), looked_for, labels=2,
+            note=f"Scores ± standard error; {facts.results.get('definitions', {}).get('contamination', '')}."))
+    without = {name: task["items_without_right_choice"] for name, task in tasks.items()
                if task.get("items_without_right_choice")}
     if without:
         section.words.append(f"Items whose target is none of their choices, which count as answered wrongly: "
                              f"{', '.join(f'{count:,} of {name}' for name, count in without.items())}.")
-    truncated = sum(task.get("contexts_truncated", 0) for task in facts.results.get("tasks", {}).values())
+    truncated = sum(task.get("contexts_truncated", 0) for task in tasks.values())
     if truncated:
         section.words.append(f"{truncated:,} contexts were longer than the model takes and lost their beginning.")
     return section
+
+
+def _is_accuracy(metric: str) -> bool:
+    return metric.startswith("acc")
+
+
+def _count(task: dict[str, Any]) -> str:
+    """Items, and how many there are where `evaluate.task_limit` took the first of them."""
+    taken, there = task["items"], task.get("items_in_file", task["items"])
+    return f"{taken:,}" if taken == there else f"{taken:,} of {there:,}"
 
 
 def _three(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Planted overlaps are found wherever they lie in the training text, and nothing else is."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -129,11 +130,14 @@ def test_memory_is_of_the_items(tmp_path):
 
 
 def test_clean_and_dirty_scores():
-    items = {"metrics": {"acc": [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 1.0), (1.0, 1.0)],
+    items = {"forms": {"perplexity": "perplexity"},
+             "metrics": {"perplexity": [None, None, (2.0, 2.0), (4.0, 2.0), None],
+                         "acc": [(1.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 1.0), (1.0, 1.0)],
                          "bits_per_byte": [None, (6.0, 2.0), (2.0, 4.0), (4.0, 4.0), (9.0, 3.0)]}}
     found = clean_and_dirty(items, [1.0, DIRTY + 0.01, DIRTY, 0.0, None])
     assert found["too_short"] == 1
     assert found["dirty"] == {"items": 2, "metrics": {"acc": {"value": 1.0, "stderr": 0.0},
                                                       "bits_per_byte": {"value": 3.0, "stderr": None}}}
+    assert found["clean"]["metrics"]["perplexity"]["value"] == math.exp(6 / 4)
     assert found["clean"]["items"] == 2 and found["clean"]["metrics"]["bits_per_byte"]["value"] == 6 / 8
     assert clean_and_dirty(items, [0.0] * 5)["dirty"] == {"items": 0, "metrics": {}}

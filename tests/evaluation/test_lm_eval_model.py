@@ -24,7 +24,7 @@ from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools.lm_eval import main
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None,
-                                      reason="the harness's own `--model hf` needs accelerate: pip install accelerate")
+                                      reason="the harness's own `--model hf` needs accelerate: pip install -e '.[dev]'")
 TOKENIZER = ByteTokenizer()
 SCORED, TEXTS = ["capitals", "endings", "sums", "capitals_2shot"], ["pages"]
 

@@ -53,6 +53,72 @@ def test_the_error_of_a_ratio_is_what_redrawing_the_items_shows():
     assert stderr == pytest.approx(stats.tstd(draws), rel=0.05)
 
 
+def redrawn(first, second, value):
+    """Standard deviation of value(second) - value(first) over 4,000 draws of the same items for both."""
+    chance = random.Random(4)
+    draws = []
+    for _ in range(4000):
+        places = chance.choices(range(len(first)), k=len(first))
+        draws.append(value([second[place] for place in places]) - value([first[place] for place in places]))
+    return stats.tstd(draws)
+
+
+def test_perplexities_are_paired():
+    """exp of a ratio: the difference of what each has, its error what redrawing the items for both shows."""
+    chance = random.Random(3)
+    first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
+    second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
+
+    def perplexity(items):
+        return math.exp(sum(nats for nats, _ in items) / sum(size for _, size in items))
+    assert score(first, "perplexity")[0] == pytest.approx(perplexity(first))
+    found = difference(first, second, "perplexity")
+    assert found.difference == pytest.approx(perplexity(second) - perplexity(first)) and found.difference < 0
+    assert found.stderr == pytest.approx(redrawn(first, second, perplexity), rel=0.05)
+    assert found.stderr < score(first, "perplexity")[1] / 2, "what both find hard does not count"
+    assert found.higher + found.lower == 300 and found.lower > found.higher
+    assert found.p_normal == pytest.approx(2 * stats.norm.sf(-found.difference / found.stderr))
+
+
+def added(gold, answers):
+    """(value, weight) of each answer, as f1 adds them."""
+    return [(2.0 * (right and said), float(right + said)) for right, said in zip(gold, answers, strict=True)]
+
+
+def test_f1_is_paired():
+    from sklearn.metrics import f1_score
+    chance = random.Random(5)
+    gold = [chance.random() < 0.4 for _ in range(400)]
+    first = [right if chance.random() < 0.75 else not right for right in gold]
+    second = [right if chance.random() < 0.4 else said for right, said in zip(gold, first, strict=True)]
+    found = difference(added(gold, first), added(gold, second), "f1")
+    assert score(added(gold, first), "f1")[0] == pytest.approx(f1_score(gold, first))
+    assert found.difference == pytest.approx(f1_score(gold, second) - f1_score(gold, first))
+    spread = redrawn(added(gold, first), added(gold, second),
+                     lambda items: sum(value for value, _ in items) / sum(weight for _, weight in items))
+    assert found.stderr == pytest.approx(spread, rel=0.05)
+    rights = [(one == right, other == right) for one, other, right in zip(first, second, gold, strict=True)]
+    assert (found.higher, found.lower) == (rights.count((False, True)), rights.count((True, False)))
+
+
+def test_f1_by_hand():
+    """First: a true positive, a false positive, a false negative: 2 / 4. Second: all right. A true negative adds
+    nothing, and where no item is or is called positive, f1 is 0, as scikit-learn has it."""
+    gold = [True, False, True, False]
+    found = difference(added(gold, [True, True, False, False]), added(gold, gold), "f1")
+    assert (found.difference, found.higher, found.lower, found.items) == (0.5, 2, 0, 4)
+    # Moves of the first: (2 - 1/2 x 2) / 4, (0 - 1/2) / 4 twice, 0; of the second none.
+    assert found.stderr == pytest.approx(math.sqrt(4 / 3 * (1 + 1 / 4 + 1 / 4) / 16))
+    nothing = added([False, False], [False, False])
+    assert score(nothing, "f1") == (0.0, 0.0)
+    assert difference(nothing, added([False, False], [True, False]), "f1").lower == 1
+
+
+def test_nothing_that_both_have_is_no_difference():
+    found = difference([None], [(1.0, 1.0)], "perplexity")
+    assert math.isnan(found.difference) and (found.items, found.stderr, found.p_normal) == (0, None, None)
+
+
 def test_items_without_a_value_are_left_out_of_both():
     found = difference([(1.0, 2.0), None, (3.0, 4.0)], [(2.0, 2.0), (9.0, 1.0), None])
     assert (found.items, found.difference, found.stderr, found.p_normal) == (1, 0.5, None, None)

@@ -15,6 +15,7 @@ from pipeline.config.tree import Config
 from pipeline.errors import UserError
 from pipeline.evaluation.harness import HarnessModel
 from pipeline.evaluation.items import right_choices
+from pipeline.evaluation.paired import score
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import chosen_tasks
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
@@ -145,6 +146,9 @@ def test_the_numbers_are_the_harnesss_own(model, folder, name):
             assert error == "N/A" and entry["stderr"] > 0, "for these the harness has none"
         else:
             assert entry["stderr"] == pytest.approx(error, rel=1e-4), metric
+        single = found["per_item"]
+        again, _ = score(single["metrics"][metric], single["forms"].get(metric, "ratio"))
+        assert again == pytest.approx(entry["value"], rel=1e-9), "of its single items, which are what is paired"
     bootstrapped = {"winograd": "f1", "last_word": "perplexity"}
     if name in bootstrapped:
         assert found["metrics"][bootstrapped[name]]["stderr"] > 0

@@ -69,15 +69,23 @@ def results(text: str = "\n    return 0\n") -> dict:
         return {"metrics": {"acc": {"value": value, "stderr": 0.0734}, "acc_norm": {"value": 0.275, "stderr": 0.0715}},
                 "items": 40, "items_in_file": 40, "few_shot": 0, "kind": "multiple_choice", "version": "1.0",
                 "chance": 0.25, "answer_bits_per_byte": 1.2345, "contexts_truncated": 0}
+    line, library = task(0.7251), {**task(0.3252), "version": "2.5", "items_in_file": 1234}
+    library["metrics"]["mcc"] = {"value": 0.1111, "stderr": 0.0999}
+    line["contamination"] = {"too_short": 5, "clean": {"items": 24, "metrics": {
+        "acc": {"value": 0.7083, "stderr": 0.0948}, "answer_bits_per_byte": {"value": 1.3021, "stderr": 0.0807}}},
+        "dirty": {"items": 11, "metrics": {"acc": {"value": 0.9091, "stderr": 0.0909},
+                                           "answer_bits_per_byte": {"value": 1.0033, "stderr": 0.1313}}}}
+    library["contamination"] = {"too_short": 40, "clean": {"items": 0, "metrics": {}},
+                                "dirty": {"items": 0, "metrics": {}}}
     return {"format": 1, "model": {"parameters": 4_327_168, "non_embedding_parameters": 2_230_016, "vocab_size": 8192,
                                    "context_length": 256, "dtype": "float32"},
             "heldout": {"sources": {"stdlib": entry(1.8712, 2), "prose": entry(2.0517, 1)},
                         "overall": entry(1.9313, 3), "without_heldout_text": [], "window": 256},
-            "tasks": {"python_line": task(0.7251), "python_stdlib": task(0.3252)},
+            "tasks": {"python_line": line, "python_stdlib": library},
             "continuations": [{"prompt": "def main():\n", "text": text, "tokens": 96, "ended": False},
                               {"prompt": "import os\n", "text": "import sys\n" * 12, "tokens": 60, "ended": True}],
             "sampling": {"temperature": 0.8, "top_p": 0.95, "seed": 0, "max_tokens": 96},
-            "definitions": DEFINITIONS, "versions": {"torch": "2.13.0"}}
+            "definitions": DEFINITIONS, "versions": {"torch": "2.13.0", "lm_eval": "0.4.13"}}
 
 
 def metrics(steps: int = 600) -> list[dict]:

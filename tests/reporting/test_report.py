@@ -98,6 +98,33 @@ def test_all_results_are_told(complete, page):
     assert "99.0" not in page.text, "the values of steps that were done again"
 
 
+def test_every_figure_of_a_task_can_be_read_alone(complete, page):
+    """Version, n, standard error, and a level of chance where it is one."""
+    text = complete[1].replace("**", "")
+    for row in ("| task | version | metric | value | std. error | chance | n | few-shot | answer bits per byte |",
+                "| python_line | 1.0 | acc | 0.725 | 0.073 | 0.250 | 40 | 0 | 1.234 |",
+                "| python_stdlib | 2.5 | acc | 0.325 | 0.073 | 0.250 | 40 of 1,234 | 0 | 1.234 |",
+                "| python_stdlib | 2.5 | mcc | 0.111 | 0.100 | – | 40 of 1,234 | 0 | 1.234 |"):
+        assert row in text, row
+    for form in (text, page.text):
+        assert "Metrics are those of lm_eval 0.4.13" in form
+
+
+def test_clean_and_dirty_items_stand_beside_each_other(complete, page, tmp_path):
+    for row in ("| task | metric | all items | n | clean | n | dirty | n | too short to say |",
+                "| python_line | acc | 0.725 ± 0.073 | 40 | 0.708 ± 0.095 | 24 | 0.909 ± 0.091 | 11 | 5 |",
+                "| python_line | answer_bits_per_byte | 1.234 | 40 | 1.302 ± 0.081 | 24 | 1.003 ± 0.131 | 11 | 5 |",
+                "| python_stdlib | acc | 0.325 ± 0.073 | 40 | – | 0 | – | 0 | 40 |"):
+        assert row in complete[1], row
+    assert "0.909 ± 0.091" in page.text and "dirty items are those of which more than half" in page.text
+    run, _ = write_run(tmp_path)
+    found = results()
+    for task in found["tasks"].values():
+        del task["contamination"]
+    (run.stage_folder("evaluate") / "results.json").write_text(json.dumps(found))
+    assert "Contamination" not in html(compose(collect(run))), "where nobody looked for items"
+
+
 def test_what_the_export_was_compared_with_is_told(complete, page):
     for figure in ("1.62e-05", "2.37e-05", "1.91e-05", "1.30e-05", "31.25", "3.062", "511"):
         assert figure in page.text and figure in complete[1], figure

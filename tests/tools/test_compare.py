@@ -97,6 +97,13 @@ def test_scores_and_differences_by_the_book(over_time, home):
     assert (apart["higher"], apart["lower"]) == (sum(value > 0 for value in each), sum(value < 0 for value in each))
     assert (apart["first"], apart["second"], apart["items"]) == ("step-00000002", "step-00000007", 3)
 
+    for metric in ("byte_perplexity", "word_perplexity"):
+        early, late = (row(results, model=name, metric=metric)["value"] for name in models)
+        apart = row(results, "differences", metric=metric)
+        assert apart["difference"] == pytest.approx(late - early, rel=1e-6) and apart["items"] == 2
+        assert apart["stderr"] > 0 and (apart["higher"], apart["lower"]) == tuple(row(
+            results, "differences", task="pages", metric="bits_per_byte")[key] for key in ("higher", "lower"))
+
     expected = 0.0
     for text in TEXTS:
         ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]

@@ -1,6 +1,7 @@
 """The server, over real sockets: OpenAI's forms, requests that are written together, places that are bounded and come
 free again."""
 
+import codecs
 import http.client
 import importlib.util
 import json
@@ -146,6 +147,95 @@ def test_a_stream_is_the_same_text_in_pieces(run_port, model):
     assert [choice["text"] for choice in complete(run_port, **body)["choices"]] == expected
 
 
+def names_of(ids):
+    """How the server writes ids, worked out anew."""
+    contents = [TOKENIZER.token_bytes(token) for token in ids]
+    special = {token: name for name, token in TOKENIZER.special_tokens.items()}
+    return [content.decode() if content.isascii() and content else special[token] if not content else
+            f"bytes:\\x{content.hex()}" for token, content in zip(ids, contents, strict=True)]
+
+
+def by_one_pass(model, prompt, text, count):
+    """The four lists of a greedy text after a prompt, echo and all, from one forward pass over both."""
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
+    ids += generate(model, [ids], count, temperature=0, top_p=1, seed=0, stop_ids=())[0]
+    logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
+    before = [b"".join(map(TOKENIZER.token_bytes, ids[:place])) for place in range(len(ids))]
+    offsets = [len(codecs.getincrementaldecoder("utf-8")("replace").decode(content)) for content in before]
+    assert TOKENIZER.decode(ids) == prompt + text
+    return ids, logprobs, offsets
+
+
+def same_lists(told, ids, logprobs, offsets, first, most):
+    """The lists of the tokens from `first` on, to 1e-5."""
+    assert told["tokens"] == names_of(ids[first:]) and told["text_offset"] == offsets[first:]
+    for place, own, top in zip(range(first, len(ids)), told["token_logprobs"], told["top_logprobs"], strict=True):
+        if place == 0:
+            assert own is top is None
+            continue
+        found = logprobs[place - 1]
+        assert own == pytest.approx(float(found[ids[place]]), abs=1e-5)
+        best = found.topk(most)
+        wanted = dict(zip(names_of([*best.indices.tolist(), ids[place]]),
+                          [*best.values.tolist(), float(found[ids[place]])], strict=True))
+        assert top == pytest.approx(wanted, abs=1e-5) and len(top) == len({*best.indices.tolist(), ids[place]})
+
+
+SETTINGS = {"prompt": "def é", "max_tokens": 24, "temperature": 0}
+
+
+@pytest.mark.parametrize("most", [0, 3, 5])
+@pytest.mark.parametrize("echo", [False, True])
+def test_log_probabilities_are_those_of_one_forward_pass(run_port, model, most, echo):
+    [choice] = complete(run_port, **SETTINGS, logprobs=most, echo=echo)["choices"]
+    text = continued(model, "def é", 24)
+    assert choice["text"] == ("def é" if echo else "") + text
+    ids, logprobs, offsets = by_one_pass(model, "def é", text, 24)
+    if not echo:
+        offsets = [place - len("def é") for place in offsets]
+    same_lists(choice["logprobs"], ids, logprobs, offsets, 0 if echo else 7, most)
+
+
+def test_settings_do_not_change_what_is_told_of_a_token(run_port, model):
+    """Drawn hot and from few tokens with a penalty, its probabilities are still the model's own."""
+    [choice] = complete(run_port, prompt="x", max_tokens=30, temperature=1.5, top_k=5, repetition_penalty=1.3, seed=3,
+                        logprobs=2)["choices"]
+    told = choice["logprobs"]
+    ids = [TOKENIZER.bos_id, *b"x"]
+    for name, own in zip(told["tokens"], told["token_logprobs"], strict=True):
+        logprobs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        ids.append(int(name[8:], 16) if name.startswith("bytes:") else ord(name))
+        assert own == pytest.approx(float(logprobs[ids[-1]]), abs=1e-5)
+    assert TOKENIZER.decode(ids) == "x" + choice["text"] and len(told["tokens"]) == 30
+
+
+@pytest.mark.parametrize("stop", [None, 3])
+def test_streamed_pieces_tell_of_the_same_tokens(run_port, model, stop):
+    """Also where a stop string holds tokens back: those that belong to it alone are not told of."""
+    body = {**SETTINGS, "echo": True, "logprobs": 2}
+    if stop:
+        text = continued(model, "def é", 24)
+        body["stop"] = text[stop:stop + 2]
+        assert text.find(body["stop"]) == stop
+    [whole] = complete(run_port, **body)["choices"]
+    parts = [part["choices"][0] for part in events(run_port, **body)]
+    told = [part["logprobs"] for part in parts]
+    assert {key: [value for part in told for value in part[key]] for key in whole["logprobs"]} == whole["logprobs"]
+    assert "".join(part["text"] for part in parts) == whole["text"] and len(parts) > (1 if stop else 5)
+    _, _, offsets = by_one_pass(model, "def é", continued(model, "def é", 24), 24)
+    assert whole["logprobs"]["text_offset"] == [place for place in offsets if place < len(whole["text"])]
+    assert bool(stop) == (len(whole["logprobs"]["tokens"]) < 31)
+
+
+def test_choices_are_told_of_apart_and_who_does_not_ask_is_not_told(run_port):
+    bodies = [{"prompt": ["one", "two"], "n": 2, "seed": 1, "logprobs": 1}, {"prompt": "three", "temperature": 0}]
+    with ThreadPoolExecutor(2) as pool:
+        told, plain = pool.map(lambda body: complete(run_port, **body, max_tokens=12)["choices"], bodies)
+    assert [choice["logprobs"] for choice in plain] == [None]
+    assert all(len(choice["logprobs"]["tokens"]) == 12 for choice in told) and len(told) == 4
+    assert len({tuple(choice["logprobs"]["tokens"]) for choice in told}) == 4
+
+
 def test_ids_stops_seeds_and_several_choices(run_port, model):
     ids = [TOKENIZER.bos_id, *b"abc"]
     text = continued(model, "abc", 20)
@@ -168,7 +258,8 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
     ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", 400),
-    ({"prompt": "x", "logprobs": 2}, "logprobs is not supported", 400),
+    ({"prompt": "x", "logprobs": 6}, "logprobs must be from 0 to 5, not 6", 400),
+    ({"prompt": "x", "logprobs": True}, "logprobs: Input should be a valid integer", 400),
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
     ({"prompt": "x", "best_of": 2}, "best_of is not supported", 400),

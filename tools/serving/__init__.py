@@ -1,6 +1,7 @@
 """An HTTP server around one model, in the form of OpenAI's completions.
 
     asked.py     what a request asks for, checked
+    logprobs.py  log-probabilities of tokens in OpenAI's form
     worker.py    the thread that runs the model, for all requests that wait together
     answers.py   the JSON of answers, chunks and errors
     app.py       the routes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tools.serving.asked import RefusedError
@@ -35,17 +36,18 @@ class Form:
         self._head = {"id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12), "object": kind,
                       "created": int(time.time()), "model": model}
 
-    def whole(self, texts: list[str], ends: list[str | None], used: dict[str, int]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+    def whole(self, texts: list[str], ends: list[str | None], used: dict[str, int],
+              logprobs: Sequence[Any]) -> dict[str, Any]:
+        """The answer of a request that does not stream. logprobs: None or the lists of each choice."""
         return {**self._head, "usage": used, "choices": [
-            {"index": number, "logprobs": None, "finish_reason": end,
+            {"index": number, "logprobs": told, "finish_reason": end,
              **({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})}
-            for number, (text, end) in enumerate(zip(texts, ends, strict=True))]}
+            for number, (text, end, told) in enumerate(zip(texts, ends, logprobs, strict=True))]}
 
-    def chunk(self, number: int, text: str, end: str | None, *, first: bool) -> dict[str, Any]:
+    def chunk(self, number: int, text: str, end: str | None, *, first: bool, logprobs: Any) -> dict[str, Any]:
         """A piece of one choice."""
         delta = {**({"role": "assistant"} if first else {}), "content": text}
-        return {**self._chunk_head(), "choices": [{"index": number, "logprobs": None, "finish_reason": end,
+        return {**self._chunk_head(), "choices": [{"index": number, "logprobs": logprobs, "finish_reason": end,
                                                    **({"delta": delta} if self.chat else {"text": text})}]}
 
     def last(self, used: dict[str, int]) -> dict[str, Any]:

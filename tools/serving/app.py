@@ -23,6 +23,7 @@ from pipeline.evaluation.open_model import run_of
 from pipeline.files import read_lines
 from tools.serving.answers import Form, error_object, event, usage
 from tools.serving.asked import Asked, Read, Reader, RefusedError
+from tools.serving.logprobs import joined
 from tools.serving.worker import Job, Worker
 
 PAGE = Path(__file__).with_name("page.html")
@@ -99,13 +100,17 @@ class Server:
         if asked.stream:
             return Stream(texts, _events(texts, asked, form))
         written, ends = list(asked.shown), [None] * len(asked.prompts)  # type: list[str], list[Any]
+        told: list[list[Any]] = [[] for _ in written]
         try:
             async for number, piece in texts:
                 written[number] += piece.text
                 ends[number] = piece.end
+                if asked.tellings:
+                    told[number].append(asked.tellings[number].of(piece))
         except ClientGoneError:
             return Response(status_code=499)  # as nginx calls it; nobody reads it
-        return JSONResponse(form.whole(written, ends, usage(asked.prompt_tokens, texts.tokens)))
+        return JSONResponse(form.whole(written, ends, usage(asked.prompt_tokens, texts.tokens),
+                                       [joined(parts) if asked.tellings else None for parts in told]))
 
 
 class Texts:
@@ -186,7 +191,8 @@ async def _events(texts: Texts, asked: Asked, form: Form) -> AsyncIterator[str]:
     try:
         async for number, piece in texts:
             text = piece.text if number in begun else asked.shown[number] + piece.text
-            yield event(form.chunk(number, text, piece.end, first=number not in begun))
+            told = asked.tellings[number].of(piece) if asked.tellings else None
+            yield event(form.chunk(number, text, piece.end, first=number not in begun, logprobs=told))
             begun.add(number)
         if asked.include_usage:
             yield event(form.last(usage(asked.prompt_tokens, texts.tokens)))

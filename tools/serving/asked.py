@@ -14,6 +14,7 @@ from model.generation.sampling import Sampling
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import OpenedModel
 from pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
+from tools.serving.logprobs import MOST_LOGPROBS, Telling, token_names
 
 MOST_CHOICES = 128
 """OpenAI's limit for n."""
@@ -59,7 +60,7 @@ class AskedCompletion(Common):
     echo: bool = False
     best_of: int | None = None
     suffix: Literal[None] = None
-    logprobs: Literal[None] = None
+    logprobs: int | None = None
 
 
 class AskedChat(Common):
@@ -77,7 +78,8 @@ class Asked:
     """A request that can be served.
 
     prompts: ids, one entry a choice. samplings: of each choice. shown: the text that each choice begins with (`echo`).
-    prompt_tokens: of the different prompts together.
+    prompt_tokens: of the different prompts together. tellings: how the tokens of each choice are told, where
+    `logprobs` asks for them.
     """
 
     prompts: list[list[int]]
@@ -86,6 +88,7 @@ class Asked:
     stream: bool
     include_usage: bool
     prompt_tokens: int
+    tellings: list[Telling] | None = None
 
 
 class Reader:
@@ -110,8 +113,11 @@ class Reader:
         prompts = self._prompts(asked.prompt)
         ids = [prompt_ids(self.opened, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         shown = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in prompts]
-        return self._asked(asked, ids, shown if asked.echo else [""] * len(ids),
-                           16 if asked.max_tokens is None else asked.max_tokens)
+        if not 0 <= (asked.logprobs or 0) <= MOST_LOGPROBS:
+            raise RefusedError(f"logprobs must be from 0 to {MOST_LOGPROBS}, not {asked.logprobs}.", param="logprobs")
+        found = self._asked(asked, ids, shown if asked.echo else [""] * len(ids),
+                            16 if asked.max_tokens is None else asked.max_tokens)
+        return found if asked.logprobs is None else self._told(found, asked.logprobs, asked.echo)
 
     def chat(self, body: bytes) -> Asked:
         """A body of /v1/chat/completions. Raises RefusedError."""
@@ -128,6 +134,14 @@ class Reader:
         room = max(1, self.opened.config.context_length - len(ids))
         said = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         return self._asked(asked, [ids], [""], room if said is None else said)
+
+    def _told(self, asked: Asked, count: int, echo: bool) -> Asked:
+        """The same with `count` log-probabilities a token, of the prompts' tokens too where these are shown."""
+        names, content = token_names(self.opened), readable_bytes(self.opened)
+        return replace(asked, samplings=[replace(sampling, logprobs=count, prompt_logprobs=count if echo else None)
+                                         for sampling in asked.samplings],
+                       tellings=[Telling(names, content, ids if echo else (), text)
+                                 for ids, text in zip(asked.prompts, asked.shown, strict=True)])
 
     def _checked(self, form: type[Common], body: bytes) -> Common:
         try:

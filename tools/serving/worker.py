@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from model.generation.sampling import Sampling
@@ -128,7 +129,7 @@ class Worker:
             with self._changed:
                 self._seconds += 0.2 * (time.monotonic() - self._running.pop(key) - self._seconds)
         if not job.cancelled:
-            job.deliver(Piece(number, piece.text, piece.tokens, piece.end))
+            job.deliver(replace(piece, key=number))
 
     def _tell_all(self, error: RefusedError) -> None:
         with self._changed:

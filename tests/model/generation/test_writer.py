@@ -1,5 +1,7 @@
 """Texts from prompts, several at once: the pieces are the text of the tokens, and end as asked."""
 
+import codecs
+
 import pytest
 
 from model.generate import generate
@@ -60,6 +62,22 @@ def test_a_stop_id_ends_its_text(model, plain):
     before = plain[2][:plain[2].index(stop)]
     texts, ends = written(model, PROMPTS[2:3], [sampled(2, stop_ids={stop})])
     assert texts == [TOKENIZER.decode(before)] and ends == [("stop", len(before))]
+
+
+@pytest.mark.parametrize("telling", [None, 0, 2])
+def test_pieces_tell_of_their_tokens_and_of_the_stop_id(model, plain, telling):
+    stop = plain[2][10]
+    before = plain[2][:plain[2].index(stop)]
+    pieces = list(stream(model, TOKENIZER.token_bytes, PROMPTS[2:3], [
+        sampled(2, stop_ids={stop}, logprobs=telling, prompt_logprobs=telling)]))
+    told = [token for piece in pieces for token in piece.scores]
+    assert [token.score.token for token in told] == ([] if telling is None else [*before, stop])
+    assert all(len(token.score.top) == telling for token in told)
+    contents = [b"".join(map(TOKENIZER.token_bytes, before[:count])) for count in range(len(before))]
+    starts = [len(codecs.getincrementaldecoder("utf-8")("replace").decode(content)) for content in contents]
+    assert [token.start for token in told] == ([] if telling is None else [*starts, len(TOKENIZER.decode(before))])
+    assert [token.token for token in pieces[0].prompt_scores] == ([] if telling is None else PROMPTS[2][1:])
+    assert not any(piece.prompt_scores for piece in pieces[1:])
 
 
 def test_a_text_that_is_dropped_leaves_the_others_alone(model, plain):

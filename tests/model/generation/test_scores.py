@@ -1,0 +1,85 @@
+"""What the model says of tokens, beside one forward pass over the whole text; nothing where nobody asks."""
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.generation import batch as batches
+from model.generation.batch import Batch
+from model.generation.sampling import Sampling
+from model.generation.scores import token_scores
+from tests.tiny_models import opinionated
+
+CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [17] * 20]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return opinionated(CONFIG)
+
+
+def written(model, samplings):
+    batch = Batch(model)
+    rows = [batch.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, samplings, strict=True)]
+    while len(batch):
+        batch.step()
+    return rows
+
+
+def agree(scores, tokens, logprobs, count):
+    """logprobs: (tokens, vocabulary), from the pass over the whole."""
+    assert [score.token for score in scores] == tokens
+    for score, found in zip(scores, logprobs, strict=True):
+        assert score.logprob == pytest.approx(float(found[score.token]), abs=1e-5)
+        best = found.topk(count)
+        assert [token for token, _ in score.top] == best.indices.tolist()
+        assert [value for _, value in score.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("logits", [2**27, 90 * 4, 1], ids=["prompts at once", "in pieces", "token by token"])
+def test_rows_together_are_told_of_as_one_pass_over_each_has_it(model, logits, monkeypatch):
+    monkeypatch.setattr(batches, "LOGITS_IN_MEMORY", logits)
+    common = {"max_tokens": 20, "temperature": 1.4, "top_k": 7, "repetition_penalty": 1.2}
+    asked = [(2, 1), (None, None), (0, None), (90, 5)]
+    rows = written(model, [Sampling(seed=number, logprobs=count, prompt_logprobs=of_prompt, **common)
+                           for number, (count, of_prompt) in enumerate(asked)])
+    for row, (count, of_prompt) in zip(rows, asked, strict=True):
+        logprobs = model(torch.tensor([row.prompt + row.tokens]))[0].log_softmax(-1)
+        length = len(row.prompt)
+        agree(row.scores, [] if count is None else row.tokens, logprobs[length - 1:-1] if count is not None else [],
+              count or 0)
+        agree(row.prompt_scores, [] if of_prompt is None else row.prompt[1:],
+              logprobs[:length - 1] if of_prompt is not None else [], of_prompt or 0)
+
+
+def test_telling_changes_no_text(model):
+    for settings in ({"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}):
+        plain, told = (written(model, [Sampling(max_tokens=20, seed=number, **settings, **more) for number in range(4)])
+                       for more in ({}, {"logprobs": 3}))
+        assert [row.tokens for row in plain] == [row.tokens for row in told]
+
+
+def test_a_stop_id_has_a_score_too(model):
+    [whole, *_] = written(model, [Sampling(max_tokens=20)] * 4)
+    stop = whole.tokens[5]
+    [row, *_] = written(model, [Sampling(max_tokens=20, logprobs=1, stop_ids={stop})] * 4)
+    assert row.end == "stop" and [score.token for score in row.scores] == [*row.tokens, stop]
+
+
+def test_nobody_asks_and_nothing_is_computed(model, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError
+    monkeypatch.setattr(batches, "token_scores", refuse)
+    assert not any(row.scores or row.prompt_scores for row in written(model, [Sampling(max_tokens=4)] * 4))
+    with pytest.raises(AssertionError):
+        written(model, [Sampling(max_tokens=4, logprobs=0)] * 4)
+
+
+def test_no_places_have_no_scores():
+    assert token_scores(torch.empty(0, 5), [], 3) == []
+
+
+def test_counts_below_none_are_refused():
+    with pytest.raises(ValueError, match=r"logprobs must be at least 0, not -1. prompt_logprobs must be at least 0"):
+        Sampling(logprobs=-1, prompt_logprobs=-2)
