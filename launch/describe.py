@@ -8,6 +8,7 @@ import sys
 from launch.estimate import Estimate
 from launch.forecast import Disk, parameters, readable, state_bytes_per_rank
 from launch.plan import Job, Options
+from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
 from pipeline.config.tree import Config
@@ -91,11 +92,22 @@ def training_facts(config: Config, job: Job) -> list[str]:
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
     count = parameters(config)
     if count is None:
-        return [*lines, f"model     {shape}; parameters are known once the tokenizer is"]
-    lines.append(f"model     {count:,} parameters: {shape}")
+        return [*lines, f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
+    lines += [f"model     {count:,} parameters: {shape}", *_departures(model)]
     if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
+
+
+def _departures(model: ModelConfig) -> list[str]:
+    """What the network has otherwise than a Llama, a line each."""
+    found = ["queries and keys normed (QK-norm)"] if model.qk_norm else []
+    if model.sliding_window is not None:
+        full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
+        found.append(f"a sliding window of {model.sliding_window:,} tokens{full}")
+    if model.no_rope_layer_interval is not None:
+        found.append(f"no rotary embedding in one layer of {model.no_rope_layer_interval}")
+    return [f"           with {what}" for what in found]
 
 
 def by_hand(job: Job) -> str:

@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
 from model.llama import Llama
 from model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
 
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The name that torch 2.13 has for it; with the older one it warns on every rank."""
 SEQUENCE = Shard(1)
 """How activations (batch, length, dim) lie between the products."""
 
@@ -94,7 +96,7 @@ class TensorParallelVocabulary(VocabularyPartition):
     def normaliser(self, part: Tensor) -> Tensor:
         """As in VocabularyPartition."""
         parts = part.new_empty(self.size * part.shape[0], 1)
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=self.group)
+        GATHER(parts, part.contiguous(), group=self.group)
         return torch.logsumexp(parts.view(self.size, *part.shape), dim=0)
 
     def total(self, part: Tensor) -> Tensor:

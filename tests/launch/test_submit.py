@@ -61,6 +61,23 @@ def test_plan_of_a_fresh_run(house: House) -> None:
     assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m pipeline.train --config" in result.stdout
 
 
+def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(house: House) -> None:
+    both = ["--dry-run", "--cluster", "local", "model.qk_norm=true", "model.no_rope_layer_interval=2"]
+    refused = house.submit("--stage", "all", *both)
+    assert refused.returncode == 2 and "1 problem in the configuration" in refused.stderr
+    assert "no class of transformers computes" in refused.stderr
+    assert "--stage shard,tokenizer,encode,train" in refused.stderr
+    told = house.submit("--stage", "shard,tokenizer,encode,train", *both, "model.sliding_window=64",
+                        "model.full_attention_interval=3")
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("model "))
+    assert lines[place + 1:place + 4] == [
+        "           with queries and keys normed (QK-norm)",
+        "           with a sliding window of 64 tokens (all in one layer of 3)",
+        "           with no rotary embedding in one layer of 2"]
+
+
 def threads() -> str:
     """Threads of each of two ranks here."""
     count = max(1, len(os.sched_getaffinity(0)) // 2)
