@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig
 from model.llama import Llama
+from pipeline.config.shapes import shape_of
 from pipeline.formats.tensor_file import Layout, write_tensors
 
 _OUTER_NAMES = {
@@ -82,9 +83,12 @@ def stream_folder(
     dtype: torch.dtype,
     bos_id: int | None,
     eos_id: int | list[int] | None,
+    generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write config.json, generation_config.json, safetensors shards and their index into the folder `path`.
+
+    generation: what generation_config.json says beyond BOS and EOS; a padding id stands in config.json too.
 
     shapes: of all weights, by our names. `read` gives one by name; each is asked for once, when its turn to be
     written has come, so that memory is needed for two or three tensors, not for a shard or the model. A shard holds
@@ -96,7 +100,10 @@ def stream_folder(
     files = shard_files(config, dtype, max_shard_bytes)
     for file, names in files.items():
         write_shard(path / file, names, read, config, dtype)
-    for name, content in descriptions(files, config, dtype, {"bos_token_id": bos_id, "eos_token_id": eos_id}).items():
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    if generation is not None and "pad_token_id" in generation:
+        ids["pad_token_id"] = generation["pad_token_id"]
+    for name, content in descriptions(files, config, dtype, ids, generation).items():
         (path / name).write_text(content, encoding="utf-8")
 
 
@@ -116,17 +123,18 @@ def write_shard(path: Path, names: list[str], read: Callable[[str], Tensor], con
 
 
 def descriptions(files: Mapping[str, list[str]], config: ModelConfig, dtype: torch.dtype,
-                 token_ids: Mapping[str, Any]) -> dict[str, str]:
+                 token_ids: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The text of the index of `files`, of config.json and of generation_config.json, by name.
 
-    token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them.
+    token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them. generation: what
+    else generation_config.json says.
     """
     theirs, shapes = their_names(config), parameter_shapes(config)
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     where = {theirs[name]: file for file, names in files.items() for name in names}
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
                 "config.json": {**_config_to_json(config, dtype), **token_ids},
-                "generation_config.json": dict(token_ids)}
+                "generation_config.json": {**(generation or {}), **token_ids}}
     return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
@@ -145,7 +153,7 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def read_config(path: Path) -> ModelConfig:
     """The config of such a folder. Raises as `read_folder`."""
-    return _config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    return shape_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
 
 
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -255,53 +263,3 @@ def _config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-
-
-_ONLY = {
-    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
-    "use_qk_norm": False, "qk_norm": False, "partial_rotary_factor": 1.0, "quantization_config": None,
-    "num_local_experts": None, "residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
-    "final_logit_softcapping": None, "no_rope_layers": None,
-}
-"""What our network cannot do otherwise, with the value that means "does not"; absent means the same."""
-
-
-def _config_from_json(content: dict[str, Any]) -> ModelConfig:
-    heads = content["num_attention_heads"]
-    for key, value in {**_ONLY, "head_dim": content["hidden_size"] // heads}.items():
-        if content.get(key, value) not in (value, None):
-            raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
-    # Absent values mean LlamaConfig's defaults.
-    where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
-    rope = content.get(where) or {}
-    return ModelConfig(
-        dim=content["hidden_size"],
-        layers=content["num_hidden_layers"],
-        heads=heads,
-        kv_heads=content.get("num_key_value_heads") or heads,
-        ffn_dim=content["intermediate_size"],
-        vocab_size=content["vocab_size"],
-        context_length=content.get("max_position_embeddings", 2048),
-        rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
-        rope_scaling=_scaling_from_json(rope, where),
-        norm_eps=content.get("rms_norm_eps", 1e-6),
-        tied_embeddings=content.get("tie_word_embeddings", False),
-    )
-
-
-def _scaling_from_json(rope: dict[str, Any], where: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
-                         f"can be read.")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"config.json has {where}.{'rope_type' if 'rope_type' in rope else 'type'} = {kind!r}: of "
-                         f"rotary scalings only 'default' and 'llama3' can be read.")
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_context_length=rope["original_max_position_embeddings"],
-    )

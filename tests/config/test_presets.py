@@ -5,6 +5,7 @@ import pytest
 from model.presets import PRESETS
 from pipeline.config.loading import dump_config, load_config
 from pipeline.errors import UserError
+from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
 @pytest.fixture
@@ -52,6 +53,19 @@ def test_the_resolved_configuration_spells_the_shape(config):
     text = dump_config(loaded)
     assert "preset" not in text
     assert load_config(config(text, "again.yaml"), check=False) == loaded
+
+
+def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
+    model = for_tokenizer(TOKENIZER_OF_BYTES, tied_embeddings=True, rope_theta=1e4)
+    run = write_run(tmp_path / "run", {3: model}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
+    exported = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
+    for folder in (run, run / "train/checkpoints/step-00000003", exported):
+        size = TOKENIZER_OF_BYTES.size
+        found = shape(config(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
+        assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
+    with pytest.raises(UserError, match=r"config\.yaml:1: .*/empty says no shape"):
+        (tmp_path / "empty").mkdir()
+        shape(config(f"model: {{preset: {tmp_path}/empty}}"))
 
 
 def test_a_name_may_be_spelt_as_the_models_are(config):

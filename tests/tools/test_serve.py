@@ -250,7 +250,8 @@ def test_the_page_asks_for_nothing_from_elsewhere(run_port):
         page = response.read().decode()
     assert response.status == 200 and "default-src 'none'" in response.getheader("Content-Security-Policy")
     assert not re.search(r"https?://|//[a-z]|@import|src=", page)
-    assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/models", "/samples"}
+    assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/chat/completions", "/v1/models",
+                                                            "/samples"}
     assert "innerHTML" not in page and "prefers-color-scheme: dark" in page
     for control in ("prompt", "go", "halt", "output", "samples"):
         assert f'id="{control}"' in page
