@@ -89,8 +89,10 @@ def runs(tmp_path_factory, source, text):
     first = longer(config, "first", source, 512, 1e6)
     told = {stage: run_stage(stage, first, *FAST) for stage in ("shard", "tokenizer", "encode", "train", "convert")}
     second = longer(config, "second", folder / "runs/first", 1024, 2e6, reuse=str(folder / "runs/first"))
+    # One shard and one window of held-out text for two ranks.
+    shared = [*FAST, "train.micro_batch=1", "train.heldout_every=1", "train.heldout_tokens=100"]
     for stage in ("train", "convert", "evaluate", "report"):
-        told[f"second {stage}"] = run_stage(stage, second, *FAST)
+        told[f"second {stage}"] = run_stage(stage, second, *shared, ranks=2 if stage == "train" else 1)
     return first, folder / "runs", told
 
 
@@ -143,6 +145,7 @@ def test_everything_that_it_came_with_goes_out_again(runs, source):
     assert config.rope_parameters == {**SCALING, "rope_theta": 2e6} and config.tie_word_embeddings
     assert config.max_position_embeddings == 1024 and config.vocab_size == theirs.vocab_size + len(NAMES)
     assert config.eos_token_id == after["eos_token_id"] and config.pad_token_id == after["pad_token_id"]
+    assert all(record["heldout_bpb"]["code"] > 0 for record in curve(folder.parent / "second.yaml", "second"))
     assert "longer than" not in "".join(result.stderr for result in told.values())
     report = (folder / "second/report.md").read_text()
     assert f"started from the weights in {folder / 'first'} and trained on" in report
