@@ -70,10 +70,10 @@ def shape_in(folder: Path) -> ModelConfig:
     places = (folder, *folder.absolute().parents[2:3])
     run = next((place for place in places if (place / "config.yaml").is_file()), None)
     try:
-        if (folder / "weights.json").is_file():
-            return ModelConfig(**read_json(folder / "weights.json")["model"])
         if (folder / "config.json").is_file():
             return shape_of(read_json(folder / "config.json"))
+        if (folder / "weights.json").is_file():
+            return ModelConfig(**read_json(folder / "weights.json")["model"])
         if run is not None:
             return ModelConfig(**read_yaml(run / "config.yaml").tree.get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -63,7 +63,10 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
     model = for_tokenizer(TOKENIZER_OF_BYTES, tied_embeddings=True, rope_theta=1e4)
     run = write_run(tmp_path / "run", {3: model}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
     exported = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
-    for folder in (run, run / "train/checkpoints/step-00000003", exported):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "weights.json").write_text(json.dumps({"model": model.config.model_dump(mode="json")}))
+    for folder in (run, run / "train/checkpoints/step-00000003", exported, alone):
         size = TOKENIZER_OF_BYTES.size
         found = shape(config(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
         assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
