@@ -32,6 +32,10 @@ class RopeScaling(BaseModel):
     original_context_length: int = 8192
     """The context length, in tokens, that the model was trained with before the extension."""
 
+    def __str__(self) -> str:
+        return (f"factor {self.factor:g} from {self.original_context_length:,} tokens, between frequency factors "
+                f"{self.low_freq_factor:g} and {self.high_freq_factor:g}")
+
     def problems(self) -> list[str]:
         """Every impossible value as a sentence; empty if there is none."""
         found = []

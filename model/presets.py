@@ -14,7 +14,8 @@ def preset(name: str) -> ModelConfig:
     if spelled not in PRESETS:
         close = difflib.get_close_matches(spelled, PRESETS, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"There is no preset {name!r}.{meant} Known are {', '.join(PRESETS)}.")
+        raise ValueError(f"There is no preset {name!r}.{meant} Known are {', '.join(PRESETS)}; and "
+                         f"folders with weights.")
     return PRESETS[spelled]
 
 

@@ -13,7 +13,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 from pipeline.contract.entry import stage_main
 from pipeline.contract.stage_work import Work
 from pipeline.errors import UserError
-from pipeline.files import output_record, sync
+from pipeline.files import output_record, sync, write_text
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
@@ -34,6 +34,8 @@ def convert(work: Work) -> None:
     from pipeline.formats.huggingface import stream_folder
     from pipeline.formats.sharded_tensors import CheckpointReader
     from pipeline.records.checkpoints import read_marker
+    from pipeline.records.generation_settings import FILE, read_settings
+    from pipeline.tokenization.export import SETTINGS, with_length
 
     if problem := export_problem(work.config.model):
         raise UserError(problem)
@@ -42,7 +44,8 @@ def convert(work: Work) -> None:
     checkpoint = train_folder / trained.counts["checkpoint"]
     read_marker(checkpoint)
     work.check([*work.committed("tokenizer"), *work.committed(
-        "train", chosen=lambda record: record["path"].startswith(f"{trained.counts['checkpoint']}/")),
+        "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
+            f"{trained.counts['checkpoint']}/")),
         *work.committed("encode", chosen=lambda record: record.get("split") == "heldout")])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
     settings = work.config.convert
@@ -54,11 +57,15 @@ def convert(work: Work) -> None:
     work.say(f"{checkpoint.name}: {trained.counts['parameters']:,} parameters as {settings.dtype}")
     with CheckpointReader(checkpoint) as reader:
         shapes = {name.removeprefix(PREFIX): reader.shape(name) for name in reader.names(PREFIX)}
+        generation = read_settings(train_folder / FILE)
         stream_folder(temporary, shapes, lambda name: reader.read(PREFIX + name), config,
                       dtype=getattr(torch, settings.dtype), bos_id=tokenizer.counts["bos_id"],
-                      eos_id=tokenizer.counts["eos_id"], max_shard_bytes=int(settings.max_shard_mb * 1e6))
+                      eos_id=generation.get("eos_token_id", tokenizer.counts["eos_id"]), generation=generation,
+                      max_shard_bytes=int(settings.max_shard_mb * 1e6))
         for path in sorted((tokenizer_folder / "hf").iterdir()):
             shutil.copyfile(path, temporary / path.name)
+        if (beside := temporary / SETTINGS).is_file():
+            write_text(beside, with_length(beside, config.context_length))
         counts = _prove(work, temporary, config, reader)
     for path in temporary.iterdir():
         sync(path)
@@ -106,7 +113,7 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
 
     exported, tokenizer = AutoTokenizer.from_pretrained(folder), _tokenizer(work)
     wrong = [text for text in texts if exported.encode(
-        text, add_special_tokens=False, split_special_tokens=True) != tokenizer.encode(text)]
+        text, add_special_tokens=False, split_special_tokens=True, verbose=False) != tokenizer.encode(text)]
     if wrong:
         raise UserError(f"The exported tokenizer in {folder} gives other ids than training used on {len(wrong)} of "
                         f"{len(texts)} held-out documents, first: {wrong[0][:80]!r}. Nothing was committed.")

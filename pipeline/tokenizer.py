@@ -128,6 +128,8 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
     total = report["total"]
     work.say(f"{tokenizer.kind}: {tokenizer.size:,} ids, {total['bytes_per_token'] or 0:.3f} bytes per token, "
              f"{total['fallback_share'] or 0:.3%} byte fallback, {speed:.1f} MB/s per process")
+    bos, eos = tokenizer.bounds
+    work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
     notable = (("literal_marks", "but for U+2581, which came back as a space"), ("nul_documents", "with NUL"),
                ("cut_documents", "encoded in parts"))
     work.say(f"{total['documents']:,} held-out and {report['training_sample']['documents']:,} training documents: all "

@@ -3,6 +3,7 @@
     python -m tools.presets
     python -m tools.presets llama3.1_8b llama3.2_1b
     python -m tools.presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
+    python -m tools.presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
 
 A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
 """
@@ -19,6 +20,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
 """Of a parameter while it trains under AdamW in mixed precision: weight and gradient in bf16, and in float32 the weight
 and both moments."""
+CHINCHILLA = 20
+"""Tokens a parameter: Hoffmann et al., 2022, table 3, rounded as it is quoted. Llama 3 8B was trained on 1,900."""
 COLUMNS = ("preset", "parameters", "blocks", "width", "heads", "KV heads", "head size", "feed-forward", "context",
            "KV cache a token", "at full context", "FLOPs a token", "bf16 weights", "training state")
 
@@ -34,9 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
     parser.add_argument("--length", type=int, metavar="TOKENS", help="of each sequence; default: the full context")
     parser.add_argument("--dtype", choices=BYTES, default="bf16", help="of keys and values (default bf16)")
+    parser.add_argument("--budget", action="store_true", help="only what training costs, and what the weights take")
+    parser.add_argument("--tokens-per-parameter", type=float, default=CHINCHILLA, metavar="N",
+                        help=f"of --budget (default {CHINCHILLA}: where a given number of FLOPs teaches most)")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, metavar="N",
+                        help="of one GPU in the precision of training (default 989: an H100 in dense bf16)")
+    parser.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of that peak (default 0.4)")
     options = parser.parse_args(arguments)
-    low = [f"--{name.replace('_', '-')} must be above 0, not {value}" for name in ("vocab_size", "batch", "length")
-           if (value := getattr(options, name)) is not None and value <= 0]
+    positive = ("vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
+    low = [f"--{name.replace('_', '-')} must be above 0, not {value}" for name in positive
+           if (value := getattr(options, name)) is not None and not value > 0]
     try:
         if low:
             raise ValueError("; ".join(low) + ".")
@@ -47,6 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.kv_cache:
         for name, shape in shapes.items():
             print(kv_cache(name, shape, options.batch, options.length or shape.context_length, options.dtype))
+        return 0
+    if options.budget:
+        for name, shape in shapes.items():
+            print(budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
         return 0
     rows = [COLUMNS, *(row(name, shape) for name, shape in shapes.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -79,6 +93,17 @@ def kv_cache(name: str, shape: ModelConfig, batch: int, length: int, dtype: str)
     beyond = f"; the context is {shape.context_length:,}" if length > shape.context_length else ""
     return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {batch} x "
             f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_dim} x {BYTES[dtype]} bytes{beyond}")
+
+
+def budget(name: str, shape: ModelConfig, tokens_per_parameter: float, peak_tflops: float, mfu: float) -> str:
+    """What training a preset costs by the rule 6 x parameters x tokens, and what its weights take."""
+    count = shape.parameter_count
+    tokens = tokens_per_parameter * count
+    flops = 6 * count * tokens
+    sizes = ", ".join(f"{decimal(count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
+    return (f"{name}: {tokens:.4g} tokens ({tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x parameters x "
+            f"tokens), {flops / (peak_tflops * 1e12 * mfu) / 3600:,.1f} GPU-hours at {mfu:.0%} of {peak_tflops:g} "
+            f"TFLOP/s; weights {sizes}")
 
 
 def binary(size: int) -> str:

@@ -27,12 +27,13 @@ from pipeline.formats.huggingface import descriptions, shard_files
 from pipeline.formats.output_folder import OutputFolder
 from pipeline.formats.weights import open_weights
 from pipeline.formats.writing import PARTS, drover_files, huggingface_files, meta_files, meta_reads, reader
+from pipeline.tokenization.export import SETTINGS, with_length
 from tools.weights_beside import MODEL_FILE, Beside, beside, name_of_vocabulary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = ("hf", "meta", "drover")
 SHARD_GB = 5.0
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER = ("tokenizer.json", SETTINGS)
 """What a tokenizer of Meta's becomes in a Hugging Face folder."""
 
 
@@ -131,7 +132,10 @@ def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
         left = sorted(found.files)
     else:
         for name, path in found.files.items():
-            folder.make(name, _copier(path))
+            write = _copier(path)
+            if name == SETTINGS and found.context_length is not None:
+                write = _text_writer(with_length(path, found.context_length))
+            folder.make(name, write)
             carried.append(name)
     if found.vocabulary is not None:
         name = name_of_vocabulary(found.vocabulary, form)

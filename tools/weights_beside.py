@@ -11,6 +11,7 @@ from pipeline.errors import UserError
 from pipeline.files import read_json
 from pipeline.formats.base import Weights
 from pipeline.formats.record import read_record
+from pipeline.records.generation_settings import IDS, read_settings, settings_file
 from pipeline.tokenization.base import Tokenizer
 from pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
 
@@ -23,18 +24,19 @@ _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
 """Where the Hub's folders have Llama 3's: readers of such folders take one beside the weights for sentencepiece's."""
 _PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
 """What normalisers of text change."""
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass
 class Beside:
     """files: by their name in a Hugging Face folder. vocabulary: a tokenizer.model, as Meta has it. tokenizer: what
-    that defines, where there is nothing else that transformers would read. token_ids: as config.json names them."""
+    that defines, where there is nothing else that transformers would read. token_ids: as config.json names them.
+    context_length: of a run, which its tokenizer does not know; None elsewhere."""
 
     files: dict[str, Path] = field(default_factory=dict)
     vocabulary: Path | None = None
     tokenizer: Tokenizer | None = None
     token_ids: dict[str, Any] = field(default_factory=dict)
+    context_length: int | None = None
 
 
 def beside(weights: Weights) -> Beside:
@@ -46,7 +48,7 @@ def beside(weights: Weights) -> Beside:
     elif (record := read_record(folder)) is not None:
         ids = record["token_ids"]
     elif weights.form == "drover":
-        return _of_run(folder)
+        return _of_run(folder, weights.config.context_length)
     else:
         ids = {}
     found = _in_folder(folder)
@@ -67,14 +69,19 @@ def _in_folder(folder: Path) -> Beside:
     return found
 
 
-def _of_run(checkpoint: Path) -> Beside:
-    """The tokenizer that a training checkpoint's run has, if it lies in one."""
+def _of_run(checkpoint: Path, context_length: int) -> Beside:
+    """The tokenizer that a training checkpoint's run has, if it lies in one, and what its weights came with."""
     run = checkpoint.resolve().parents[2]  # <run>/train/checkpoints/step-...
     if not (run / "config.yaml").is_file():
         return Beside()
     folder = run_in(run, check=False).stage_folder("tokenizer")
     found = _in_folder(folder / "hf")
     found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
+    found.context_length = context_length
+    if (kept := settings_file(checkpoint)).is_file():
+        found.files[kept.name] = kept
+        found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
+        return found
     try:
         record = vocabulary_record(folder)
         found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}

@@ -27,7 +27,8 @@ def explain(config: Config, key: str = "") -> str:
         UserError: no such key; names the nearest.
     """
     if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
-        return f"{key}\n  A shape by name, over which the section's other keys are laid: {', '.join(PRESETS)}."
+        return (f"{key}\n  A shape, over which the section's other keys are laid: a folder with weights (a run, a "
+                f"checkpoint, Hugging Face's form), or one of {', '.join(PRESETS)}.")
     entries = list(_entries(Config, config, ""))
     chosen = [text for name, text in entries if not key or name == key or name.startswith(key + ".")]
     if not chosen:

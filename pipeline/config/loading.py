@@ -15,6 +15,7 @@ from pipeline.config.data import FilesSource, HubSource, StdlibSource
 from pipeline.config.field_names import suggestion
 from pipeline.config.partial import UnknownSettingError, known_part
 from pipeline.config.plugins import load_plugins
+from pipeline.config.shapes import shape_in
 from pipeline.config.shipped import FILTERS, SINKS
 from pipeline.config.tree import Config
 from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
@@ -33,7 +34,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     Args:
         path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The cluster profile
             that `launch.cluster` names is laid under the section `launch`; in the result that key is null. The shape
-            that `model.preset` names is laid under the section `model`; the result has no such key.
+            that `model.preset` names, published or a folder's, is laid under the section `model`; the result has no
+            such key.
         overrides: `dotted.key=value` strings, the value read as YAML. The config.yaml of a run folder means the run in
             that folder, wherever it was when it was written, unless they name another.
         check: also refuse combinations that cannot work (`pipeline.config.checks`).
@@ -116,8 +118,9 @@ def _with_profile(values: Values, path: Path) -> Values:
 
 
 def _with_preset(values: Values) -> Values:
-    """Lay the section `model` over the published shape that it names. Whoever names one means all of it: what bases say
-    of the shape is gone by now, and for a preset on the command line what the files say."""
+    """Lay the section `model` over the shape that it names, published or of the weights in a folder. Whoever names one
+    means all of it: what bases say of the shape is gone by now, and for a preset on the command line what the files
+    say."""
     section = values.tree.get("model")
     if not isinstance(section, dict) or section.get("preset") is None:
         if isinstance(section, dict):
@@ -125,8 +128,8 @@ def _with_preset(values: Values) -> Values:
         return values
     place, name = values.place(("model", "preset")), str(section.pop("preset"))
     try:
-        found = preset(name)
-    except ValueError as error:
+        found = shape_in(Path(name)) if Path(name).is_dir() else preset(name)
+    except (UserError, ValueError) as error:
         raise UserError(f"{place}: {error}") from None
     shape = found.model_dump()
     if not {"ffn_dim_multiplier", "multiple_of"} & section.keys():  # one way to say the width, the plain one

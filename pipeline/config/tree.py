@@ -40,7 +40,7 @@ class Config(Section):
     """Stage 3: text shards into token shards."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
-    model/presets.py), over which the other keys here are laid."""
+    model/presets.py) or of the weights in a folder, over which the other keys here are laid."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Stage 4: pretraining."""
     parallel: ParallelConfig = execution(default_factory=ParallelConfig)

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import OpenedModel, run_of
 from pipeline.files import read_json
+from pipeline.records.generation_settings import read_settings, settings_file
 
 END_OF_TURN = "<|eot_id|>"
 """What ends a turn of a conversation in Llama 3's tokenizers."""
@@ -28,15 +29,9 @@ def readable_bytes(opened: OpenedModel) -> Callable[[int], bytes]:
 
 
 def ending_ids(opened: OpenedModel) -> frozenset[int]:
-    """Ids after which the model has no more to say: EOS, those that a generation_config.json beside the weights names,
-    and the end of a turn where the tokenizer knows one. UserError for a file that cannot be read."""
-    file = opened.path / "generation_config.json"
-    said: Any = None
-    if file.is_file():
-        try:
-            said = read_json(file).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file} is no JSON object ({error}). Fetch or export the folder again.") from None
+    """Ids after which the model has no more to say: EOS, those that the model's generation_config.json names, and the
+    end of a turn where the tokenizer knows one. UserError for a file that cannot be read."""
+    said = read_settings(settings_file(opened.path)).get("eos_token_id")
     named = said if isinstance(said, list) else [said]
     turn = opened.tokenizer.special_tokens.get(END_OF_TURN)
     return frozenset(token for token in (opened.tokenizer.eos_id, turn, *named) if isinstance(token, int))

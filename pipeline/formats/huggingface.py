@@ -16,7 +16,8 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.llama import Llama
-from pipeline.formats.huggingface_config import config_from_json, config_to_json
+from pipeline.config.shapes import shape_of
+from pipeline.formats.huggingface_config import config_to_json
 from pipeline.formats.tensor_file import Layout, write_tensors
 
 _OUTER_NAMES = {
@@ -86,9 +87,12 @@ def stream_folder(
     dtype: torch.dtype,
     bos_id: int | None,
     eos_id: int | list[int] | None,
+    generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write config.json, generation_config.json, safetensors shards and their index into the folder `path`.
+
+    generation: what generation_config.json says beyond BOS and EOS; a padding id stands in config.json too.
 
     shapes: of all weights, by our names. `read` gives one by name; each is asked for once, when its turn to be
     written has come, so that memory is needed for two or three tensors, not for a shard or the model. A shard holds
@@ -100,7 +104,10 @@ def stream_folder(
     files = shard_files(config, dtype, max_shard_bytes)
     for file, names in files.items():
         write_shard(path / file, names, read, config, dtype)
-    for name, content in descriptions(files, config, dtype, {"bos_token_id": bos_id, "eos_token_id": eos_id}).items():
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    if generation is not None and "pad_token_id" in generation:
+        ids["pad_token_id"] = generation["pad_token_id"]
+    for name, content in descriptions(files, config, dtype, ids, generation).items():
         (path / name).write_text(content, encoding="utf-8")
 
 
@@ -120,17 +127,18 @@ def write_shard(path: Path, names: list[str], read: Callable[[str], Tensor], con
 
 
 def descriptions(files: Mapping[str, list[str]], config: ModelConfig, dtype: torch.dtype,
-                 token_ids: Mapping[str, Any]) -> dict[str, str]:
+                 token_ids: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The text of the index of `files`, of config.json and of generation_config.json, by name.
 
-    token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them.
+    token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them. generation: what
+    else generation_config.json says.
     """
     theirs, shapes = their_names(config), parameter_shapes(config)
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     where = {theirs[name]: file for file, names in files.items() for name in names}
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
                 "config.json": {**config_to_json(config, dtype), **token_ids},
-                "generation_config.json": dict(token_ids)}
+                "generation_config.json": {**(generation or {}), **token_ids}}
     return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
@@ -149,7 +157,7 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def read_config(path: Path) -> ModelConfig:
     """The config of such a folder. Raises as `read_folder`."""
-    return config_from_json(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    return shape_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
 
 
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

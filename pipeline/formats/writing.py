@@ -119,8 +119,9 @@ def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
                         "else with these weights. Take --format hf.")
     read = meta_reads(config, parts)
     if read.rope_scaling != config.rope_scaling:
-        raise UserError(f"Meta's {PARAMS} can only say that rotary wavelengths are stretched, which means here "
-                        f"({read.rope_scaling!r}); this model has ({config.rope_scaling!r}). Take --format hf.")
+        raise UserError(f"Meta's {PARAMS} can only say that rotary wavelengths are stretched, and of a model of this "
+                        f"shape its readers take that for {read.rope_scaling or 'none'}; here it is "
+                        f"{config.rope_scaling}. Take --format hf.")
 
 
 def _part_writer(config: ModelConfig, split: Split, part: int, read: Read) -> Callable[[Path], None]:

@@ -15,7 +15,9 @@ def verdict(facts: Facts) -> str:
     total = facts.results.get("heldout", {}).get("overall")
     trained = facts.manifests["train"].counts
     sources = ", ".join(source.name for source in facts.config.shard.sources)
-    made = (f"A Llama with {_amount(trained.get('parameters'))} parameters, trained on "
+    start = facts.config.train.init_from
+    begun = f"started from the weights in {start} and " if start is not None else ""
+    made = (f"A Llama with {_amount(trained.get('parameters'))} parameters, {begun}trained on "
             f"{_amount(trained.get('tokens'))} tokens of {sources}")
     if not total or total.get("bits_per_byte") is None:
         return f"{made}. It was not measured on held-out text."

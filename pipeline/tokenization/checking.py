@@ -100,9 +100,10 @@ class Check:
         parts = tokenizer.parts(document.text)
         self.tally.cut_documents += len(parts) > 1
         # Names of special tokens in a text are text here; somebody else's settings may want them matched.
-        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
-        begins = tokenizer.kind == "huggingface" or exported(parts[0])["input_ids"][0] == tokenizer.bos_id
+        begins = tokenizer.kind == "huggingface" or \
+            exported(parts[0], verbose=False)["input_ids"][0] == tokenizer.bos_id
         back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if ids != theirs or not begins or back != decoded:
             self.tally.hugging_face_failures += 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import copy_file, write_json, write_text
+from pipeline.files import copy_file, read_json, write_json, write_text
 from pipeline.tokenization.base import PAD, Tokenizer
+
+SETTINGS = "tokenizer_config.json"
 
 
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
@@ -36,6 +39,15 @@ def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[
     for target, source in copies.items():
         copy_file(source, target)
     return list(copies)
+
+
+def with_length(path: Path, context_length: int) -> str:
+    """The text of a tokenizer_config.json in which `model_max_length`, where it is said, is the model's context, in
+    tokens: a ready tokenizer says that of the model that it came with, and callers cut texts there."""
+    settings = read_json(path)
+    if settings.get("model_max_length") in (context_length, None):
+        return path.read_text(encoding="utf-8")
+    return json.dumps({**settings, "model_max_length": context_length}, indent=1, ensure_ascii=False) + "\n"
 
 
 def hugging_face_tokenizer(tokenizer: Tokenizer) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.files import output_record
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, read_marker
+from pipeline.records.generation_settings import FILE
 from pipeline.records.metrics import read_metrics
 from pipeline.records.rollbacks import ROLLBACKS
 
@@ -27,7 +28,8 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
     outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
     outputs += [output_record(folder, path) for path in
                 (checkpoint / MARKER, folder / "metrics.jsonl", folder / "samples.jsonl", folder / "events.jsonl",
-                 *([folder / ROLLBACKS] if session.guard_runner.rollbacks else []))]
+                 *([folder / ROLLBACKS] if session.guard_runner.rollbacks else []),
+                 *([folder / FILE] if (folder / FILE).is_file() else []))]
     session.work.commit(outputs, {
         "checkpoint": name, "steps": session.progress.step, "tokens": session.progress.tokens,
         "samples": session.progress.samples, "targets": session.progress.targets, "restarts": session.progress.restarts,

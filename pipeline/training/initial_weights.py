@@ -21,11 +21,13 @@ from pipeline.errors import UserError, listed
 from pipeline.formats.weights import Weights, open_weights
 from pipeline.parallel.initial_values import InitialValues, drawn
 from pipeline.parallel.ranks import Ranks
+from pipeline.records.generation_settings import keep_settings
 from pipeline.records.weight_files import RUN
 
-SAME = ("dim", "layers", "heads", "kv_heads", "hidden", "tied_embeddings", "norm_eps", "qk_norm",
-        "sliding_window", "full_attention_interval", "no_rope_layer_interval")
-"""What must be the weights' own."""
+DEPARTURES = ("qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
+SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "ffn_dim": "hidden",
+        "tied_embeddings": "tied_embeddings", "norm_eps": "norm_eps", **{name: name for name in DEPARTURES}}
+"""What must be the weights' own: the setting that says it, and where a ModelConfig has it."""
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What may be changed by name: how a context is extended."""
 TOKENIZER = "tokenizer.json"
@@ -46,15 +48,18 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
     if begun:
         yield None
         return
-    own = drawn(model, work.config.seed)
-    if work.config.train.init_from is None:
+    own, start = drawn(model, work.config.seed), work.config.train.init_from
+    if start is None:
+        if ranks.leads:
+            _keep_settings(work, None)
         yield own
         return
-    path, problem, compared = Path(work.config.train.init_from), None, ""
+    path, problem, compared = Path(start), None, ""
     if ranks.leads:
         try:
             refuse_other_shape(path, model)
             compared = refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
+            _keep_settings(work, path)
         except UserError as error:
             problem = error
     if problems := [found for found in ranks.gather(problem) if found is not None]:
@@ -64,6 +69,11 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
             work.say(f"starts from the weights in {weights.path} ({weights.form}; {compared})"
                      + "".join(f"; {change}" for change in changes(weights.config, model)))
         yield taken(weights, own)
+
+
+def _keep_settings(work: Work, path: Path | None) -> None:
+    ids = work.input("tokenizer")[1].counts
+    keep_settings(path, work.folder, ids["bos_id"], ids["eos_id"])
 
 
 def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
@@ -83,8 +93,8 @@ def shape_problems(path: Path, model: ModelConfig) -> list[str]:
     """Why a run of this shape cannot start from the weights in `path`; `vocab_size` may not be known yet."""
     with open_weights(path) as weights:
         theirs = weights.config
-    found = [f"{name} is {getattr(model, name)} here, {getattr(theirs, name)} there" for name in SAME
-             if getattr(model, name) != getattr(theirs, name)]
+    found = [f"{name} is {getattr(model, value)} here, {getattr(theirs, value)} there" for name, value in SAME.items()
+             if getattr(model, value) != getattr(theirs, value)]
     assert theirs.vocab_size is not None
     if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
         found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
@@ -95,8 +105,9 @@ def shape_problems(path: Path, model: ModelConfig) -> list[str]:
 def refuse_other_shape(path: Path, model: ModelConfig) -> None:
     """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`."""
     if found := shape_problems(path, model):
-        raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\nSet model.* "
-                        f"to theirs (rope_theta, rope_scaling and context_length may differ, vocab_size may grow).")
+        raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\n"
+                        f"model.preset={path} takes their shape; rope_theta, rope_scaling and context_length may "
+                        f"differ, and vocab_size may grow.")
 
 
 def changes(theirs: ModelConfig, ours: ModelConfig) -> list[str]:

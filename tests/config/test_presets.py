@@ -1,10 +1,15 @@
 """`model.preset`: a published shape, over which the other keys of the section are laid."""
 
+import json
+import re
+
 import pytest
 
 from model.presets import PRESETS
 from pipeline.config.loading import dump_config, load_config
 from pipeline.errors import UserError
+from tests.conftest import REPOSITORY
+from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
 @pytest.fixture
@@ -52,6 +57,40 @@ def test_the_resolved_configuration_spells_the_shape(config):
     text = dump_config(loaded)
     assert "preset" not in text
     assert load_config(config(text, "again.yaml"), check=False) == loaded
+
+
+def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
+    model = for_tokenizer(TOKENIZER_OF_BYTES, tied_embeddings=True, rope_theta=1e4)
+    run = write_run(tmp_path / "run", {3: model}, TOKENIZER_OF_BYTES, model=model.config.model_dump(mode="json"))
+    exported = write_huggingface(tmp_path / "hf", model, TOKENIZER_OF_BYTES)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "weights.json").write_text(json.dumps({"model": model.config.model_dump(mode="json")}))
+    for folder in (run, run / "train/checkpoints/step-00000003", exported, alone):
+        size = TOKENIZER_OF_BYTES.size
+        found = shape(config(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
+        assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
+    with pytest.raises(UserError, match=r"config\.yaml:1: .*/empty says no shape"):
+        (tmp_path / "empty").mkdir()
+        shape(config(f"model: {{preset: {tmp_path}/empty}}"))
+
+
+def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(config, tmp_path, monkeypatch):
+    [text] = re.findall(r"```yaml\n(name: longer\n.*?)```", (REPOSITORY / "docs/training.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models/Llama-3.2-1B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({  # as it is published
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256, "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192}}))
+    found, published = shape(config(text)), PRESETS["llama3.2_1b"]
+    assert found.problems() == [] and found.context_length == 262144
+    assert found.rope_scaling == published.rope_scaling.model_copy(update={"factor": 64.0})
+    assert (found.parameter_count, found.hidden, found.tied_embeddings, found.vocab_size) == (
+        published.parameter_count, 8192, True, 128256)
 
 
 def test_a_name_may_be_spelt_as_the_models_are(config):

@@ -71,7 +71,8 @@ def test_plain_frequencies(head_dim):
         assert frequencies[index].item() == pytest.approx(value, rel=5e-9)
 
 
-@pytest.mark.parametrize(("head_dim", "factor", "bands"), [(128, 8, (29, 6, 29)), (64, 32, (15, 3, 14))])
+@pytest.mark.parametrize(("head_dim", "factor", "bands"), [
+    (128, 8, (29, 6, 29)), (64, 32, (15, 3, 14)), (128, 32, (29, 6, 29))])
 def test_scaling_has_three_bands(head_dim, factor, bands):
     ratio = rotary_frequencies(head_dim, 5e5) / rotary_frequencies(head_dim, 5e5, RopeScaling(factor=factor))
     kept, divided = (

@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import numpy as np
+import pyarrow.ipc
 import pytest
 import yaml
 
@@ -62,6 +63,8 @@ def test_every_document_comes_back_from_its_tokens(encoded):
         for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
             assert token_shard.record["input"] == source["path"]
             assert token_shard.record["input_sha256"] == source["sha256"]
+            said = pyarrow.ipc.open_file(run / "encode" / token_shard.record["path"]).schema.metadata
+            assert (int(said[b"bos_id"]), int(said[b"eos_id"])) == (vocabulary.bos_id, vocabulary.eos_id)
             for number, document in enumerate(read_shard(run / "shard", source)):
                 ids = token_shard.document_tokens(number).tolist()
                 assert (ids[0], ids[-1]) == (vocabulary.bos_id, vocabulary.eos_id)

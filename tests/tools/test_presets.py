@@ -40,12 +40,24 @@ def test_memory_of_the_kv_cache(capsys, arguments, size, shown):
     assert f"{size:,} bytes ({shown})" in said
 
 
+@pytest.mark.parametrize(("arguments", "parts"), [  # 6 x 8,030,261,248 x 20 x 8,030,261,248, and so on, by hand
+    (["llama3_8b", "--peak-tflops", "989", "--mfu", "0.4"],
+     ["1.606e+11 tokens (20 a parameter)", "7.738e+21 FLOPs", "5,433.5 GPU-hours at 40% of 989 TFLOP/s",
+      "weights 16.06 GB in 16 bits, 8.03 GB in 8 bits, 4.02 GB in 4 bits"]),
+    (["llama2_13b"], ["weights 26.03 GB in 16 bits"]),
+    (["llama2_70b", "--tokens-per-parameter", "1"], ["6.898e+10 tokens", "2.855e+22 FLOPs"])])
+def test_the_budget_of_a_training(capsys, arguments, parts):
+    said = printed(capsys, *arguments, "--budget")
+    assert all(part in said for part in parts), said
+
+
 def test_a_length_beyond_the_context_is_said(capsys):
     assert "the context is 4,096" in printed(capsys, "llama2_7b", "--kv-cache", "--length", "5000")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["llama4"], "There is no preset 'llama4'"), (["llama3_8b", "--batch", "0"], "--batch must be above 0, not 0")])
+    (["llama4"], "There is no preset 'llama4'"), (["llama3_8b", "--batch", "0"], "--batch must be above 0, not 0"),
+    (["llama3_8b", "--budget", "--mfu", "nan"], "--mfu must be above 0, not nan")])
 def test_what_makes_no_sense_is_refused(capsys, arguments, said):
     assert said in printed(capsys, *arguments, expect=2)
 

@@ -118,6 +118,7 @@ def idle(port):
 def test_it_says_what_it_has(run_port):
     [found] = ask(run_port, "/v1/models")["data"]
     assert (found["id"], found["object"], found["context_length"]) == ("demo", "model", CONTEXT)
+    assert found["chat"] is False
     assert ask(run_port, "/health") == {"status": "ok", "model": "demo", "running": 0, "waiting": 0}
     assert ask(run_port, "/samples") == SAMPLES
 
@@ -341,7 +342,8 @@ def test_the_page_asks_for_nothing_from_elsewhere(run_port):
         page = response.read().decode()
     assert response.status == 200 and "default-src 'none'" in response.getheader("Content-Security-Policy")
     assert not re.search(r"https?://|//[a-z]|@import|src=", page)
-    assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/models", "/samples"}
+    assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/chat/completions", "/v1/models",
+                                                            "/samples"}
     assert "innerHTML" not in page and "prefers-color-scheme: dark" in page
     for control in ("prompt", "go", "halt", "output", "samples"):
         assert f'id="{control}"' in page
@@ -352,6 +354,7 @@ def test_chats_go_through_the_template(model, tmp_path):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello é"}]
     with served(folder) as port:
+        assert ask(port, "/v1/models")["data"][0]["chat"] is True
         body = {"messages": messages, "max_tokens": 20, "temperature": 0}
         found = ask(port, "/v1/chat/completions", body)
         text = greedy(model, spelled([("system", "Be brief."), ("user", "Hello é")]), 20)

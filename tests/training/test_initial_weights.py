@@ -54,7 +54,7 @@ def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"dim": 64}, "dim is 64 here, 32 there"),
-    ({"ffn_dim": 80}, "hidden is 80 here, 48 there"),
+    ({"ffn_dim": 80}, "ffn_dim is 80 here, 48 there"),
     ({"layers": 3, "kv_heads": 4}, "layers is 3 here, 2 there\n  - kv_heads is 4 here, 2 there"),
     ({"tied_embeddings": True}, "tied_embeddings is True here, False there"),
     ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),

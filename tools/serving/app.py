@@ -82,7 +82,7 @@ class Server:
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         model = {"id": self.reader.name, "object": "model", "created": self.started, "owned_by": "drover",
-                 "context_length": self.reader.opened.config.context_length}
+                 "context_length": self.reader.opened.config.context_length, "chat": self.reader.template is not None}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:

@@ -1,0 +1,136 @@
+"""The shape of the weights that lie in a folder, from the texts beside them. Without torch, and without a look at the
+weights; pipeline/formats reads those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from model.config import ModelConfig, RopeScaling
+from pipeline.config.yaml_source import read_yaml
+from pipeline.errors import UserError
+from pipeline.files import read_json
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` says of a layer."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+_ONLY = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
+    "partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": None, "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None,
+}
+"""What our network cannot do otherwise, with the value that means "does not"; absent means the same."""
+_LLAMA_ONLY = {"sliding_window": None, "no_rope_layers": None}
+"""The same of a Llama: what others of Hugging Face's models say with these names, it does not compute."""
+_NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+"""What a config.json of another name than llama has to say: each has defaults of its own. All that transformers has
+written says it."""
+
+
+def shape_of(content: dict[str, Any]) -> ModelConfig:
+    """The shape that a Hugging Face config.json says; ValueError, naming the key, if it is no network of ours."""
+    kind = content.get("model_type", "llama")
+    if kind not in (*CLASSES, "mistral"):
+        raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)} and mistral can be read.")
+    heads = content["num_attention_heads"]
+    only = {**_ONLY, **(_LLAMA_ONLY if kind == "llama" else {}), "head_dim": content["hidden_size"] // heads}
+    for key, value in only.items():
+        if content.get(key, value) not in (value, None):
+            raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
+    for key in () if kind == "llama" else (*_NEEDED, *(["head_dim"] if kind == "qwen3" else [])):
+        if key not in content:
+            raise ValueError(f"config.json has no {key}, whose default a {kind} of transformers decides: write it.")
+    # Absent values mean LlamaConfig's defaults.
+    where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    rope = content.get(where) or {}
+    if kind != "llama" and "rope_theta" not in rope and "rope_theta" not in content:
+        raise ValueError(f"config.json has no rope_theta, whose default a {kind} of transformers decides: write it.")
+    return ModelConfig(
+        dim=content["hidden_size"],
+        layers=content["num_hidden_layers"],
+        heads=heads,
+        kv_heads=content.get("num_key_value_heads") or heads,
+        ffn_dim=content["intermediate_size"],
+        vocab_size=content["vocab_size"],
+        context_length=content.get("max_position_embeddings", 2048),
+        rope_theta=float(rope.get("rope_theta", content.get("rope_theta", 10000.0))),
+        rope_scaling=_scaling(rope, where),
+        norm_eps=content.get("rms_norm_eps", 1e-6),
+        tied_embeddings=content.get("tie_word_embeddings", False),
+        qk_norm=kind == "qwen3",
+        **_layers(content, kind),
+    )
+
+
+def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
+    """Which layers have a window and which a rotary embedding, as ModelConfig says it."""
+    layers = range(content["num_hidden_layers"])
+    rotated = [1] * len(layers)
+    if kind == "smollm3":
+        interval = content.get("no_rope_layer_interval", 4)
+        rotated = content.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
+    window = content.get("sliding_window") if content.get("use_sliding_window", kind == "mistral") else None
+    types = content.get("layer_types")
+    if types is None:  # what the classes themselves make of that
+        first = content.get("max_window_layers", 28)
+        slides = {"mistral": lambda layer: True, "qwen3": lambda layer: layer >= first,
+                  "smollm3": lambda layer: not rotated[layer]}.get(kind, lambda layer: False)
+        types = [SLIDING if window and slides(layer) else FULL for layer in layers]
+    if other := sorted(set(types) - {FULL, SLIDING}):
+        raise ValueError(f"config.json has layer_types with {other[0]!r}; only {FULL} and {SLIDING} can be read.")
+    if SLIDING in types and not window:
+        raise ValueError(f"config.json has layer_types with {SLIDING!r}, but no sliding_window in use.")
+    return {"no_rope_layer_interval": _interval([not turns for turns in rotated], "no_rope_layers"),
+            "sliding_window": window if SLIDING in types else None,
+            "full_attention_interval": _interval([kind == FULL for kind in types], "layer_types")
+            if SLIDING in types else None}
+
+
+def _interval(holds: Sequence[bool], key: str) -> int | None:
+    """The n of which it holds for every n-th layer, and for no other; None where for none. Raises ValueError where
+    there is no such n."""
+    if True not in holds:
+        return None
+    interval = holds.index(True) + 1
+    if any(here != ((layer + 1) % interval == 0) for layer, here in enumerate(holds)):
+        raise ValueError(f"config.json has {key} that are not every n-th layer's (here every {interval}th, and not "
+                         f"throughout); only those can be read.")
+    return interval
+
+
+def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
+                         f"can be read.")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"config.json has {where}.{'rope_type' if 'rope_type' in rope else 'type'} = {kind!r}: of "
+                         f"rotary scalings only 'default' and 'llama3' can be read.")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_context_length=rope["original_max_position_embeddings"],
+    )
+
+
+def shape_in(folder: Path) -> ModelConfig:
+    """The shape of the weights in a folder: a run, a checkpoint of one, a Hugging Face folder, weights alone.
+
+    `vocab_size` of a run that took it from its tokenizer is None. UserError where no shape is told.
+    """
+    places = (folder, *folder.absolute().parents[2:3])
+    run = next((place for place in places if (place / "config.yaml").is_file()), None)
+    try:
+        if (folder / "config.json").is_file():
+            return shape_of(read_json(folder / "config.json"))
+        if (folder / "weights.json").is_file():
+            return ModelConfig(**read_json(folder / "weights.json")["model"])
+        if run is not None:
+            return ModelConfig(**read_yaml(run / "config.yaml").tree.get("model", {}))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"the shape of the weights in {folder} cannot be read ({error}).") from None
+    raise UserError(f"{folder} says no shape: it is no run, no checkpoint of one, and has no config.json.")

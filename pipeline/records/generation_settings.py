@@ -1,0 +1,58 @@
+"""How a model is meant to write, as its generation_config.json says: special ids, among them every id that ends a text,
+and how to draw tokens. A run that starts from such a model keeps them beside its checkpoints, for its export. Without
+torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.files import read_json, write_json
+from pipeline.records.checkpoints import CHECKPOINTS
+from pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
+
+FILE = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_THE_WRITER = ("_from_model_config", "transformers_version")
+"""What says by whom and of what a file was written, and is not true of another."""
+
+
+def settings_file(weights: Path) -> Path:
+    """Where the settings of the weights in a folder are, if there are any: beside them, or in the train folder of the
+    run that they are a checkpoint of."""
+    folder = weights.resolve()
+    inside = folder.parent.name == CHECKPOINTS and len(folder.parents) > 2 and (folder.parents[2] / RUN).is_file()
+    return (folder.parents[1] if inside else weights) / FILE
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a generation_config.json says, {} where there is none; UserError if it is no JSON object."""
+    if not file.is_file():
+        return {}
+    try:
+        return dict(read_json(file))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is no JSON object ({error}). Fetch or export the folder again.") from None
+
+
+def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
+    """Put the settings of the weights that a training starts from into its folder; nothing where it starts from none.
+
+    Args:
+        path: what `train.init_from` says. UserError as `read_settings`.
+        bos_id, eos_id: what training puts around documents. EOS is added to the ids that end a text if it is none.
+    """
+    if path is None:
+        (train_folder / FILE).unlink(missing_ok=True)
+        return
+    folder = weights_folder(path)
+    shape = folder / HUGGING_FACE
+    ids = read_json(shape) if shape.is_file() else {}
+    found = {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
+    said = found.get("eos_token_id")
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    if eos_id not in ends:
+        said = [*ends, eos_id] if ends else eos_id
+    kept = {name: value for name, value in found.items() if name not in _OF_THE_WRITER}
+    write_json(train_folder / FILE, {**kept, "bos_token_id": bos_id, "eos_token_id": said})

@@ -1,0 +1,191 @@
+"""What most who start from somebody's weights do: a Hugging Face folder of Llama 3.2's kind is trained further on a
+longer context, twice, and goes out again with everything that it came with."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pipeline.data.token_shards import open_shards
+from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from tests.conftest import run_stage, write_config
+from tests.stages.training import curve
+from tests.tokenization.test_ready_folders import TEMPLATE
+from tools.chat import main as chat
+from tools.weights import main as weights
+
+NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
+         "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
+HOSTILE = ["", " ", "  two  spaces\n\n\tdef f():", "<|eot_id|>", "a<|begin_of_text|>b", "\0x", "e\u0301 \u00e9 \ufb01",
+           "\U0001f3f3\ufe0f\u200d\U0001f308\U0001f1e9\U0001f1ea", "\r\n\r\n \n", "1234567 12", "I'LL don't 'S",
+           "\u2581 \u2581", "\ufeffx", "a" * 3000, " " * 3000, "\u202eabc", "<|python_tag|>f()", "hello .",
+           "\u0131 \u0130 \u00df"]
+SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}
+FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=100",
+        "train.sample_every=100", "train.batch_tokens=2048", "train.micro_batch=2", "train.lr=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def text():
+    words = [f"word{number % 61} of {number % 17}, (said{number % 7});" for number in range(4000)]
+    return [" ".join(words[start:start + 400]) + "\n" + chr(955) * (start // 400) for start in range(0, 4000, 400)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, text):
+    """The folder, as transformers writes it."""
+    folder = tmp_path_factory.mktemp("published")
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
+    bos, pad, *ends = (tokenizer.token_to_id(NAMES[index]) for index in (0, 2, 1, 5, 6))
+    tokenizer.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single=[NAMES[0], "$A"], special_tokens=[(NAMES[0], bos)])])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": NAMES[0], "eos_token": "<|eot_id|>",
+        "chat_template": TEMPLATE, "model_max_length": 256, "clean_up_tokenization_spaces": True}))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, bos_token_id=bos, eos_token_id=ends, pad_token_id=pad,
+        rope_parameters={**SCALING, "rope_theta": 5e5}, initializer_range=0.15)).to(torch.bfloat16)
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(folder)
+    return folder
+
+
+def longer(config, name, start, context, theta, **changes):
+    """The configuration of a further training on a longer context."""
+    settings = yaml.safe_load(config.read_text())
+    settings.update(name=name, model={"preset": str(start), "context_length": context, "rope_theta": theta}, **changes)
+    settings["train"].update(init_from=str(start), sequence_length=context)
+    path = config.with_name(f"{name}.yaml")
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, source, text):
+    """Both runs, and what training them said."""
+    folder = tmp_path_factory.mktemp("further")
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number, document in enumerate(text):
+        (corpus / f"{number}.txt").write_text(document)
+    ready = {"kind": "huggingface", "path": str(source)}
+    config = write_config(folder, corpus, shard={"shard_mb": 4}, tokenizer=ready, launch={"processes": 1},
+                          evaluate={"tasks": []})
+    first = longer(config, "first", source, 512, 1e6)
+    told = {stage: run_stage(stage, first, *FAST) for stage in ("shard", "tokenizer", "encode", "train", "convert")}
+    second = longer(config, "second", folder / "runs/first", 1024, 2e6, reuse=str(folder / "runs/first"))
+    # One shard and one window of held-out text for two ranks.
+    shared = [*FAST, "train.micro_batch=1", "train.heldout_every=1", "train.heldout_tokens=100"]
+    for stage in ("train", "convert", "evaluate", "report"):
+        told[f"second {stage}"] = run_stage(stage, second, *shared, ranks=2 if stage == "train" else 1)
+    return first, folder / "runs", told
+
+
+def own_loss(folder, config, shard, samples):
+    """What transformers says of the tokens that the first step saw, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64)
+    losses, targets = 0.0, 0
+    for document, begin, end in samples:
+        ids = torch.from_numpy(shard.document_tokens(document)[begin:end + 1].astype("int64"))[None]
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        targets += ids.shape[1] - 1
+    return losses / targets
+
+
+def test_it_begins_at_the_loss_that_transformers_says(runs, source, capsys):
+    from tools.where import main as where
+    first, folder, told = runs
+    assert "rope_scaling" not in told["train"].stdout, "what the folder says is kept where nothing else is asked for"
+    assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in told["train"].stdout
+    assert "new rows" not in told["train"].stdout
+    assert where(["--run", str(folder / "first"), "--step", "1"]) == 0
+    samples = []
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        words = line.split()
+        begin, end = words[-1].split("..")
+        samples.append((int(words[words.index("document") + 1]), int(begin), int(end)))
+    config = AutoConfig.from_pretrained(source)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e6}
+    manifest = json.loads((folder / "first/encode/manifest.json").read_text())
+    [shard] = open_shards(folder / "first/encode", manifest["outputs"], "train", "code")
+    assert curve(first, "first")[0]["loss"] == pytest.approx(own_loss(source, config, shard, samples), rel=1e-6)
+
+
+def test_everything_that_it_came_with_goes_out_again(runs, source):
+    _, folder, told = runs
+    out = folder / "second/convert/hf"
+    theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (source, out))
+    for sample in HOSTILE:
+        assert ours(sample, verbose=False).input_ids == theirs(sample, verbose=False).input_ids, sample
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 1024
+    before, after = (json.loads((place / "generation_config.json").read_text()) for place in (source, out))
+    for mine in ("transformers_version", "_from_model_config"):
+        before.pop(mine, None)
+    assert after == before and len(after["eos_token_id"]) == 3 and after["temperature"] == 0.6
+    config = AutoConfig.from_pretrained(out)
+    assert config.rope_parameters == {**SCALING, "rope_theta": 2e6} and config.tie_word_embeddings
+    assert config.max_position_embeddings == 1024 and config.vocab_size == theirs.vocab_size + len(NAMES)
+    assert config.eos_token_id == after["eos_token_id"] and config.pad_token_id == after["pad_token_id"]
+    assert all(record["heldout_bpb"]["code"] > 0 for record in curve(folder.parent / "second.yaml", "second"))
+    assert "longer than" not in "".join(result.stderr for result in told.values())
+    report = (folder / "second/report.md").read_text()
+    assert f"started from the weights in {folder / 'first'} and trained on" in report
+
+
+def test_it_says_which_tokens_go_around_a_document(runs):
+    assert "around each document: <|begin_of_text|> (" in runs[2]["tokenizer"].stdout
+    assert "<|eot_id|> (" in runs[2]["tokenizer"].stdout
+
+
+def test_the_export_is_equal_beyond_the_first_context(runs):
+    """At 700 tokens, where the original had 256, the export under transformers and the checkpoint are one model."""
+    from pipeline.evaluation.open_model import open_model
+    _, folder, _ = runs
+    opened = open_model(folder / "second", torch.device("cpu"), torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "second/convert/hf").eval()
+    ids = torch.randint(0, 250, (1, 700), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs, ours = model(ids).logits, opened.model(ids)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert (theirs - ours).abs().max() < 1e-4 and theirs.abs().max() > 0.5
+
+
+def test_weights_carry_it_out_of_the_run_too(runs, source, tmp_path, capsys):
+    _, folder, _ = runs
+    out = folder / "second/convert/hf"
+    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "hf"), "--format", "hf"]) == 0
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads((out / name).read_text()), name
+    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads((out / "config.json").read_text())
+    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "meta"), "--format", "meta"]) == 2
+    told = capsys.readouterr().err
+    assert "here it is factor 32 from 64 tokens" in told and "RopeScaling" not in told
+
+
+def test_it_talks(runs, capsys):
+    _, folder, _ = runs
+    assert chat(["--model", str(folder / "second"), "--chat", "Hello", "--max-tokens", "3", "--device", "cpu"]) == 0
+    from pipeline.evaluation.open_model import open_model
+    from pipeline.evaluation.prompts import ending_ids
+    opened = open_model(folder / "second", torch.device("cpu"), torch.float32)
+    known = opened.tokenizer.special_tokens
+    assert ending_ids(opened) == {known[name] for name in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")}
