@@ -168,7 +168,7 @@ def believed(**values):
     """A wrong config.json that our reader takes for right."""
     def plant(folder, monkeypatch):
         reconfigured(**values)(folder, monkeypatch)
-        monkeypatch.setattr(huggingface, "_config_from_json", lambda content: CONFIG)
+        monkeypatch.setattr(huggingface, "shape_of", lambda content: CONFIG)
     return plant
 
 
