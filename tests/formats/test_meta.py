@@ -204,7 +204,8 @@ def test_any_width_can_be_said():
     (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Take --parts 1\."),
     (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Take --parts 1 or 2 or 4\."),
     (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
-    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1, r"take that for factor 8 .*here it is factor 32")])
+    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1,
+     r"take that for factor 8 .*here it is factor 32")])
 def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
     write(built(config), tmp_path / "hf")
     with pytest.raises(UserError, match=said):
