@@ -207,7 +207,8 @@ def test_any_width_can_be_said():
     (WIDE.model_copy(update={"qk_norm": True}), 1, r"no normed queries and keys.*Take --format hf"),
     (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Take --format hf"),
     (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Take --format hf"),
-    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1, r"factor=8.*this model has .*factor=32")])
+    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1,
+     r"take that for factor 8 .*here it is factor 32")])
 def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
     write(built(config), tmp_path / "hf")
     with pytest.raises(UserError, match=said):
