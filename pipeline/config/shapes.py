@@ -12,6 +12,8 @@ from pipeline.config.yaml_source import read_yaml
 from pipeline.errors import UserError
 from pipeline.files import read_json
 
+POSITIONS = ("context_length", "rope_theta", "rope_scaling")
+"""What of a shape may be changed by name where weights are there: how a context is extended."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` says of a layer."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}

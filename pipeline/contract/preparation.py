@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from pipeline.config.shapes import POSITIONS
 from pipeline.console import say
 from pipeline.contract.manifest import MANIFEST, read_manifest
 from pipeline.contract.parts import Part
@@ -14,6 +15,9 @@ from pipeline.contract.stage_work import Work, begin, set_aside
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.state import STATE
 from pipeline.errors import UserError
+
+MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
+"""What another value of leaves a checkpoint's weights and moments what they are."""
 
 
 def is_leader() -> bool:
@@ -96,10 +100,12 @@ def _refuse_mixing(run: Run, name: str, state: State) -> None:
     if not STAGES[name].checkpoints:
         raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
                         f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
-    shape = [str(difference) for difference in state.differences if difference.key.startswith("config.model.")]
+    shape = [str(difference) for difference in state.differences
+             if difference.key.startswith("config.model.") and not difference.key.startswith(MAY_CHANGE)]
     if shape:
         raise UserError(f"A checkpoint of one network cannot go on as another: {'; '.join(shape)}. Use --force to "
-                        f"start again, or name=<another>.")
+                        f"start again, or name=<another>. (To extend the context, "
+                        f"{', '.join(POSITIONS)} alone may change.)")
 
 
 def _prolongs(run: Run, name: str) -> bool:

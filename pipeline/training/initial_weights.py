@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
+from pipeline.config.shapes import POSITIONS
 from pipeline.contract.stage_work import Work
 from pipeline.errors import UserError, listed
 from pipeline.formats.weights import Weights, open_weights
@@ -28,8 +29,6 @@ DEPARTURES = ("qk_norm", "sliding_window", "full_attention_interval", "no_rope_l
 SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "ffn_dim": "hidden",
         "tied_embeddings": "tied_embeddings", "norm_eps": "norm_eps", **{name: name for name in DEPARTURES}}
 """What must be the weights' own: the setting that says it, and where a ModelConfig has it."""
-POSITIONS = ("context_length", "rope_theta", "rope_scaling")
-"""What may be changed by name: how a context is extended."""
 TOKENIZER = "tokenizer.json"
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipeline.files import read_lines
 from pipeline.records.checkpoints import complete_checkpoints, step_of
 from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, descendants, train_and_kill, train_folder
+from tests.stages.training import curve, descendants, proven, train_and_kill, train_folder
 from tests.waiting import wait_for
 
 
@@ -170,6 +171,29 @@ def test_another_network_cannot_go_on_from_a_checkpoint(fresh):
     train_and_kill(fresh, ranks=1, after_step=4, log="events")
     result = run_stage("train", fresh, "model.layers=3", "--accept-drift", expect=2)
     assert "model.layers: 2 -> 3" in result.stderr and "cannot go on as another" in result.stderr
+
+
+def test_a_begun_run_extends_its_context_by_name_with_its_moments(fresh):
+    settings = ["train.precision=fp64", "train.steps=16"]
+    longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128"]
+    train_and_kill(fresh, *settings, ranks=1, after_step=8, log="events")
+    said = run_stage("train", fresh, *settings, *longer, expect=2).stderr
+    assert "model.rope_theta: 500000.0 -> 1000000.0" in said and "--accept-drift" in said
+    shutil.copytree(train_folder(fresh).parent, train_folder(fresh, "spread").parent)
+    done = step_of(complete_checkpoints(train_folder(fresh))[-1])
+    told = run_stage("train", fresh, *settings, *longer, "--accept-drift").stdout
+    assert f"continuing after step {done} " in told
+    assert set(read_manifest(train_folder(fresh)).drift[0]["differences"]) == {
+        "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
+        "train.sequence_length: 64 -> 128"}
+    run_stage("train", fresh, "name=spread", *settings, *longer, "--accept-drift", "parallel.tp=2", ranks=2)
+    run_stage("train", fresh, "name=short", *settings)
+    one, spread, short = (curve(fresh, name)[done:] for name in ("mini", "spread", "short"))
+    assert [record["loss"] for record in spread] == pytest.approx([record["loss"] for record in one], rel=1e-12)
+    assert one[0]["loss"] != pytest.approx(short[0]["loss"], rel=1e-6)
+    assert proven(fresh) and proven(fresh, "spread")
+    marker = json.loads((train_folder(fresh) / "checkpoints/step-00000016/COMPLETE.json").read_text())
+    assert marker["config"]["model"]["context_length"] == 256
 
 
 def test_a_finished_run_can_be_prolonged(fresh):
