@@ -81,14 +81,16 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     """Bytes of weights, gradients and the optimizer's state that each rank holds at least, activations not counted.
 
-    FSDP2 holds all in fp32, split over dp_shard x tp ranks. Under ZeRO the fp32 master and state are split over all
-    ranks (on the GPU unless offloaded), gradients from stage 2 on, weights from stage 3 on; those are in bf16.
+    FSDP2 holds all in fp32, split over dp_shard x tp ranks; with parallel.reduce=last, gradients over tp only besides.
+    Under ZeRO the fp32 master and state are split over all ranks (on the GPU unless offloaded), gradients from stage 2
+    on, weights from stage 3 on; those are in bf16.
     """
     count, states, parallel = parameters(config), optimizer_bytes(config), config.parallel
     if count is None or states is None:
         return None
     if parallel.engine == "fsdp2":
-        return math.ceil((2 * WEIGHT_BYTES * count + states) / (ranks // parallel.dp_replicate))
+        whole = WEIGHT_BYTES * count / parallel.tp if parallel.reduce == "last" else 0
+        return math.ceil((2 * WEIGHT_BYTES * count + states) / (ranks // parallel.dp_replicate) + whole)
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)

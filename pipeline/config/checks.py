@@ -144,6 +144,9 @@ def _deepspeed(config: Config) -> Iterator[str]:
                f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take 'fsdp2'.")
     if parallel.reshard != "always":
         yield f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'."
+    if parallel.reduce != "each":
+        yield (f"parallel.reduce '{parallel.reduce}' is for parallel.engine 'fsdp2', not 'deepspeed', whose stage 1 "
+               f"does so by itself.")
     if parallel.offload == "params" and parallel.zero_stage != 3:
         yield (f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
                f"rank computes with the whole weights.")

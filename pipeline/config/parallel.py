@@ -28,6 +28,10 @@ class ParallelConfig(Section):
     reshard: Literal["always", "never"] = execution("always")
     """Whether a block's weights are let go after its forward pass and gathered again for the backward pass. `never`
     saves that second gathering where the memory holds all weights in the computing precision."""
+    reduce: Literal["each", "last"] = execution("each")
+    """When gradients are added up over ranks: after `each` micro-batch, so that a rank holds only its part of them, or
+    after the `last` of a step, which saves the others' communication where memory holds all gradients of the model (of
+    a tensor-parallel rank's part) in float32."""
     zero_stage: Literal[1, 2, 3] = execution(2)
     """deepspeed: what is split over ranks: 1 moments and masters, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "params"] = execution("none")

@@ -33,6 +33,7 @@ def config(train=None, model=MODEL, tokenizer=None, **parallel):
     ({"engine": "deepspeed", "tp": 2}, "spreads one copy over all ranks"),
     ({"engine": "deepspeed", "offload": "params"}, "needs parallel.zero_stage 3, not 2"),
     ({"engine": "deepspeed", "reshard": "never"}, "parallel.reshard 'never' is for parallel.engine 'fsdp2'"),
+    ({"engine": "deepspeed", "reduce": "last"}, "parallel.reduce 'last' is for parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "train": {"precision": "fp64"}}, "'fp64' needs parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "zero_stage": 3, "train": {"compile": True}}, "train.compile true does not work"),
     ({"train": {"recomputed_blocks": 5}}, "train.recomputed_blocks 5 is more than model.layers 4"),

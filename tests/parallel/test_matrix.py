@@ -73,6 +73,14 @@ def test_a_parameter_without_a_gradient_stops_training_by_name(severed, parallel
         run_case(case.ranks, f"{case.name}, {kind_of(case)}", case.settings)
 
 
+def test_gradients_that_are_reduced_once_meet_once_a_step():
+    def reduced(reduce):
+        return run_case(2, "", {"body": "tests.parallel.train_steps:reductions", "steps": 1, "accumulation": 4,
+                                "parallel": {"reduce": reduce}})["calls"]
+    groups = MODEL.layers + 1  # each block, and what is around them
+    assert (reduced("each"), reduced("last")) == (4 * groups, groups)
+
+
 def test_pairwise_combinations_hold_every_pair():
     factors = {"a": (1, 2, 3), "b": (1, 2, 3, 4), "c": (False, True), "d": (False, True)}
     found = pairwise(factors)

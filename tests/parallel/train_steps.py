@@ -1,5 +1,6 @@
 """What every rank of the matrix does for a case: optimizer steps on made-up packed data, and what came of them."""
 
+import contextlib
 import hashlib
 from functools import partial
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
+import torch.distributed as dist
 
 from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
@@ -72,6 +74,18 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
                              learning_rate(step, config.train), StepLimits())
         results.append([result.loss, result.grad_norm])
     return {"results": results, "initial": digest(initial), "gradients": gradients}
+
+
+def reductions(ranks, **settings):
+    """How often this rank's gradients were reduced and scattered in `train_steps`."""
+    calls = []
+    with contextlib.ExitStack() as patches:
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # as torch 2.13 and 2.11 have it
+            if (scatter := getattr(dist, name, None)) is not None:
+                patches.enter_context(mock.patch.object(dist, name, lambda *given, scatter=scatter, **named: (
+                    calls.append(1), scatter(*given, **named))[1]))
+        train_steps(ranks, **settings)
+    return {"calls": len(calls)}
 
 
 def whole(ranks, mine):

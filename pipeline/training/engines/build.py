@@ -43,7 +43,8 @@ def _fsdp(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype
     train = config.train
     placed = parallelize(model, initial, grid, precision, train, config.parallel, attention)
     return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
-                      train.clip_norm, keep_weights=config.parallel.reshard == "never")
+                      train.clip_norm, keep_weights=config.parallel.reshard == "never",
+                      reduce_last=config.parallel.reduce == "last")
 
 
 def _zero(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,

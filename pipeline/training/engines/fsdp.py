@@ -24,14 +24,15 @@ class FsdpEngine(Engine):
     """A model that `pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of its parts.
 
     keep_weights: whether gathered weights stay from one micro-batch to the next.
+    reduce_last: whether gradients meet after the last micro-batch only.
     """
 
     def __init__(self, model: Llama, optimizer: Optimizer, grid: Grid, clip_norm: float,
-                 keep_weights: bool = False) -> None:
+                 keep_weights: bool = False, reduce_last: bool = False) -> None:
         self.model: Any = model  # with the methods that fully_shard adds
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
         self.optimizer = optimizer
-        self.grid, self.clip_norm, self.keep_weights = grid, clip_norm, keep_weights
+        self.grid, self.clip_norm, self.keep_weights, self.reduce_last = grid, clip_norm, keep_weights, reduce_last
         self.updates = 0
         self.parts = {name: grid.part(parameter) for name, parameter in model.named_parameters()}
 
@@ -46,6 +47,7 @@ class FsdpEngine(Engine):
             if self.sharded:
                 self.model.set_is_last_backward(last)
                 self.model.set_reshard_after_backward(last or not self.keep_weights)
+                self.model.set_requires_gradient_sync(last or not self.reduce_last)
                 self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
             (loss / targets).backward()
