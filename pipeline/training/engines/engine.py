@@ -118,18 +118,8 @@ class Engine(ABC):
         """Sum of nats over a micro-batch's targets."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
-        loss: Tensor = model(batch.tokens, batch.labels, **self._documents(batch))
+        loss: Tensor = model(batch.tokens, batch.labels, **_documents(batch, self.across_documents, self.windowed))
         return loss if self.loss_factor == 1.0 else loss * self.loss_factor
-
-    def _documents(self, batch: Batch) -> dict[str, Any]:
-        """What the model is told of a micro-batch's documents."""
-        if not self.across_documents:
-            return {"documents": batch.documents, "positions": batch.positions,
-                    "document_lengths": [length for row in batch.lengths for length in row]}
-        rows, length = batch.tokens.shape
-        if self.windowed:  # plain causal attention knows no window: a row is one document to the backend
-            return {"documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
-        return {}
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
         """Stop, on all ranks alike, if a parameter got no gradient in the first step of an attempt: a graph that was
@@ -153,6 +143,17 @@ class Engine(ABC):
         attending, *found = total.tolist()
         if loss != 0 and (missing := without_gradient(names, found, attending > 0)):
             raise UserError(missing)
+
+
+def _documents(batch: Batch, across: bool, windowed: bool) -> dict[str, Any]:
+    """What the model is told of a micro-batch's documents."""
+    if not across:
+        return {"documents": batch.documents, "positions": batch.positions,
+                "document_lengths": [length for row in batch.lengths for length in row]}
+    rows, length = batch.tokens.shape
+    if windowed:  # plain causal attention knows no window: a row is one document to the backend
+        return {"documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
+    return {}
 
 
 def refuse_other_optimizer(reader: CheckpointReader, optimizer: Optimizer, names: Iterable[str]) -> None:

@@ -20,7 +20,8 @@ def test_documents_are_kept_apart_unless_asked_otherwise():
     batch = pack([(random.integers(0, 64, 33), np.array([0, 11, 20])) for _ in range(2)])
 
     def loss(across):
-        return Engine.loss(SimpleNamespace(across_documents=across, loss_factor=1.0, proven=True), model, batch)
+        settings = SimpleNamespace(across_documents=across, windowed=False, loss_factor=1.0, proven=True)
+        return Engine.loss(settings, model, batch)
 
     assert torch.equal(loss(True), model(batch.tokens, batch.labels))
     assert torch.equal(loss(False), model(batch.tokens, batch.labels, documents=batch.documents,
@@ -38,8 +39,15 @@ def test_attention_gets_the_lengths_that_the_loader_knows():
         return torch.zeros(())
 
     batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
-    Engine.loss(SimpleNamespace(across_documents=False, loss_factor=1.0, proven=True), model, batch)
-    assert given["document_lengths"] == [11, 9, 12, 5, 27]
+    def lengths(across, windowed):
+        given.clear()
+        Engine.loss(SimpleNamespace(across_documents=across, windowed=windowed, loss_factor=1.0, proven=True), model,
+                    batch)
+        return given.get("document_lengths")
+
+    assert lengths(False, False) == lengths(False, True) == [11, 9, 12, 5, 27]
+    assert lengths(True, False) is None
+    assert lengths(True, True) == [32, 32], "a window is seen through by the backend, to which a row is a document"
 
 
 def test_parameters_without_a_gradient_are_named_and_scores_that_nothing_is_seen_by_are_not():
