@@ -99,9 +99,9 @@ class ModelConfig(BaseModel):
     sliding_window: int | None = _added(None)
     """How many tokens a query sees at most, itself included. None: all before it, as in every Llama."""
     full_attention_interval: int | None = _added(None)
-    """With sliding_window: every so manieth layer (the fourth, eighth ... for 4) sees all nevertheless. None: none."""
+    """With sliding_window: every n-th layer (4: the fourth, eighth ...) sees all nevertheless. None: no layer."""
     no_rope_layer_interval: int | None = _added(None)
-    """Every so manieth layer (the fourth, eighth ... for 4, as in SmolLM3) has no rotary embedding. None: none."""
+    """Every n-th layer (4, as in SmolLM3: the fourth, eighth ...) has no rotary embedding. None: all layers have it."""
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
