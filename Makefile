@@ -36,7 +36,7 @@ lint: setup
 
 # Every engine and layout against one process, and all options crossed (minutes); writes docs/matrix.md.
 matrix: setup
-	$(PY) -m tests.parallel.matrix
+	$(PY) -m tests.parallel.matrix_table
 
 clean:
 	rm -rf .venv build *.egg-info

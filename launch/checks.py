@@ -14,7 +14,7 @@ from launch.plan import Job, Options
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import export_problem, place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
-from pipeline.config.outside import absent_attention
+from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.places import blocked, unwritable
 from pipeline.config.shipped import FILTERS
 from pipeline.config.tree import Config
@@ -48,7 +48,8 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     for job in jobs:
         if job.key == "train" and job.to_run:
-            found += [*rank_problems(config, job.ranks), *unusable(config.train.log_to), *absent_attention(config)]
+            found += [*rank_problems(config, job.ranks), *unusable(config.train.log_to), *absent_attention(config),
+                      *absent_torchao(config)]
             if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
                 found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
                              "it, or take parallel.engine=fsdp2.")

@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from launch.estimate import Estimate
-from launch.forecast import Disk, parameters, readable, state_bytes_per_rank
+from launch.forecast import Disk, gathered_bytes_per_layer, parameters, readable, shape_of, state_bytes_per_rank
 from launch.plan import Job, Options
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
@@ -14,6 +14,7 @@ from pipeline.config.checks import rank_problems
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.run import Run
+from pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -94,9 +95,24 @@ def training_facts(config: Config, job: Job) -> list[str]:
     if count is None:
         return [*lines, f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
     lines += [f"model     {count:,} parameters: {shape}", *_departures(model)]
+    if fits and config.parallel.pp > 1:
+        lines.append(f"pipeline  {stages_text(config)}")
+    if fits and config.parallel.cp > 1:
+        lines.append(f"context   {train.sequence_length // config.parallel.cp:,} tokens of each sequence on a rank; "
+                     f"keys and values of all are gathered, {readable(gathered_bytes_per_layer(config))} a layer")
     if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
+
+
+def stages_text(config: Config) -> str:
+    """How the layers are dealt out over a pipeline."""
+    parallel = config.parallel
+    held = [len(layers) for layers in stage_layers(shape_of(config) or config.model, parallel.stages)]
+    inner = sorted(set(held[1:-1]))
+    between = f"{' or '.join(map(str, inner))} in those between, " if inner else ""
+    return (f"{parallel.pp} ranks, {parallel.stages} stages: {held[0]} layers and the embedding in the first, "
+            f"{between}{held[-1]} and the output matrix in the last")
 
 
 def _departures(model: ModelConfig) -> list[str]:

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.plan import Job
+from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.optimizers import optimizer_kind
 from pipeline.config.tree import Config
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
+from pipeline.parallel.stages import largest_share
 
 WEIGHT_BYTES = 4
 """Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
@@ -33,21 +36,24 @@ class Disk:
     parts: dict[str, int]
 
 
+def shape_of(config: Config) -> ModelConfig | None:
+    """The network with its vocabulary, or None as long as that is not known."""
+    vocabulary = config.model.vocab_size or vocabulary_size(config)
+    return None if vocabulary is None else config.model.model_copy(update={"vocab_size": vocabulary})
+
+
 def parameters(config: Config) -> int | None:
     """Parameters of the model, or None as long as the vocabulary is not known."""
-    vocabulary = config.model.vocab_size or vocabulary_size(config)
-    if vocabulary is None or config.model.problems():
-        return None
-    return config.model.model_copy(update={"vocab_size": vocabulary}).parameter_count
+    shape = shape_of(config)
+    return None if shape is None or config.model.problems() else shape.parameter_count
 
 
 def optimizer_bytes(config: Config) -> float | None:
     """Bytes of the optimizer's state over all parameters, or None as long as the vocabulary is not known."""
-    count, vocabulary = parameters(config), config.model.vocab_size or vocabulary_size(config)
-    if count is None or vocabulary is None:
+    count, shape = parameters(config), shape_of(config)
+    if count is None or shape is None or shape.vocab_size is None:
         return None
-    shape = config.model.model_copy(update={"vocab_size": vocabulary})
-    matrices = shape.matmul_parameter_count - vocabulary * shape.dim  # those of the blocks
+    matrices = shape.matmul_parameter_count - shape.vocab_size * shape.dim  # those of the blocks
     return optimizer_kind(config.train.optimizer).state_bytes(matrices, count - matrices)
 
 
@@ -81,7 +87,9 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     """Bytes of weights, gradients and the optimizer's state that each rank holds at least, activations not counted.
 
-    FSDP2 holds all in fp32, split over dp_shard x tp ranks; with parallel.reduce=last, gradients over tp only besides.
+    FSDP2 holds all in fp32, split over dp_shard x cp x tp ranks; with parallel.reduce=last, gradients over tp only
+    besides. In a pipeline a step has both these and the gathered weights of all of a rank's stages, and torch keeps
+    room for each micro-batch's hidden states and their gradients; the rank with most weights is meant.
     Under ZeRO the fp32 master and state are split over all ranks (on the GPU unless offloaded), gradients from stage 2
     on, weights from stage 3 on; those are in bf16.
     """
@@ -89,12 +97,38 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     if count is None or states is None:
         return None
     if parallel.engine == "fsdp2":
-        whole = WEIGHT_BYTES * count / parallel.tp if parallel.reduce == "last" else 0
-        return math.ceil((2 * WEIGHT_BYTES * count + states) / (ranks // parallel.dp_replicate) + whole)
+        spread = (2 * WEIGHT_BYTES * count + states) / (ranks // (parallel.dp_replicate * parallel.pp))
+        shape = shape_of(config)
+        if parallel.pp == 1 or shape is None:
+            return math.ceil(spread + (WEIGHT_BYTES * count / parallel.tp if parallel.reduce == "last" else 0))
+        width = _width(config)
+        in_steps = largest_share(shape, parallel) * (spread + (WEIGHT_BYTES + width) * count / parallel.tp)
+        return math.ceil(in_steps + _received(config, ranks) * width)
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
     gradients = 4 * count / (ranks if parallel.zero_stage >= 2 else 1)
     weights = 0 if parallel.offload == "params" else 2 * count / (ranks if parallel.zero_stage == 3 else 1)
     return math.ceil(master + gradients + weights)
+
+
+def _received(config: Config, ranks: int) -> int:
+    """Numbers in the hidden states and their gradients for which torch keeps room in a pipeline: of every micro-batch,
+    for every stage of a rank."""
+    parallel, batch = config.parallel, BatchPlan.of(config.train, config.parallel, ranks)
+    tokens = config.train.micro_batch * config.train.sequence_length // (parallel.cp * parallel.tp)
+    return 2 * (parallel.stages // parallel.pp) * batch.accumulation * tokens * config.model.dim
+
+
+def _width(config: Config) -> int:
+    """Bytes of a number in the computing precision; where it is not chosen, bf16 is meant."""
+    return {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
+
+
+def gathered_bytes_per_layer(config: Config) -> int:
+    """Bytes of the keys and values that context parallelism gathers on each rank for a layer, in the computing
+    precision; where it is not chosen, bf16 is meant."""
+    model, train = config.model, config.train
+    kv_heads = model.kv_heads // config.parallel.tp
+    return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_dim * _width(config)
 
 
 def readable(size: float) -> str:

@@ -83,7 +83,7 @@ class _Scores:
     def next(self, generated: list[int]) -> Tensor:
         """(vocabulary,) on the CPU, for the token after the prompt and `generated`."""
         tokens = self.prompt + generated
-        seen = self.caches[0].length if self.caches else 0
+        seen = max(cache.length for cache in self.caches) if self.caches else 0  # a part's model fills only its own
         new = tokens[seen:]
         padding = [0] * (-len(new) % self.multiple_of)  # no token sees a later one
         logits: Tensor = self.model(torch.tensor([new + padding], device=self.device), caches=self.caches)

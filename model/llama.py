@@ -2,7 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -52,11 +54,55 @@ class Block(nn.Module):
         return h
 
 
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring layers of a network, the first with the embedding before them, the last with norm and output matrix.
+
+    layers: their numbers among all. total: how many there are in the whole network.
+    """
+
+    layers: range
+    total: int
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it begins with tokens."""
+        return self.layers.start == 0
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it ends with logits or losses."""
+        return self.layers.stop == self.total
+
+
+class Blocks(nn.ModuleList):
+    """Blocks under their numbers in the whole network, so that a part's parameters are named as there. Go over them in
+    order: an index is of the whole network's only where all are there."""
+
+    def __init__(self, config: ModelConfig, layers: range) -> None:
+        super().__init__()
+        for layer in layers:
+            self.add_module(str(layer), Block(config, layer))
+
+
+class Output(Linear):
+    """The output matrix. Whatever is done with its weight is done in a call of it: that is when those who keep the
+    weight elsewhere, such as FSDP2, bring it."""
+
+    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """(..., dim) -> (..., vocabulary), or what `loss(x, weight)` makes of it."""
+        return super().forward(x) if loss is None else loss(x, self.weight)
+
+
 class Llama(nn.Module):
     """Decoder-only transformer (Touvron et al., 2023; Llama 3: Grattafiori et al., 2024).
 
     A new model holds no meaningful weights: call `initialise`, or load a state dict. Building it under
     `torch.device("meta")` costs nothing. Raises ValueError with everything that is wrong with the config.
+
+    Args:
+        part: to build only some of its layers; what the others compute comes in as `hidden`. With tied embeddings the
+            last part has the embedding too, as its output matrix.
 
     Attributes:
         backend: computes attention inside documents: the dense mask, which runs everywhere, unless somebody puts what
@@ -65,7 +111,7 @@ class Llama(nn.Module):
 
     backend: Backend = PLAIN
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, part: Part | None = None) -> None:
         problems = config.problems()
         if config.vocab_size is None:
             problems.append("vocab_size is None: take it from the tokenizer first.")
@@ -74,10 +120,13 @@ class Llama(nn.Module):
         assert config.vocab_size is not None
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size)
+        self.part = part = part or Part(range(config.layers), config.layers)
+        if part.embeds or (part.predicts and config.tied_embeddings):
+            self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = Blocks(config, part.layers)
+        if part.predicts:
+            self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+            self.output = Output(config.dim, config.vocab_size)
         self.rotary_table = RotaryTable(config)
         self.losses = Losses()
         self.tie()
@@ -87,6 +136,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
+        hidden: Tensor | None = None,
         documents: Tensor | None = None,
         document_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
@@ -98,26 +148,29 @@ class Llama(nn.Module):
         """Logits, or with labels the loss, which comes without ever holding all logits.
 
         tokens: (batch, length) int64. labels: the same shape, the token to predict at each place, -100 for
-        none. documents: (batch, length) ints; neighbours with the same number are a document, whose tokens see
-        its earlier ones only. document_lengths: in tokens, row after row; without them a GPU is waited for where
-        the backend wants them. positions: (batch, length) int64 for the rotary embedding, 0, 1, 2 ... by default.
-        caches: one per layer, extended in place; tokens then continue what they hold. mask: (batch or 1, 1, length,
-        keys), added to the scores of attention in the place of the causal one, for caches whose rows are not equally
-        long. last_only: without labels, the logits of each row's last token alone, (batch, 1, vocabulary).
+        none. hidden: (batch, length, dim), what the layers before this `part` have computed; without it the part
+        begins with the embedding. documents: (batch, length) ints; neighbours with the same number are a document,
+        whose tokens see its earlier ones only. document_lengths: in tokens, row after row; without them a GPU is
+        waited for where the backend wants them. positions: (batch, length) int64 for the rotary embedding, 0, 1, 2 ...
+        by default. caches: one per layer, extended in place; tokens then continue what they hold. mask: (batch or 1, 1,
+        length, keys), added to the scores of attention in the place of the causal one, for caches whose rows
+        are not equally long. last_only: without labels, the logits of each row's last token alone, (batch, 1,
+        vocabulary).
 
-        Returns logits (batch, length, vocabulary) without labels. With labels, in nats: the sum over all
+        Returns what the next part takes as `hidden`, (batch, length, dim), where this one is not the last; else logits
+        (batch, length, vocabulary) without labels. With labels, in nats: the sum over all
         targets as a scalar ("sum"; the caller divides by its global number of targets), or each one (batch,
         length) with 0 where there is none and without gradient ("none", for evaluation). Always float32, or
         float64 in a float64 model. Raises ValueError for sequences beyond context_length and for shapes that
         do not match.
         """
-        start = caches[0].length if caches else 0
+        start = caches[self.part.layers.start].length if caches else 0
         self._check_arguments(tokens, labels, documents, caches, start)
         if labels is not None and last_only:
             raise ValueError("labels and last_only exclude each other: a loss is of all tokens.")
         if mask is not None and caches is None:
             raise ValueError("A mask is for caches: without them, documents say which tokens see which.")
-        h = self.tok_embeddings(tokens)  # (batch, length, dim)
+        h = self.tok_embeddings(tokens) if hidden is None else hidden  # (batch, length, dim)
         wide = torch.promote_types(h.dtype, torch.float32)
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -128,15 +181,17 @@ class Llama(nn.Module):
             layout = Layout.causal(rotation, tokens.shape[1], start, tokens.device, h.dtype, window)
         else:
             layout = Layout.of(rotation, self.backend, Documents(documents, document_lengths), h.dtype, window)
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.part.layers, self.layers, strict=True):
             h = layer(h, layout, caches[index] if caches else None)
+        if not self.part.predicts:
+            return h
         h = self.norm(h[:, -1:] if last_only else h)
         if labels is None:
             logits: Tensor = self.output(h).to(wide)
             return logits
-        if reduction == "sum":
-            return self.losses.total(h, self.output.weight, labels)
-        return self.losses.each(h, self.output.weight, labels)
+        lose = self.losses.total if reduction == "sum" else self.losses.each
+        loss: Tensor = self.output(h, loss=partial(lose, labels=labels))
+        return loss
 
     def _check_arguments(
         self,
@@ -170,7 +225,7 @@ class Llama(nn.Module):
 
     def tie(self) -> None:
         """Make the output matrix the embedding again, where the config says so and either was replaced."""
-        if self.config.tied_embeddings:
+        if self.config.tied_embeddings and self.part.predicts:
             self.output.weight = self.tok_embeddings.weight
 
 

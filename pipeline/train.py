@@ -42,7 +42,8 @@ def train(work: Work) -> None:
             if session.checkpoint_is_due(step, agreed):
                 session.save()
             heldout = session.monitor.validate(step)
-            session.monitor.log(session.progress, heldout)
+            fp8 = session.monitor.watch_fp8(step, batch, agreed.targets)
+            session.monitor.log(session.progress, heldout, fp8)
             session.monitor.draw_samples(step)
             session.end_step()
             if agreed.stop and session.unfinished:

@@ -1,7 +1,7 @@
 """Docs are code: every command of README and docs runs, in order, on a miniature of the demo, as a new user gives them.
 
-Commands after `<!-- needs a cluster -->` are not run; those of `make` are checked against the Makefile. The same run
-then serves the tests of the chain as a whole.
+Commands after `<!-- needs a cluster -->` are not run, those after `<!-- needs torchao -->` where it is installed; those
+of `make` are checked against the Makefile. The same run then serves the tests of the chain as a whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,14 @@ from tests.waiting import HANG_S, wait_for
 README = (REPOSITORY / "README.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
                    if path.name not in ("extending.md", "weights.md", "evaluation.md", "generation.md"))]  # own tests
-BLOCK = re.compile(r"(<!-- needs a cluster -->\n)?```bash\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- needs (a cluster|torchao) -->\n)?```bash\n(.*?)```", re.DOTALL)
 
 
 def commands() -> list[str]:
     """The pages' shell commands, one string each; multi-line quotes stay together."""
     found = []
-    for cluster, text in (block for page in PAGES for block in BLOCK.findall(page)):
-        if not cluster:
+    for needed, text in (block for page in PAGES for block in BLOCK.findall(page)):
+        if not needed or (needed == "torchao" and find_spec("torchao") is not None):
             found += [text] if '"\n' in text else text.splitlines()
     return [command.split("  #")[0].strip() for command in found]
 

@@ -25,6 +25,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.contract.entry import end_process
 from pipeline.data.loader import Batch, Prefetcher, pack
+from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn
 from pipeline.parallel.ranks import start_ranks
@@ -64,8 +65,11 @@ def ours(candidate: Candidate) -> Step:
                     parallel=ParallelConfig(**candidate.parallel))
     grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
     engine = build_engine(config, SHAPE, grid, torch.float32, plan.accumulation, drawn(SHAPE, 0))
-    loader = Prefetcher(lambda step: random_batch(step, plan.first(grid.data_rank), plan.rank_sequences),
-                        range(1_000_000), 1)
+
+    def part(step: int) -> Batch:
+        batch = random_batch(step, plan.first(grid.data_rank), plan.rank_sequences)
+        return batch if grid.context == 1 else part_of(batch, grid.context, grid.context_rank)
+    loader = Prefetcher(part, range(1_000_000), 1)
 
     def step() -> tuple[float, float]:
         batch = loader.next()
@@ -128,6 +132,8 @@ CANDIDATES: dict[str, Candidate] = {
     "ours, FSDP2 x 2, reshard never": Candidate(ours, 2, parallel={"reshard": "never"}),
     "ours, 2 copies": Candidate(ours, 2, parallel={"dp_replicate": 2}),
     "ours, tensor parallel 2": Candidate(ours, 2, parallel={"tp": 2}),
+    "ours, context parallel 2": Candidate(ours, 2, parallel={"cp": 2}),
+    "ours, pipeline 2": Candidate(ours, 2, parallel={"pp": 2}),
     **{f"DeepSpeed ZeRO {stage}{' x 2' if ranks == 2 else ''}": Candidate(
         ours, ranks, parallel={"engine": "deepspeed", "zero_stage": stage}, package="deepspeed")
        for ranks in (1, 2) for stage in (1, 2, 3) if ranks == 2 or stage == 2},

@@ -61,6 +61,7 @@ CASES = [
     train("documents, compiled", 30, quick=True),
     Case("attention 8b, causal", "attention", 8, {"shape_name": "8b", "packed": False}, True),
     Case("attention 8b, documents", "attention", 30, {"shape_name": "8b", "packed": True}, True),
+    Case("attention 8b, context parallel", "share", 10, {"shape_name": "8b"}, True),
     causal("flash, compiled", 15, backend="flash", quick=True),
     causal("cudnn, compiled", 15, backend="cudnn", quick=True),
     causal("best attention, 2 sequences, compiled", 25, backend="best", sequences=2, quick=True),

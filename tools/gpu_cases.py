@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from model.attention.backend import Documents, Where
+from model.attention.choosing import choose
 from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama
@@ -27,7 +29,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import CheckpointConfig, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import Batch, pack
-from pipeline.parallel import fsdp as spreading
+from pipeline.parallel.context_parallel import gathered, places
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks, start_ranks
 from pipeline.records.checkpoints import TrainingProgress
@@ -128,6 +130,30 @@ class Bench:
         config, length = shape(shape_name, self.device, self.layers)
         gpu_kernels.attention(self.device, report, config, begins(length), length, packed)
 
+    def _share(self, report: Report, shape_name: str) -> None:
+        """Attention as context parallelism leaves it to rank 0 of 2 and of 8, beside `_attention` of documents. Keys
+        and values are there already: what gathering them costs only several devices show."""
+        device, (config, length) = self.device, shape(shape_name, self.device, self.layers)
+        starts = begins(length)
+        lengths = (tuple(end - begin for begin, end in zip(starts, [*starts[1:], length], strict=True)),)
+        backend = choose("auto", Where(device.device, torch.bfloat16, False, config.head_dim, segmented=True)).backend
+        for ranks in (2, 8):
+            found, of_rank = gathered(lengths, ranks, 0), len(places(lengths, ranks)[0, 0])
+            index = torch.from_numpy(found.index).to(device.device)
+            q, k, v = (torch.randn(1, tokens, heads, config.head_dim, device=device.device, dtype=torch.bfloat16,
+                                   requires_grad=True) for tokens, heads in (
+                (of_rank, config.heads), (length, config.kv_heads), (length, config.kv_heads)))
+            numbers = torch.zeros(1, of_rank, dtype=torch.int32, device=device.device)
+            prepared = backend.prepare(Documents(numbers, found.lengths, keys=found.keys), q.dtype)
+
+            def run() -> torch.Tensor:
+                return backend.attend(q, k.index_select(1, index), v.index_select(1, index), prepared)  # noqa: B023
+
+            def both() -> None:
+                run().sum().backward()
+            report(f"documents, the share of one of {ranks} ranks, {backend.name}", forward_s=device.median(run),
+                   both_s=device.median(both))
+
     def _head(self, report: Report, shape_name: str) -> None:
         config, length = shape(shape_name, self.device, self.layers)
         gpu_kernels.head(self.device, report, config, length)
@@ -158,9 +184,10 @@ class Bench:
                 yield transformers_step(config, length, sequences, compiled, self.device), facts
                 return
             if fp8:
-                stack.enter_context(mock.patch.object(spreading, "Llama", fp8_llama(self.device)))
+                import_module("torchao.float8")  # where it is absent, the row says "missing", not "failed"
             engine = self._engine(config, length, sequences, accumulation,
-                                  {"activation_checkpointing": checkpointing, "compile": compiled}, reshard)
+                                  {"activation_checkpointing": checkpointing, "compile": compiled,
+                                   "precision": facts["precision"], "fp8_recipe": "tensorwise"}, reshard)
             if loss:
                 engine.model.losses = OtherLosses(head_losses(self.device)[loss])
             if not documents:
@@ -180,8 +207,8 @@ class Bench:
     def _engine(self, config: ModelConfig, length: int, sequences: int, accumulation: int, train: dict[str, Any],
                 reshard: str = "always") -> Any:
         settings = Config(model=config, parallel=ParallelConfig.model_validate({"reshard": reshard}),
-                          train=TrainConfig(precision="bf16", sequence_length=length, micro_batch=sequences,
-                                            batch_tokens=sequences * accumulation * length, **train))
+                          train=TrainConfig(**{"precision": "bf16", **train}, sequence_length=length,
+                                            micro_batch=sequences, batch_tokens=sequences * accumulation * length))
         engine: Any = build_engine(settings, config, Grid(self.ranks, settings.parallel), torch.bfloat16, accumulation,
                                    initial=None)
         fill(engine.model, config)
@@ -321,19 +348,6 @@ def transformers_step(config: ModelConfig, length: int, sequences: int, compiled
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
     return step
-
-
-def fp8_llama(device: Device) -> Callable[[ModelConfig], Llama]:
-    """Builds a Llama whose blocks' products are in fp8 by torchao's default recipe, the head's not."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def build(config: ModelConfig) -> Llama:
-        model: Any = convert_to_float8_training(
-            Llama(config), config=Float8LinearConfig(emulate=not device.on_gpu),
-            module_filter_fn=lambda module, name: name != "output")
-        llama: Llama = model
-        return llama
-    return build
 
 
 def compile_counts() -> dict[str, Any]:

@@ -78,7 +78,7 @@ def write_tables(path: Path, result: dict[str, Any]) -> None:
                  "graphs / breaks / recompiled / cached": lambda row: " / ".join(
                      str(row.get(key, 0)) for key in ("graphs", "breaks", "recompilations", "cache_hits")),
                  "MHz, W": lambda row: f"{row.get('clocks.sm', '-')}, {row.get('power.draw', '-')}"}),
-             _table("One layer's attention, one sequence", of("attention"), {
+             _table("One layer's attention, one sequence", [*of("attention"), *of("share")], {
                  "way": lambda row: f"{row['case'].removeprefix('attention ').split(',')[0]}: {row['part']}",
                  "forward ms": lambda row: _milliseconds(row.get("forward_s")),
                  "forward + backward ms": lambda row: _milliseconds(row.get("both_s")),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Where:
         compiled: whether the blocks run under torch.compile.
         head_dim: width of a head.
         windowed: whether any layer has a sliding window.
+        segmented: whether queries are those of segments that see more keys than their own (`Keys`).
     """
 
     device: torch.device
@@ -29,6 +30,18 @@ class Where:
     compiled: bool
     head_dim: int
     windowed: bool = False
+    segmented: bool = False
+
+
+class Keys(NamedTuple):
+    """The keys of segments: parts of documents whose queries are the last of what they see.
+
+    lengths: of each segment, in keys; as many as it has queries at least. rows: of k and v in all: the segments', and
+    behind them some without meaning, which nobody sees and whose gradients nobody reads.
+    """
+
+    lengths: tuple[int, ...]
+    rows: int
 
 
 class Documents:
@@ -42,20 +55,32 @@ class Documents:
         lengths: of the documents in tokens, row after row, as the loader knows them. None: they are read from
             `numbers`, for which the host waits for the device.
         window: how many tokens of its document a query sees at most, itself included; None: all before it.
+        keys: these are segments; `numbers` and the queries then are one row, and `attend` is given all k and v as
+            another. None: whole documents, with a key for each query.
     """
 
-    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, window: int | None = None) -> None:
-        self.numbers, self.window = numbers, window
-        self._lengths = lengths
+    def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, window: int | None = None,
+                 keys: Keys | None = None) -> None:
+        self.numbers, self.given, self.window, self.keys = numbers, lengths, window, keys
 
     def within(self, window: int) -> Documents:
         """The same documents seen through a sliding window."""
-        return Documents(self.numbers, self._lengths, window)
+        return Documents(self.numbers, self.given, window, self.keys)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each document or segment."""
+        return self.lengths if self.keys is None else self.keys.lengths
+
+    @property
+    def key_rows(self) -> int:
+        """Keys that `attend` is given, with those that mean nothing."""
+        return self.numbers.numel() if self.keys is None else self.keys.rows
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document, row after row; their sum is batch x length. Raises ValueError where it is not."""
-        found = self._read() if self._lengths is None else tuple(self._lengths)
+        found = self._read() if self.given is None else tuple(self.given)
         if sum(found) != self.numbers.numel():
             raise ValueError(f"The documents have {sum(found)} tokens together; there are {self.numbers.numel()}.")
         return found
@@ -75,15 +100,19 @@ class Backend(ABC):
         operators: those of torch whose results `attention` in `train.kept_activations` keeps, as a
             TorchDispatchMode sees them (`torch.ops.aten.mm.default`). Without them it is computed again.
         windows: whether it heeds `Documents.window`. One that does not is not taken for a model with sliding windows.
+        segments: whether it heeds `Documents.keys`. One that does not is not taken under context parallelism.
     """
 
     name: ClassVar[str]
     windows: ClassVar[bool] = False
+    segments: ClassVar[bool] = False
     operators: ClassVar[frozenset[Any]] = frozenset()
 
     def refusal(self, where: Where) -> str:
-        """What it `lacks` there, sliding windows included."""
-        return "knows no sliding window" if where.windowed and not self.windows else self.lacks(where)
+        """What it `lacks` there, sliding windows and segments included."""
+        if where.windowed and not self.windows:
+            return "knows no sliding window"
+        return "knows no context parallelism" if where.segmented and not self.segments else self.lacks(where)
 
     @abstractmethod
     def lacks(self, where: Where) -> str:
@@ -103,6 +132,12 @@ class Backend(ABC):
         """Called in each layer; differentiable.
 
         q: (batch, length, heads, head_dim), k and v: (batch, length, kv_heads, head_dim), each kv head shared by
-        heads / kv_heads neighbouring heads. Under tensor parallelism a rank calls it with its own heads. Returns the
-        same shape as q. prepared: what `prepare` returned.
+        heads / kv_heads neighbouring heads. Under tensor parallelism a rank calls it with its own heads. Of segments
+        the batch is 1, and k and v have `Documents.key_rows` in their length's place. Returns the same shape as q.
+        prepared: what `prepare` returned.
         """
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on `device`, without waiting for what a GPU is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -7,16 +7,27 @@ rows, are one call.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.attention.backend import Backend, Documents, Where
-from model.attention.sdpa import Sdpa
+from model.attention.sdpa import Sdpa, dense_mask
 
-Runs = tuple[tuple[int, int], ...]
-"""(documents, their length) of each run of neighbours that are equally long."""
+
+class Run(NamedTuple):
+    """Neighbours that are equally long.
+
+    documents: how many. length: of each, in queries. keys: of each; more only of a segment, which has a run of its own,
+    with a mask where it is of several queries.
+    """
+
+    documents: int
+    length: int
+    keys: int
+    mask: Tensor | None = None
+
 
 HALF_PRECISION_FROM = 512
 """Tokens of a row from which this is faster than the dense mask in bfloat16 on a CPU, as measured; shorter rows take
@@ -30,36 +41,42 @@ class ByDocument(Backend):
 
     name: ClassVar[str] = "by_document"
     windows: ClassVar[bool] = True
+    segments: ClassVar[bool] = True
     operators: ClassVar[frozenset[Any]] = Sdpa.operators
 
     def lacks(self, where: Where) -> str:
         """See Backend. A graph would hold the documents' lengths, which are others in every batch."""
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
-    def prepare(self, documents: Documents, dtype: torch.dtype) -> Runs | Tensor:
+    def prepare(self, documents: Documents, dtype: torch.dtype) -> tuple[Run, ...] | Tensor:
         """See Backend: runs of documents, or the dense mask where that is faster, or where a document is longer than
         the window: these kernels know none."""
         short = documents.numbers.shape[1] < HALF_PRECISION_FROM
-        beyond = documents.window is not None and max(documents.lengths) > documents.window
+        beyond = documents.window is not None and max(documents.key_lengths) > documents.window
         if beyond or (short and dtype.itemsize == 2 and documents.numbers.is_cpu):
             return _ALONE.prepare(documents, dtype)
-        runs: list[tuple[int, int]] = []
-        for length in documents.lengths:
-            if runs and runs[-1][1] == length:
-                runs[-1] = (runs[-1][0] + 1, length)
+        runs: list[Run] = []
+        for length, keys in zip(documents.lengths, documents.key_lengths, strict=True):
+            if runs and runs[-1][1:3] == (length, keys) and length == keys:
+                runs[-1] = runs[-1]._replace(documents=runs[-1].documents + 1)
             else:
-                runs.append((1, length))
+                masked = keys > length > 1
+                mask = dense_mask(length, keys - length, None, documents.numbers.device, dtype) if masked else None
+                runs.append(Run(1, length, keys, mask))
         return tuple(runs)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Runs | Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: tuple[Run, ...] | Tensor) -> Tensor:
         """See Backend."""
         if isinstance(prepared, Tensor):
             return _ALONE.attend(q, k, v, prepared)
         # One split and one concatenation: a slice for each document would make a gradient of the whole row for each.
-        sizes = [count * length for count, length in prepared]
-        q_parts, k_parts, v_parts = (whole.flatten(0, 1).split(sizes) for whole in (q, k, v))
+        q_parts = q.flatten(0, 1).split([run.documents * run.length for run in prepared])
+        sizes = [run.documents * run.keys for run in prepared]
+        rest = k.shape[0] * k.shape[1] - sum(sizes)  # keys without meaning
+        k_parts, v_parts = (whole.flatten(0, 1).split([*sizes, rest])[:-1] for whole in (k, v))
         outputs = [
-            _ALONE.attend(a.unflatten(0, run), b.unflatten(0, run), c.unflatten(0, run), None).flatten(0, 1)
+            _ALONE.attend(a.unflatten(0, (run.documents, -1)), b.unflatten(0, (run.documents, -1)),
+                          c.unflatten(0, (run.documents, -1)), run.mask).flatten(0, 1)
             for run, a, b, c in zip(prepared, q_parts, k_parts, v_parts, strict=True)
         ]
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).view(q.shape)

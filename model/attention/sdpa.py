@@ -37,11 +37,30 @@ def dense_mask(
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
+def segment_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
+    """The mask of segments (`Documents.keys`): (1, 1, queries, keys), made like `dense_mask`'s."""
+    device = documents.numbers.device
+    queries, keys = (torch.tensor(lengths, device=device) for lengths in (documents.lengths, documents.key_lengths))
+    number = torch.arange(len(queries), device=device)
+    segment, segment_of_key = number.repeat_interleave(queries), number.repeat_interleave(keys)
+    # A query's or a key's distance from the end of its segment: the ends meet.
+    behind = queries.cumsum(0)[segment] - torch.arange(len(segment), device=device)
+    behind_of_key = keys.cumsum(0)[segment_of_key] - torch.arange(len(segment_of_key), device=device)
+    distance = behind_of_key - behind[:, None]  # (queries, keys)
+    seen = (segment[:, None] == segment_of_key) & (distance >= 0)
+    if documents.window is not None:
+        seen = seen & (distance < documents.window)
+    mask = torch.full((1, 1, len(segment), documents.key_rows), -torch.inf, dtype=dtype, device=device)
+    mask[0, 0, :, :len(segment_of_key)].masked_fill_(seen, 0)
+    return mask
+
+
 class Sdpa(Backend):
     """The dense mask: (batch, 1, length, length), of which every layer computes all scores."""
 
     name: ClassVar[str] = "sdpa"
     windows: ClassVar[bool] = True
+    segments: ClassVar[bool] = True
     operators: ClassVar[frozenset[Any]] = frozenset({
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -55,6 +74,8 @@ class Sdpa(Backend):
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Tensor:
         """See Backend: the mask."""
+        if documents.keys is not None:
+            return segment_mask(documents, dtype)
         numbers = documents.numbers
         return dense_mask(numbers.shape[1], 0, numbers, numbers.device, dtype, documents.window)
 

@@ -7,31 +7,35 @@ no mask. It takes half precision only.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model.attention.backend import Backend, Documents, Where
+from model.attention.backend import Backend, Documents, Where, moved
 
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.12 and later ask to be told that kv heads are fewer; 2.11 looks for itself."""
 
 
 class Edges(NamedTuple):
-    """Where documents begin in the row of all tokens.
+    """Where documents, or segments, begin in the row of all tokens, and their keys in that of all keys.
 
     edges: int32, 0 first and the number of tokens last, which is repeated up to a power of two of documents: those have
     no tokens. longest: tokens of the longest document, rounded up to a power of two, the kernel's bound. before: how
-    many keys before its own a query sees at most; -1 for all.
+    many keys before its own a query sees at most; -1 for all. key_edges, longest_keys: the same of keys; of whole
+    documents they are those of queries. Where a segment has more keys than queries, the kernel aligns their ends.
 
-    The first two are rounded because a compiled graph is compiled again for a length that it has not seen.
+    Numbers and lengths are rounded because a compiled graph is compiled again for a length that it has not seen.
     """
 
     edges: Tensor
     longest: int
     before: int
+    key_edges: Tensor
+    longest_keys: int
 
 
 class Varlen(Backend):
@@ -39,6 +43,7 @@ class Varlen(Backend):
 
     name: ClassVar[str] = "varlen"
     windows: ClassVar[bool] = True
+    segments: ClassVar[bool] = True
     operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.torch_attn._varlen_attn.default})
 
     def lacks(self, where: Where) -> str:
@@ -54,25 +59,36 @@ class Varlen(Backend):
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Edges:
         """See Backend."""
-        lengths, device = documents.lengths, documents.numbers.device
-        total = documents.numbers.numel()
-        edges = torch.full((power_of_two(len(lengths)) + 1,), total, dtype=torch.int32, device="cpu")
-        edges[0] = 0
-        edges[1:len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
-        if device.type == "cuda":  # without waiting for what the device is doing
-            edges = edges.pin_memory().to(device, non_blocking=True)
+        device = documents.numbers.device
+        edges, longest = _edges(documents.lengths, device), _longest(documents.lengths, documents.numbers.shape[1])
         before = -1 if documents.window is None else documents.window - 1
-        return Edges(edges, min(power_of_two(max(lengths)), documents.numbers.shape[1]), before)
+        if documents.keys is None:
+            return Edges(edges, longest, before, edges, longest)
+        return Edges(edges, longest, before, _edges(documents.key_lengths, device),
+                     _longest(documents.key_lengths, documents.key_rows))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Edges) -> Tensor:
         """See Backend."""
-        edges, longest, before = prepared
+        edges, longest, before, key_edges, longest_keys = prepared
         options: dict[str, Any] = {"enable_gqa": True} if KNOWS_GROUPS else {}
         q_row, k_row, v_row = (whole.flatten(0, 1) for whole in (q, k, v))  # (tokens, heads, head_dim)
         seen = (before, 0)  # so many keys back, none ahead
-        out: Any = varlen_attn(q_row, k_row, v_row, edges, edges, longest, longest, window_size=seen, **options)
+        out: Any = varlen_attn(q_row, k_row, v_row, edges, key_edges, longest, longest_keys, window_size=seen,
+                               **options)
         joined: Tensor = out.view(q.shape)
         return joined
+
+
+def _edges(lengths: Sequence[int], device: torch.device) -> Tensor:
+    edges = torch.full((power_of_two(len(lengths)) + 1,), sum(lengths), dtype=torch.int32, device="cpu")
+    edges[0] = 0
+    edges[1:len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
+    return moved(edges, device)
+
+
+def _longest(lengths: Sequence[int], most: int) -> int:
+    """The kernel's bound for lengths of which none is above `most`."""
+    return min(power_of_two(max(lengths)), most)
 
 
 def power_of_two(count: int) -> int:

@@ -19,22 +19,22 @@ class BatchPlan:
         sequences: of the global batch.
         sequence_length: tokens of each.
         data_ranks: groups of ranks that see different sequences.
-        tensor_ranks: ranks in each such group (`parallel.tp`); they see the same sequences.
+        sample_ranks: ranks in each such group (pp x cp x tp); they see the same sequences.
         micro_batch: sequences that go through the model at once.
     """
 
     sequences: int
     sequence_length: int
     data_ranks: int
-    tensor_ranks: int
+    sample_ranks: int
     micro_batch: int
 
     @classmethod
     def of(cls, train: TrainConfig, parallel: ParallelConfig, ranks: int) -> BatchPlan:
         """The batch as configured, on so many ranks; only `batch_problems` tells whether it comes out even."""
-        replicate, shard, tensor = parallel.sizes(ranks)
-        return cls(train.batch_tokens // train.sequence_length, train.sequence_length, replicate * shard, tensor,
-                   train.micro_batch)
+        found = parallel.sizes(ranks)
+        return cls(train.batch_tokens // train.sequence_length, train.sequence_length, found.replicate * found.shard,
+                   found.pipeline * found.context * found.tensor, train.micro_batch)
 
     @property
     def tokens(self) -> int:
@@ -66,9 +66,9 @@ class BatchPlan:
 
     def _takers(self) -> str:
         many = "" if self.data_ranks == 1 else "s"
-        if self.tensor_ranks == 1:
+        if self.sample_ranks == 1:
             return f"{self.data_ranks} rank{many}"
-        return f"{self.data_ranks} tensor-parallel group{many} of {self.tensor_ranks} ranks"
+        return f"{self.data_ranks} group{many} of {self.sample_ranks} ranks"
 
 
 def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> list[str]:
@@ -76,8 +76,24 @@ def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> 
     if train.batch_tokens % train.sequence_length:
         return []  # said by `checks.problems`, for any number of ranks
     plan = BatchPlan.of(train, parallel, ranks)
-    if not plan.remainder:
+    if plan.remainder:
+        return [f"the global batch of {plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / "
+                f"train.sequence_length {train.sequence_length}) is not divisible by "
+                f"{plan.micro_batch * plan.data_ranks} (train.micro_batch {plan.micro_batch} x {plan.data_ranks} "
+                f"data-parallel ranks)."]
+    return pipeline_problems(plan, parallel)
+
+
+def pipeline_problems(plan: BatchPlan, parallel: ParallelConfig) -> list[str]:
+    """Why a pipeline cannot take the batch's micro-batches; empty where it can."""
+    if parallel.pp == 1:
         return []
-    return [f"the global batch of {plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / "
-            f"train.sequence_length {train.sequence_length}) is not divisible by {plan.micro_batch * plan.data_ranks} "
-            f"(train.micro_batch {plan.micro_batch} x {plan.data_ranks} data-parallel ranks)."]
+    if plan.accumulation < parallel.pp:
+        return [f"a pipeline needs at least as many micro-batches in a step as it has ranks, parallel.pp "
+                f"{parallel.pp}; there are {plan.accumulation} (train.batch_tokens {plan.tokens} / "
+                f"{plan.sequence_length} = {plan.sequences} sequences over {plan.data_ranks} data-parallel groups, "
+                f"train.micro_batch {plan.micro_batch})."]
+    if parallel.pp_schedule == "interleaved" and plan.accumulation % parallel.pp:
+        return [f"parallel.pp_schedule interleaved needs a number of micro-batches that parallel.pp ({parallel.pp}) "
+                f"divides; there are {plan.accumulation} in a step."]
+    return []

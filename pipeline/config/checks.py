@@ -10,6 +10,7 @@ from contextlib import suppress
 from model.attention import BACKENDS
 from model.config import ModelConfig
 from pipeline.config.batch import batch_problems
+from pipeline.config.guarding import FIRST
 from pipeline.config.mixture import mixture_problems
 from pipeline.config.optimizers import optimizer_problems
 from pipeline.config.parallel import ParallelConfig
@@ -42,9 +43,13 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
 
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     """Why so many ranks cannot be laid out as the configuration says."""
-    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
+    sizes = {"pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard,
+             "cp": parallel.cp, "tp": parallel.tp}
     if parallel.dp_shard == -1:
         del sizes["dp_shard"]
+    for optional in ("pp", "cp"):  # named where they are used
+        if sizes[optional] == 1:
+            del sizes[optional]
     needed = math.prod(sizes.values())
     terms = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if parallel.dp_shard == -1 and ranks % needed:
@@ -110,6 +115,31 @@ def _tensor_parallel(config: Config) -> Iterator[str]:
                 yield f"{name} ({value}) is not divisible by parallel.tp ({tp})."
 
 
+def _context_parallel(config: Config) -> Iterator[str]:
+    parallel, length = config.parallel, config.train.sequence_length
+    parts = parallel.cp * parallel.tp
+    if parallel.cp > 1 and length % parts and not length % parallel.tp:
+        yield (f"train.sequence_length {length} is not divisible by {parts} (parallel: cp {parallel.cp} x tp "
+               f"{parallel.tp}).")
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.layers
+    if parallel.stages > layers:
+        yield (f"parallel: {parallel.stages} pipeline stages (pp {parallel.pp}, pp_schedule {parallel.pp_schedule}) "
+               f"are more than model.layers {layers}.")
+    if parallel.pp > 1 and parallel.pp_schedule == "zbv":
+        if config.model.tied_embeddings:
+            yield ("parallel.pp_schedule zbv has the first and the last stage on one rank, each with its own matrix: "
+                   "it does not take model.tied_embeddings. Take 1f1b or interleaved.")
+        if config.train.compile is not False:
+            yield ("parallel.pp_schedule zbv cuts backward passes in two, which torch cannot do with compiled blocks: "
+                   "set train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
+        if parallel.reshard != "never":
+            yield ("parallel.pp_schedule zbv needs parallel.reshard never: a gradient that is computed later finds the "
+                   "weights only where they are still gathered.")
+
+
 def _shards(config: Config) -> Iterator[str]:
     if config.parallel.dp_shard == 0:
         yield "parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest."
@@ -135,6 +165,25 @@ def _fsdp2(config: Config) -> Iterator[str]:
         yield f"parallel.offload '{config.parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'."
 
 
+def _async_tensor_parallel(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if not parallel.async_tp:
+        return
+    if parallel.tp == 1:
+        yield "parallel.async_tp true has nothing to cut where parallel.tp is 1."
+    if config.train.compile is False:
+        yield ("parallel.async_tp true is done by the compiler, but train.compile is false; set compile to null or "
+               "true.")
+
+
+def _timeout(config: Config) -> Iterator[str]:
+    timeout, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
+    if timeout is not None and hang is not None and timeout <= FIRST * hang:
+        yield (f"parallel.timeout_minutes {timeout} is not longer than {FIRST} x train.guards.hang_minutes {hang}, for "
+               f"which the watchdog waits in a first step: ranks would end before they have written down where they "
+               f"hang. Raise it, lower hang_minutes, or set one of them to null.")
+
+
 def _deepspeed(config: Config) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     if parallel.engine != "deepspeed":
@@ -142,6 +191,8 @@ def _deepspeed(config: Config) -> Iterator[str]:
     if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard != -1:
         yield (f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
                f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take 'fsdp2'.")
+    yield from (f"parallel.{name} {size} is for parallel.engine 'fsdp2', not 'deepspeed'."
+                for name, size in (("cp", parallel.cp), ("pp", parallel.pp)) if size > 1)
     if parallel.reshard != "always":
         yield f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'."
     if parallel.reduce != "each":
@@ -153,8 +204,16 @@ def _deepspeed(config: Config) -> Iterator[str]:
     if parallel.zero_stage == 3 and train.compile:
         yield ("train.compile true does not work with parallel.zero_stage 3, whose hooks break every graph; set "
                "compile to null or false, or take stage 2 or fsdp2.")
-    if train.precision == "fp64":
-        yield "train.precision 'fp64' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16."
+    if train.precision in ("fp64", "fp8"):
+        yield f"train.precision '{train.precision}' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16."
+
+
+def _fp8(config: Config) -> Iterator[str]:
+    length, cp = config.train.sequence_length, config.parallel.cp
+    if config.train.precision == "fp8" and length % (16 * cp):
+        over = f" x parallel.cp {cp}" if cp > 1 else ""
+        yield (f"train.sequence_length {length} is not a multiple of 16{over}, which train.precision 'fp8' needs: the "
+               f"weights' gradients are products over the tokens of a rank.")
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -271,6 +330,6 @@ def place_problems(config: Config) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _model, _sequence, _batch, _samples, _prompts, _evaluation, _shards, _tensor_parallel, _activation_checkpointing,
-    _attention, _fsdp2, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _sinks,
-    _mixture, place_problems)
+    _model, _sequence, _batch, _samples, _prompts, _evaluation, _shards, _tensor_parallel, _context_parallel,
+    _pipeline, _activation_checkpointing, _attention, _fsdp2, _async_tensor_parallel, _timeout, _deepspeed,
+    _fp8, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _sinks, _mixture, place_problems)

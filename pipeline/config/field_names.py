@@ -34,7 +34,7 @@ ELSEWHERE = {
     "train.weight_decay": "wd decay l2",
     "train.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clip gradient_clipping gradient_clip_val "
                        "clip_grad_norm max_norm clip",
-    "train.precision": "dtype mixed_precision bf16 fp16 amp param_dtype",
+    "train.precision": "dtype mixed_precision bf16 fp16 fp8 float8 amp param_dtype",
     "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity ac",
     "train.attention": "attn_implementation attention_backend attn_type attn_impl",
     "train.compile": "torch_compile",
@@ -58,6 +58,14 @@ ELSEWHERE = {
     "parallel": "distributed parallelism fsdp deepspeed",
     "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tp_size "
                    "tensor_model_parallel_size",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp_size "
+                   "pipeline_model_parallel_size",
+    "parallel.pp_schedule": "pipeline_parallel_schedule pp_engine",
+    "parallel.pp_stages": "virtual_pipeline_model_parallel_size num_virtual_stages_per_rank",
+    "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size cp_degree",
+    "parallel.async_tp": "enable_async_tensor_parallel async_tensor_parallel tp_comm_overlap",
+    "parallel.timeout_minutes": "nccl_timeout distributed_timeout_minutes ddp_timeout dist_timeout "
+                                "init_timeout_seconds train_timeout_seconds",
     "parallel.dp_replicate": "data_parallel_replicate_degree replicas",
     "parallel.dp_shard": "data_parallel_shard_degree fsdp_size",
     "parallel.zero_stage": "zero zero_optimization stage",

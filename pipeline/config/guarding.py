@@ -6,6 +6,9 @@ from typing import Literal
 
 from pipeline.config.section import Section, execution
 
+FIRST = 3
+"""How many times as long as `hang_minutes` the watchdog waits for a first step, which may compile."""
+
 
 class GuardConfig(Section):
     """What is done when a step goes wrong.

@@ -1,10 +1,11 @@
-"""Modules from outside of Drover that a configuration names for training: which files they are, and whether they are
+"""Modules from outside of Drover that a configuration needs for training: which files they are, and whether they are
 there at all. Nothing is imported for that, but for the table that names an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config.kinds import source_of
@@ -30,3 +31,10 @@ def absent_attention(config: Config) -> Iterator[str]:
     if colon and source_of(module) is None:
         yield (f"train.attention names {config.train.attention}, but there is no module {module}. Name its file in "
                f"`plugins`, put it beside one that is named there, or install it.")
+
+
+def absent_torchao(config: Config) -> Iterator[str]:
+    """That the package which `train.precision` fp8 needs is not there, as a sentence."""
+    if config.train.precision == "fp8" and find_spec("torchao") is None:
+        yield ("train.precision is fp8, but the package torchao is not installed here: `pip install --editable "
+               "'.[fp8]'` in the checkout installs it. Or take train.precision=bf16.")

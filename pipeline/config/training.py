@@ -96,9 +96,20 @@ class TrainConfig(Section):
     where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `flex`: a kernel
     generated for the mask, for GPUs. `sdpa`: the dense mask, anywhere, slow at long sequences. `auto` takes the first
     of these that runs here; or give a backend of your own as module:class."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp64", "fp8"] = "auto"
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
-    the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp64` is for proofs of exactness."""
+    the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp8`: as bf16, but for the blocks' matrix
+    products, which are in fp8 by torchao (docs/training.md). `fp64` is for proofs of exactness."""
+    fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = added("rowwise")
+    """For `fp8`: how factors are scaled. `rowwise`: each row by its largest value; `rowwise_with_gw_hp`: so too, but
+    the weights' gradients are computed in bf16; `tensorwise`: the whole matrix by its largest value, fastest."""
+    fp8_skip: list[str] = added(default_factory=list)
+    """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. The output head
+    stays so in any case, and so do layers whose dimensions are no multiples of 16."""
+    fp8_watch_every: int = execution(100, gt=0)
+    """For `fp8`: steps between two measurements of what it does to the values, layer by layer; also done at the first
+    and the last step. One costs a pass over one sequence, not compiled; in a
+    pipeline, over all of a rank's part of a step."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
     """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""

@@ -180,9 +180,9 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     """Nats, targets and bytes of each source, the same on every rank.
 
     Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
-    batches. `forward` gets tensors on `device`. For a
-    `model.llama.Llama` it is `model(tokens, labels, documents=documents, positions=positions, reduction="none")`,
-    the model being in evaluation mode.
+    batches and nats. `forward` gets tensors on `device`. For a `model.llama.Llama` it is
+    `model(tokens, labels, documents=documents, positions=positions, reduction="none")`, the model being in evaluation
+    mode.
     """
     sources = batches.sources
     sums = torch.zeros(len(sources), dtype=torch.float64, device=device)
@@ -191,7 +191,7 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
         nats = forward(*parts).sum(dim=1, dtype=torch.float64)
         if len(batch.windows):
             sums[torch.from_numpy(batch.windows).to(device)] = nats
-    if batches.world * copies > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
         sums /= copies
     per_window = sums.tolist()

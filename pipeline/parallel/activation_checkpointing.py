@@ -19,7 +19,8 @@ PRODUCT = "product"
 """Under which torch's notes hold a product's name: the last part of the name of the layer that makes it. torch keeps a
 note while the layer runs, and with its operators through torch.compile, where what Python sets is not seen."""
 
-PRODUCT_OPERATORS = {torch.ops.aten.mm.default}
+# What is in fp8 is `mm` of tensors of torchao's in eager blocks, and in a graph, what these become.
+PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.kernels asks oneDNN for a product
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 
@@ -38,8 +39,8 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
         policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators)
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     blocks: list[Any] = list(model.layers)  # Any: forward is replaced on the instances
-    for index, block in enumerate(blocks):
-        if index % train.recomputed_blocks == 0:
+    for layer, block in zip(model.part.layers, blocks, strict=True):
+        if layer % train.recomputed_blocks == 0:
             if extra:
                 _name_products(block)
             # Replacing forward on the instance, not wrapping the module, keeps the parameters' published names.

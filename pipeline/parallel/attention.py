@@ -11,13 +11,14 @@ from pipeline.errors import UserError
 
 
 def choose_attention(name: str, config: ModelConfig, device: torch.device, precision: torch.dtype,
-                     compiled: bool) -> Choice:
-    """What `train.attention` (name) means here. compiled: whether blocks are.
+                     compiled: bool, segmented: bool = False) -> Choice:
+    """What `train.attention` (name) means here. compiled: whether blocks are. segmented: under context parallelism.
 
     Raises:
         UserError: there is no such backend, or it cannot run here.
     """
     try:
-        return choose(name, Where(device, precision, compiled, config.head_dim, config.sliding_window is not None))
+        return choose(name, Where(device, precision, compiled, config.head_dim, config.sliding_window is not None,
+                                  segmented))
     except ValueError as error:
         raise UserError(f"train.attention cannot be had here: {error}") from error

@@ -21,10 +21,10 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
     return device.type == "cuda" if train.compile is None else train.compile
 
 
-def compile_blocks(model: Llama) -> None:
-    """Compile each block's computation; what FSDP2 does around a block stays outside."""
+def compile_blocks(model: Llama, options: dict[str, Any] | None = None) -> None:
+    """Compile each block's computation; what FSDP2 does around a block stays outside. options: of torch.compile."""
     for block in model.layers:
-        block.forward = _on_arrival(torch.compile(block.forward))
+        block.forward = _on_arrival(torch.compile(block.forward, options=options))
 
 
 def _on_arrival(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

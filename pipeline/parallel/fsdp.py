@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,30 +13,36 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from model.attention.backend import Backend
 from model.config import ModelConfig
-from model.llama import Llama
+from model.llama import Llama, Part
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.parallel.activation_checkpointing import checkpoint_activations
+from pipeline.parallel.async_tensor_parallel import overlapping
 from pipeline.parallel.compiling import compile_blocks, compiles
+from pipeline.parallel.fp8 import convert_to_fp8
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.initial_values import InitialValues
+from pipeline.parallel.pipeline_parallel import Stage
 from pipeline.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, precision: torch.dtype,
-                train: TrainConfig, parallel: ParallelConfig, attention: Backend) -> Llama:
+                train: TrainConfig, parallel: ParallelConfig, attention: Backend, part: Part | None = None) -> Llama:
     """A model with its initial weights, split over `grid`.
 
     initial: None leaves the weights undefined, for a checkpoint to fill in. attention: computes it inside documents.
+    part: to place only a pipeline's stage, which is a `Stage`.
 
     Masters and reductions are float32 (float64 for float64); compute is in `precision`. Gradients are summed, not
     averaged: the loss is divided by the global number of targets before.
     """
     with torch.device("meta"):
-        model = Llama(config)
+        model = Llama(config) if part is None else Stage(config, part)
     model.backend = attention
     master = torch.float64 if precision == torch.float64 else torch.float32
     model = model.to(master)
+    if train.precision == "fp8":
+        convert_to_fp8(model, train, grid.ranks.device, grid.tensor)
     if grid.tensor > 1:
         apply_tensor_parallel(model, grid.mesh["tensor"])
     model.losses.z_loss = train.z_loss
@@ -43,26 +51,49 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     # the place of what tensor parallelism stores, and stops. Nothing in it is random: kept, it needs no such state.
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
     checkpoint_activations(model, train, always_kept=("attention",) if keep_attention else ())
+    options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device) if parallel.async_tp else None
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, options)
     if not needs_fsdp2(grid, precision):
         return _placed(model, initial, grid)
+    _shard(model, grid, precision, master, parallel)
+    return _placed(model, initial, grid)
+
+
+def _shard(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype, parallel: ParallelConfig) -> None:
+    """Split `model` by FSDP2 into units, whose weights are gathered together and just ahead of their use, and whose
+    gradients are reduced together: the embedding, each block, and the last norm with the output matrix. Where the
+    embedding is the output matrix, it and the norm are the root's, which holds them for the whole step.
+    """
     # The rotary table reaches the blocks in float32 and must stay so: inputs are not cast.
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=master, cast_forward_inputs=False)
-    mesh = grid.mesh["replicate", "shard"] if grid.replicate > 1 else grid.mesh["shard"]
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard == "always")
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    mesh = grid.weights_mesh
+    alone = mesh.size() == 1  # it would divide by 1 in a pass of its own
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    again = parallel.reshard == "always"
+    units: list[Any] = [shard(block, reshard_after_forward=again) for block in model.layers]
+    if model.part.embeds and not model.config.tied_embeddings:
+        embedding: Any = shard(model.tok_embeddings, reshard_after_forward=again)
+        embedding.set_unshard_in_backward(False)  # its gradient is made of token numbers
+        units = [embedding, *units]
+    if model.part.predicts and not model.config.tied_embeddings:
+        # Backward begins with these: let go, they would be gathered again at once.
+        shard([model.norm, model.output], reshard_after_forward=False)
+        units = [*units, model.output]
+        # Under tensor parallelism its output is a view, which nobody overwrites.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view")
+    root: Any = shard(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and grid.data_ranks > 1:  # alone, it would divide by 1 in a pass of its own
+        if isinstance(module, FSDPModule) and not alone:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    blocks: list[Any] = list(model.layers)  # with the methods that fully_shard adds
-    for block, following in pairwise(blocks):
-        # Each block's weights are asked for one block ahead, whatever Python is doing by then.
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
-    return _placed(model, initial, grid)
+    # Each unit's weights are asked for one unit ahead, whatever Python is doing by then.
+    for unit, following in pairwise([root, *units]):
+        unit.set_modules_to_forward_prefetch([following])
+    # The first unit names the root, which has or needs nothing by then: told no name, FSDP2 asks for what ran before,
+    # and that is, from the second micro-batch on, the head of the micro-batch before.
+    for unit, following in pairwise([root, *reversed(units), root]):
+        unit.set_modules_to_backward_prefetch([following])
 
 
 def needs_fsdp2(grid: Grid, precision: torch.dtype) -> bool:

@@ -1,26 +1,30 @@
-"""The ranks as one array, (replicate, shard, tensor), and which part of a tensor lies where in it.
+"""The ranks as one array, (pipeline, replicate, shard, context, tensor), and which part of a tensor lies where in it.
 
 Every process group is a slice of this array. Neighbouring ranks differ in the last axis, whose traffic is the
-heaviest, so a tensor group lies within a node. Context parallelism will be an axis between shard and tensor,
-pipeline parallelism one before replicate.
+heaviest, so a tensor group lies within a node. The ranks of shard and context together share the weights: context
+parallelism splits activations only, and each of its ranks has gradients of the whole.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.config.checks import grid_problems
-from pipeline.config.parallel import ParallelConfig
+from pipeline.config.parallel import GridSizes, ParallelConfig
 from pipeline.errors import UserError, listed
-from pipeline.parallel.ranks import PATIENCE, Ranks
+from pipeline.parallel.ranks import Ranks
 
-AXES = ("replicate", "shard", "tensor")
+AXES = GridSizes._fields
+WEIGHTS = "weights"
+"""The axis that shard and context make together."""
 
 
 @dataclass(frozen=True)
@@ -42,49 +46,97 @@ class Grid:
 
     def __init__(self, ranks: Ranks, parallel: ParallelConfig) -> None:
         self.ranks = ranks
-        self.replicate, self.shard, self.tensor = sizes(parallel, ranks.world)
+        found = sizes(parallel, ranks.world)
+        self.pipeline, self.replicate, self.shard, self.context, self.tensor = found
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The array as torch knows it; making it is a collective."""
-        return init_device_mesh(self.ranks.device.type, (self.replicate, self.shard, self.tensor),
-                                mesh_dim_names=AXES)
+        """The array as torch knows it, without the axes of length 1; making it is a collective. Its groups are called
+        `mesh_` and the axis, or `default_pg` where an axis holds all ranks, in what torch says of a collective that
+        nobody joins."""
+        lengths = (self.pipeline, self.replicate, self.shard, self.context, self.tensor)
+        kept = {axis: length for axis, length in zip(AXES, lengths, strict=True) if length > 1 or axis == "shard"}
+        return self._patient(init_device_mesh(self.ranks.device.type, tuple(kept.values()),
+                                              mesh_dim_names=tuple(kept)))
+
+    def _patient(self, mesh: DeviceMesh) -> DeviceMesh:
+        for group in mesh.get_all_groups():  # made with torch's own patience: 10 minutes for nccl
+            _set_pg_timeout(self.ranks.patience, group)
+        return mesh
+
+    @cached_property
+    def weights_mesh(self) -> DeviceMesh:
+        """The part of the mesh over which FSDP2 spreads weights and adds up gradients; making it is a collective."""
+        if self.context == 1:
+            return self.mesh["replicate", "shard"] if self.replicate > 1 else self.mesh["shard"]
+        flat = self._patient(self.mesh["shard", "context"]._flatten(WEIGHTS))
+        if self.replicate == 1:
+            return flat
+        with warnings.catch_warnings():  # torch has no other public way to put a flattened axis beside another
+            warnings.filterwarnings("ignore", "Slicing a flattened dim")
+            return self.mesh["replicate", WEIGHTS]
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks see different samples; those of a tensor group see the same."""
+        """How many groups of ranks see different samples."""
         return self.replicate * self.shard
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among them."""
-        return self.ranks.rank // self.tensor
+        """The number of this rank's group among them."""
+        return self.ranks.rank // self.sample_ranks % self.data_ranks
+
+    @property
+    def sample_ranks(self) -> int:
+        """How many neighbouring ranks see the same samples: all of a context and tensor group."""
+        return self.context * self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank that speaks, where sums over samples are made, for those that see the same."""
+        return self.ranks.rank % self.sample_ranks == 0 and self.pipeline_rank == 0
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's number in its tensor group. Number 0 speaks for the group where sums over samples are made."""
+        """This rank's number in its tensor group."""
         return self.ranks.rank % self.tensor
 
     @property
+    def context_rank(self) -> int:
+        """This rank's number in its context group."""
+        return self.ranks.rank // self.tensor % self.context
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's number in its pipeline group."""
+        return self.ranks.rank // (self.copy_ranks * self.replicate)
+
+    @property
     def replica(self) -> int:
-        """Which copy of the sharded model this rank belongs to."""
-        return self.ranks.rank // (self.tensor * self.shard)
+        """Which copy of the sharded model, or of its pipeline's part of it, this rank belongs to."""
+        return self.ranks.rank // self.copy_ranks % self.replicate
+
+    @property
+    def weight_shards(self) -> int:
+        """Over how many ranks the rows of a weight are spread."""
+        return self.shard * self.context
 
     @property
     def copy_ranks(self) -> int:
-        """How many ranks hold one copy of the model together. They are neighbours, those of the first copy first."""
-        return self.shard * self.tensor
+        """How many ranks hold one copy of the model, or of one pipeline rank's part of it, together. They are
+        neighbours, those of the first copy first."""
+        return self.weight_shards * self.tensor
 
     @cached_property
     def copy_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy of the model together with this one, None for all; making it is a collective."""
-        if self.replicate == 1:
+        """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
+        it is a collective."""
+        if self.replicate == self.pipeline == 1:
             return self.ranks.group
-        if 1 in (self.shard, self.tensor):
-            return self.mesh["shard" if self.tensor == 1 else "tensor"].get_group()
-        copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=PATIENCE)
+        copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=self.ranks.patience,
+                                 group_desc="copy")
                   for first in range(0, self.ranks.world, self.copy_ranks)]
-        return copies[self.replica]
+        return copies[self.ranks.rank // self.copy_ranks]
 
     @cached_property
     def replicate_group(self) -> dist.ProcessGroup:
@@ -93,20 +145,20 @@ class Grid:
 
     def part(self, parameter: torch.Tensor, rank: int | None = None) -> LocalShard:
         """What a rank, by default this one, holds of a parameter that `spread` has placed: first split over the tensor
-        group, then by rows over the shard group (the order in which FSDP2 and tensor parallelism nest)."""
+        group, then by rows over the shard and context groups (the order in which FSDP2 and tensor parallelism nest)."""
         rank = self.ranks.rank if rank is None else rank
         shape = list(parameter.shape)
         if not isinstance(parameter, DTensor):
             return LocalShard((0,) * len(shape), tuple(shape), rank, self.ranks.world)
         offset, size = [0] * len(shape), shape
-        copy, copies, tensor_rank = rank // self.copy_ranks, self.replicate, rank % self.tensor
+        copy, copies, tensor_rank = rank // self.copy_ranks % self.replicate, self.replicate, rank % self.tensor
         if self.tensor > 1:
             placement = parameter.placements[-1]  # FSDP2 puts its own axes before
             if isinstance(placement, Shard):
                 offset[placement.dim], size[placement.dim] = _slice(size[placement.dim], self.tensor, tensor_rank)
             else:
                 copy, copies = copy * self.tensor + tensor_rank, copies * self.tensor
-        start, size[0] = _slice(size[0], self.shard, rank // self.tensor % self.shard)
+        start, size[0] = _slice(size[0], self.weight_shards, rank // self.tensor % self.weight_shards)
         offset[0] += start
         assert rank != self.ranks.rank or tuple(size) == tuple(own(parameter).shape), (tuple(size), parameter)
         return LocalShard(tuple(offset), tuple(size), copy, copies)
@@ -117,7 +169,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sizes(parallel: ParallelConfig, ranks: int) -> tuple[int, int, int]:
+def sizes(parallel: ParallelConfig, ranks: int) -> GridSizes:
     """The lengths of the axes; UserError with the numbers where they do not make up `ranks`."""
     if problems := grid_problems(parallel, ranks):
         raise UserError(listed(problems))

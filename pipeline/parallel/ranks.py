@@ -16,16 +16,22 @@ from pipeline.parallel.host_memory import keep_freed_memory
 
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Under which names torch reads how it is to deal with the memory of GPUs."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: its number, how many there are, and its device."""
+    """This process among all: its number, how many there are, and its device.
+
+    patience: how long it waits for others in a collective, before torch ends the process and says in which group.
+    """
 
     rank: int
     world: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: the group of all that was made first
+    patience: timedelta = PATIENCE
 
     @property
     def leads(self) -> bool:
@@ -68,7 +74,8 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
-        return Ranks(self.rank, self.world, torch.device("cpu"), dist.new_group(backend="gloo", timeout=PATIENCE))
+        group = dist.new_group(backend="gloo", timeout=self.patience, group_desc="hosts")
+        return Ranks(self.rank, self.world, torch.device("cpu"), group, self.patience)
 
 
 def allow_open_files() -> None:
@@ -78,8 +85,21 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def start_ranks() -> Ranks:
-    """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one."""
+def extend_segments() -> None:
+    """Let torch extend the pieces of a GPU's memory that it holds, where it would take further ones: what is free then
+    lies together, and tensors of changing sizes find room. torch reads this when it first asks a GPU for memory.
+
+    Whoever has said in the environment how memory is to be dealt with is obeyed.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def start_ranks(patience: timedelta = PATIENCE) -> Ranks:
+    """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one.
+
+    patience: see `Ranks`.
+    """
     allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():
@@ -88,15 +108,16 @@ def start_ranks() -> Ranks:
             raise UserError(f"This node has {torch.cuda.device_count()} GPUs, but rank {rank} is local rank {local}. "
                             f"Start at most one rank per GPU.")
         device, backend = torch.device("cuda", local), "nccl"
+        extend_segments()
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend, timeout=patience, device_id=device if device.type == "cuda" else None)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
-    return Ranks(rank, world, device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    return Ranks(rank, world, device, patience=patience)
 
 
 def stop_ranks() -> None:

@@ -8,13 +8,16 @@ Embedding, output matrix and loss are split by vocabulary. The model's own code 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -47,16 +50,37 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
             "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE)})
-    parallelize_module(model, mesh, {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())})
+    around = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+              "norm": SequenceParallel(),
+              "output": SplitOutput()}
+    parallelize_module(model, mesh, {name: style for name, style in around.items() if hasattr(model, name)})
     model.tie()  # both matrices were replaced
     model.losses = SplitLosses(mesh)
 
 
+class SplitOutput(ParallelStyle):
+    """The output matrix split by vocabulary, which is called with hidden states that are split by sequence and gathers
+    them. Logits become whole; losses are."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._split, self._gather_states, self._gather_logits)
+
+    @staticmethod
+    def _split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+
+    @staticmethod
+    def _gather_states(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return inputs[0].redistribute(placements=[Replicate()])
+
+    @staticmethod
+    def _gather_logits(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.full_tensor() if isinstance(output, DTensor) else output
+
+
 class SplitLosses(Losses):
-    """The losses where hidden states are split by sequence and the output matrix by vocabulary."""
+    """The losses where hidden states are whole on every rank and the output matrix is split by vocabulary."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -75,7 +99,7 @@ class SplitLosses(Losses):
     def _meet(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, TensorParallelVocabulary]:
         assert isinstance(hidden, DTensor) and isinstance(weight, DTensor)
         # Each rank's loss knows only its own words: the gradients of the gathered states are parts of a sum.
-        whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        whole = hidden.to_local(grad_placements=[Partial()])
         part = weight.to_local()
         return whole, part, TensorParallelVocabulary(self.mesh, part.shape[0])
 

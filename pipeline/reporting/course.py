@@ -31,7 +31,7 @@ def training_section(facts: Facts) -> Section:
                *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
         section.tables.append(Table("Training in numbers", ["", ""], numbers))
-    told = [event for event in facts.events if event.get("event") != "checkpoint"]
+    told = [event for event in facts.events if event.get("event") not in ("checkpoint", "fp8")]
     rows = [[str(event.get("time", "")).replace("T", " ")[:19], event.get("event", ""), _details(event)]
             for event in told[:SHOWN_EVENTS]]
     if rows:

@@ -20,7 +20,7 @@ import torch
 from pipeline.config.training import CheckpointConfig
 from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.sharded_tensors import ShardFile, TensorShard, whole, write_index, write_part
-from pipeline.parallel.ranks import PATIENCE, Ranks
+from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.training.checkpoint import Checkpoints
 
@@ -108,7 +108,7 @@ class AsyncSaver:
     def settle(self) -> None:
         """Let a save in flight end before the process does, whatever becomes of it."""
         if self._thread is not None:
-            self._thread.join(PATIENCE.total_seconds())
+            self._thread.join(self.ranks.patience.total_seconds())
 
     def ended(self) -> list[Saved]:
         """What has ended since this was last asked, for the log."""

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from functools import partial
 
 from pipeline.contract.stage_work import Work
+from pipeline.data.loader import Batch
 from pipeline.parallel.grid import Grid
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.metrics import read_metrics
 from pipeline.training.engines.engine import Engine
+from pipeline.training.engines.fp8_watch import Fp8Watch, summary
 from pipeline.training.recorder import Recorder
 from pipeline.training.sampling_attempts import MOST_ENDED, SamplingAttempts
 from pipeline.training.validation import Samples, Validation
@@ -22,14 +24,19 @@ from pipeline.training.watchdog import Watchdog
 
 
 class Monitor:
-    """What one attempt at training shows of its model. Every method is called on all ranks alike."""
+    """What one attempt at training shows of its model. Every method is called on all ranks alike.
+
+    precision: of the arithmetic, of which fp8 is looked at.
+    """
 
     def __init__(self, work: Work, grid: Grid, engine: Engine, recorder: Recorder, watchdog: Watchdog,
-                 say: Callable[[str], None]) -> None:
+                 say: Callable[[str], None], precision: str) -> None:
         self.work, self.ranks, self.engine, self.recorder = work, grid.ranks, engine, recorder
         self.watchdog, self.say = watchdog, say
         self.validation, self.samples = Validation(work, grid), Samples(work, grid)
         self.attempts = SamplingAttempts(work.folder, grid.ranks)
+        self.fp8 = Fp8Watch(engine, grid.ranks.device) if precision == "fp8" else None
+        self._fp8_seen = False
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
@@ -46,12 +53,28 @@ class Monitor:
             self.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
         return finite
 
-    def log(self, progress: TrainingProgress, heldout: dict[str, float] | None) -> None:
-        """The line of the last step, where that is due, with what validation has found."""
-        due = heldout is not None or self.due(progress.step, self.work.config.train.log_every)
+    def watch_fp8(self, step: int, batch: Batch, targets: int) -> dict[str, float | str]:
+        """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes
+        into events.jsonl. In the first step of a start too: what it needs of memory shows at once.
+
+        batch, targets: of the step, see `Fp8Watch.measure`.
+        """
+        if self.fp8 is None or (self._fp8_seen and not self.due(step, self.work.config.train.fp8_watch_every)):
+            return {}
+        self._fp8_seen = True
+        self.watchdog.pulse()
+        with self.recorder.looking():
+            layers = self.fp8.measure(batch, targets)
+        self.recorder.event("fp8", step=step, layers=layers)
+        return summary(layers)
+
+    def log(self, progress: TrainingProgress, heldout: dict[str, float] | None,
+            fp8: dict[str, float | str] | None = None) -> None:
+        """The line of the last step, where that is due, with what was found by looking at the model after it."""
+        due = heldout is not None or bool(fp8) or self.due(progress.step, self.work.config.train.log_every)
         if due and self.recorder.log is not None:
             found = {} if heldout is None else {"heldout_bpb": heldout}
-            self.recorder.log.step({**(progress.record or {}), **found})
+            self.recorder.log.step({**(progress.record or {}), **found, **(fp8 or {})})
 
     def draw_samples(self, step: int) -> None:
         """Draw texts where that is due after `step`, unless it ended earlier starts: it would for ever, since the

@@ -54,9 +54,10 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
-    """The precision of all ranks and why, `begun` being the one that the run was begun in, if it was: `auto` must not
-    change with the machine."""
+    """The precision of all ranks and why, `begun` being the one that the checkpoint was trained in, if there is one:
+    `auto` must not change with the machine."""
     if wanted == "auto" and begun:
         return begun, f"{begun}, as the run was begun"
     found = ranks.gather(choose_precision(wanted, ranks.device))
-    return found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
+    chosen, why = found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
+    return chosen, f"{why}, {begun} before" if begun not in ("", chosen) else why

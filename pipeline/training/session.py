@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -14,14 +15,18 @@ import torch
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
+from pipeline.config.guarding import FIRST
+from pipeline.config.tree import Config
 from pipeline.contract.run import code_hashes
 from pipeline.contract.stage_work import Work, git_state, software_versions
 from pipeline.contract.stages import STAGES
 from pipeline.contract.state import write_state
 from pipeline.data.loader import Batch, Prefetcher
 from pipeline.errors import UserError, listed
+from pipeline.parallel.context_parallel import part_of
+from pipeline.parallel.fp8 import fp8_lines
 from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.parallel.ranks import PATIENCE, start_ranks, stop_ranks
 from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.records.hangs import write_places
 from pipeline.records.pending_evaluations import PendingEvaluations
@@ -46,6 +51,18 @@ from pipeline.training.token_check import TokenCheck
 from pipeline.training.training_data import open_training_data
 from pipeline.training.watchdog import Watchdog
 
+SLACK = timedelta(minutes=10)
+"""So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
+
+
+def longest_wait(config: Config) -> timedelta:
+    """How long a rank waits for others in a collective: as configured, or longer than the watchdog waits for a sign of
+    life, for which a first step has the most time."""
+    minutes, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
+    if minutes is not None:
+        return timedelta(minutes=minutes)
+    return max(PATIENCE, timedelta(minutes=FIRST * hang) + SLACK) if hang is not None else PATIENCE
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -64,7 +81,7 @@ class Session:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         if self.config.train.deterministic:
             make_deterministic()
-        self.ranks = start_ranks()
+        self.ranks = start_ranks(longest_wait(self.config))
         nodes = self._meet()
         train = self.config.train
         self.lay_out()
@@ -90,10 +107,11 @@ class Session:
         self.tokens = TokenCheck(work, self.ranks, self.progress.step, self.say)
         chosen, why = agreed_precision(train.precision, self.progress.precision, self.ranks)
         self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
+        decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
         # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
         torch.manual_seed(self.config.seed + self.ranks.rank)
         with initial_values(work, self.model_config, self.ranks, begun=found is not None) as initial:
-            self.engine = build_engine(self.config, self.model_config, self.grid, precision, self.batch.accumulation,
+            self.engine = build_engine(decided, self.model_config, self.grid, precision, self.batch.accumulation,
                                        initial)
         self.guard_runner = GuardRunner(work, self.ranks, nodes, self.data, train.guards, self.batch.sequences,
                                        self.say)
@@ -102,13 +120,15 @@ class Session:
             if found:
                 load(found[0], self.engine, self.ranks, self.progress.updates)
             self.saver.prepare(self.engine.state_shards())
-        # By the full-attention formula: 6 x matrix parameters + attention, not halved. Peaks are known for bf16.
+        # By the full-attention formula: 6 x matrix parameters + attention, not halved. Peaks are known for bf16;
+        # fp8 is measured against them too, so that its figures compare with those of bf16.
         flops = self.model_config.flops_per_token(train.sequence_length, causal=False)
         self.recorder = Recorder(work, self.ranks, self.progress, flops if precision == torch.bfloat16 else None)
         with self.watchdog.paused(self.ranks.barrier):
-            self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say)
+            self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say, chosen)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, why),
-                     *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision)]:
+                     *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision),
+                     *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
         self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
         self._begin()
@@ -170,7 +190,8 @@ class Session:
                             parallel=self.config.parallel.model_dump(), micro_batch=self.batch.micro_batch,
                             device=self.ranks.device_name or self.ranks.device.type,
                             deterministic=is_deterministic(self.ranks.device, self.config.train.deterministic),
-                            attention=self.engine.attention.backend.name, compile=self.config.train.compile,
+                            precision=self.progress.precision, attention=self.engine.attention.backend.name,
+                            compile=self.config.train.compile,
                             torch=torch.__version__, job=os.environ.get("SLURM_JOB_ID", ""))
         self.step_began = time.perf_counter()
         while self.unfinished:
@@ -195,7 +216,7 @@ class Session:
         minutes = self.config.train.checkpoint.every_minutes
         late = self.ranks.leads and minutes is not None and time.monotonic() - self.saver.last_save > 60 * minutes
         targets, saves, failures, damaged, sound, *votes = self.ranks.sum(
-            batch.targets if self.grid.tensor_rank == 0 else 0, late, self.saver.failed, *self.tokens.votes(),
+            batch.targets if self.grid.speaks else 0, late, self.saver.failed, *self.tokens.votes(),
             *self.stop.votes())
         if failures:
             self.saver.wait()  # raises, on every rank
@@ -303,8 +324,11 @@ class Session:
     def _make_batch(self, done: int) -> Batch:
         """This rank's part of the batch after `done` steps."""
         ahead = self.batch.first(self.grid.data_rank, done - self.started_from.step)
-        return self.data.batch_of(self.guard_runner.excluded.numbers(self.started_from.samples, ahead,
-                                                                    self.batch.rank_sequences))
+        batch = self.data.batch_of(self.guard_runner.excluded.numbers(self.started_from.samples, ahead,
+                                                                     self.batch.rank_sequences))
+        if self.grid.context == 1:
+            return batch
+        return part_of(batch, self.grid.context, self.grid.context_rank, self.config.train.across_documents)
 
     def _about(self) -> dict[str, Any]:
         """What a checkpoint's marker says of how it was made."""

@@ -27,7 +27,7 @@ def kernel_lines(config: Config, attention: Choice, device: torch.device, dtype:
     found = [f"attention {attention.backend.name}"]
     if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
         found.append(f"float32 products {chosen()}")
-    fallback = attention.fallback and not config.train.across_documents
+    fallback = attention.fallback and (not config.train.across_documents or config.parallel.cp > 1)
     return ["; ".join(found), *([attention.fallback] if fallback else [])]
 
 
@@ -37,4 +37,7 @@ def _layout(config: Config, grid: Grid) -> str:
     if parallel.engine == "deepspeed":
         offload = f", {parallel.offload} in host memory" if parallel.offload != "none" else ""
         return f"DeepSpeed ZeRO {parallel.zero_stage}{offload}"
-    return f"FSDP2 {grid.replicate} x {grid.shard}, tensor parallel {grid.tensor}"
+    splits = {"tensor": grid.tensor, "context": grid.context, "pipeline": grid.pipeline}
+    named = "".join(f", {name} parallel {ranks}" for name, ranks in splits.items() if ranks > 1 or name == "tensor")
+    stages = f" ({parallel.pp_schedule}, {parallel.stages} stages)" if grid.pipeline > 1 else ""
+    return f"FSDP2 {grid.replicate} x {grid.shard}{named}{stages}"

@@ -16,6 +16,7 @@ from pipeline.contract.stage_work import Work
 from pipeline.data.token_shards import TokenShard, open_shards
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from pipeline.parallel.compiling import compiles
+from pipeline.parallel.context_parallel import whole_losses
 from pipeline.parallel.grid import Grid
 from pipeline.training.engines.engine import Engine
 
@@ -43,10 +44,12 @@ class Validation:
 
         def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
             pulse()
+            if self.grid.context > 1:
+                return whole_losses(model, self.grid.mesh["context"], tokens, labels, documents, positions)
             nats: Tensor = model(tokens, labels, documents=documents, positions=positions, reduction="none")
             return nats
         model.eval()
-        found = measure(forward, self.batches, self.grid.ranks.device, copies=self.grid.tensor)
+        found = measure(forward, self.batches, self.grid.ranks.device, copies=self.grid.sample_ranks)
         engine.free_unsharded()
         model.train()
         self.first = False

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from pipeline.config.guarding import FIRST
 from pipeline.console import duration
 from pipeline.contract.stage_work import Work
 from pipeline.files import write_note
@@ -27,8 +28,6 @@ from pipeline.training.rank_agreement import node_name
 
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
-FIRST = 3
-"""How much longer than that it may take until the first step of a start is done."""
 TOGETHER_S = 30.0
 """For the other ranks to write too, because a launcher ends them all once one has ended."""
 REST_S = 2.0

@@ -87,4 +87,4 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
 def test_words():
     assert str(BatchPlan(4096, 8192, 128, 1, 2)) == ("33,554,432 tokens a step = 4,096 sequences of 8,192 = 128 ranks "
                                                      "x micro batch 2 x 16 accumulated")
-    assert "= 1 tensor-parallel group of 2 ranks x micro batch 8 x 8 accumulated" in str(BatchPlan(64, 128, 1, 2, 8))
+    assert "= 1 group of 2 ranks x micro batch 8 x 8 accumulated" in str(BatchPlan(64, 128, 1, 2, 8))

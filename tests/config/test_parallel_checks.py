@@ -8,6 +8,7 @@ import pytest
 from launch.checks import configuration_problems
 from model.attention import BACKENDS
 from model.config import ModelConfig
+from pipeline.config import outside
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.data import TokenizerConfig
 from pipeline.config.parallel import ParallelConfig
@@ -23,6 +24,9 @@ def config(train=None, model=MODEL, tokenizer=None, **parallel):
                   tokenizer=TokenizerConfig(kind="byte", **tokenizer or {}))
 
 
+ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": False}}
+
+
 @pytest.mark.parametrize(("settings", "words"), [
     ({"tp": 4}, "model.kv_heads (2) is not divisible by parallel.tp (4)"),
     ({"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 513})}, "the vocabulary (513) is not divisible"),
@@ -35,7 +39,22 @@ def config(train=None, model=MODEL, tokenizer=None, **parallel):
     ({"engine": "deepspeed", "reshard": "never"}, "parallel.reshard 'never' is for parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "reduce": "last"}, "parallel.reduce 'last' is for parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "train": {"precision": "fp64"}}, "'fp64' needs parallel.engine 'fsdp2'"),
+    ({"engine": "deepspeed", "train": {"precision": "fp8"}}, "'fp8' needs parallel.engine 'fsdp2'"),
+    ({"train": {"precision": "fp8", "sequence_length": 200, "batch_tokens": 200 * 8}}, "200 is not a multiple of 16"),
     ({"engine": "deepspeed", "zero_stage": 3, "train": {"compile": True}}, "train.compile true does not work"),
+    ({"engine": "deepspeed", "pp": 2}, "parallel.pp 2 is for parallel.engine 'fsdp2', not 'deepspeed'"),
+    ({"engine": "deepspeed", "cp": 2}, "parallel.cp 2 is for parallel.engine 'fsdp2', not 'deepspeed'"),
+    ({"cp": 3}, "is not divisible by 3 (parallel: cp 3 x tp 1)"),
+    ({"pp": 5}, "5 pipeline stages (pp 5, pp_schedule 1f1b) are more than model.layers 4"),
+    ({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 3}, "6 pipeline stages"),
+    ({**ZBV, "model": MODEL.model_copy(update={"tied_embeddings": True})}, "does not take model.tied_embeddings"),
+    ({**ZBV, "train": {"compile": None}}, "which torch cannot do with compiled blocks"),
+    ({**ZBV, "reshard": "always"}, "zbv needs parallel.reshard never"),
+    ({"async_tp": True}, "parallel.async_tp true has nothing to cut where parallel.tp is 1"),
+    ({"async_tp": True, "tp": 2, "train": {"compile": False}}, "done by the compiler, but train.compile is false"),
+    ({"timeout_minutes": 30}, "parallel.timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0"),
+    ({"cp": 2, "train": {"precision": "fp8", "sequence_length": 176, "batch_tokens": 176 * 8}},
+     "176 is not a multiple of 16 x parallel.cp 2, which train.precision 'fp8'"),
     ({"train": {"recomputed_blocks": 5}}, "train.recomputed_blocks 5 is more than model.layers 4"),
     ({"train": {"activation_checkpointing": "selective", "kept_activations": []}}, "train.kept_activations is empty"),
     ({"train": {"attention": "flash"}}, "train.attention 'flash' is not known; there are auto, sdpa, by_document"),
@@ -49,6 +68,11 @@ def test_every_known_attention_and_a_class_of_ones_own_are_accepted():
         assert problems(config(train={"attention": name})) == []
 
 
+def test_a_compiler_that_may_be_there_and_a_watchdog_that_is_not_are_no_problem():
+    assert problems(config(async_tp=True, tp=2)) == []
+    assert problems(config(timeout_minutes=1, train={"guards": {"hang_minutes": None}})) == []
+
+
 def test_a_vocabulary_that_was_made_divisible_is_accepted():
     model = MODEL.model_copy(update={"vocab_size": 514, "heads": 4, "kv_heads": 2})
     assert problems(config(model=model, tp=2)) == []
@@ -58,6 +82,11 @@ def test_a_vocabulary_that_was_made_divisible_is_accepted():
     ({"tp": 2}, 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
     ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
     ({"train": {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}}, 2, "8 sequences"),
+    ({"pp": 2, "cp": 2}, 6, "6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard"),
+    ({"pp": 2, "train": {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}}, 2,
+     "as many micro-batches in a step as it has ranks, parallel.pp 2; there are 1 (train.batch_tokens 2048"),
+    ({"pp": 2, "pp_schedule": "interleaved", "train": {
+        "micro_batch": 1, "sequence_length": 256, "batch_tokens": 256 * 3}}, 2, "(2) divides; there are 3 in a step"),
 ])
 def test_ranks_that_cannot_be_laid_out(settings, ranks, words):
     assert any(words in problem for problem in rank_problems(config(**settings), ranks))
@@ -68,10 +97,15 @@ def test_ranks_of_a_tensor_group_share_their_samples():
     assert rank_problems(config(tp=2, **settings), 2) == []
 
 
-def test_a_missing_deepspeed_is_noticed_before_the_job_starts(monkeypatch):
+@pytest.mark.parametrize(("package", "settings"), [
+    ("deepspeed", {"engine": "deepspeed"}), ("torchao", {"train": {"precision": "fp8"}})])
+def test_a_missing_package_is_noticed_before_the_job_starts(monkeypatch, package, settings):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name, *rest: None if name == "deepspeed" else found(name, *rest))
-    wanted = config(engine="deepspeed", train={"batch_tokens": 256 * 64})
-    with pytest.raises(UserError, match="deepspeed is not installed here"):
+
+    def absent(name, *rest):
+        return None if name == package else found(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    monkeypatch.setattr(outside, "find_spec", absent)
+    wanted = config(**{**settings, "train": {"batch_tokens": 256 * 64, **settings.get("train", {})}})
+    with pytest.raises(UserError, match=f"{package} is not installed here"):
         configuration_problems(wanted, [SimpleNamespace(key="train", stage="train", to_run=True, ranks=1)], "mine.yaml")

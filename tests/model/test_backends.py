@@ -124,7 +124,13 @@ def test_a_cut_document_does_not_go_on_in_the_next_row():
 
 
 def test_neighbours_of_one_length_are_one_call():
-    assert ByDocument().prepare(Documents(numbered([[4, 4, 8], [8, 8]])), torch.float32) == ((2, 4), (3, 8))
+    assert runs(ByDocument().prepare(Documents(numbered([[4, 4, 8], [8, 8]])), torch.float32)) == [(2, 4), (3, 8)]
+
+
+def runs(prepared):
+    """(documents, length) of each run, which has as many keys and no mask."""
+    assert all(run.keys == run.length and run.mask is None for run in prepared)
+    return [run[:2] for run in prepared]
 
 
 def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
@@ -132,16 +138,17 @@ def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
         return ByDocument().prepare(Documents(numbered([[length // 2] * 2])), dtype)
 
     assert isinstance(prepared(256, torch.bfloat16), torch.Tensor)
-    assert prepared(256, torch.float32) == ((2, 128),) and prepared(512, torch.bfloat16) == ((2, 256),)
+    assert runs(prepared(256, torch.float32)) == [(2, 128)] and runs(prepared(512, torch.bfloat16)) == [(2, 256)]
     three = inputs(ROWS["mixed"], dtype=torch.bfloat16)
     assert torch.equal(attended(ByDocument(), three, ROWS["mixed"]), attended(WAYS[0], three, ROWS["mixed"]))
 
 
 def test_varlen_is_given_padded_edges_and_unrepeated_heads():
     """A compiled graph meets few shapes: numbers of documents and the longest are rounded up to powers of two."""
-    edges, longest, before = VarlenOnCpu().prepare(Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
+    edges, longest, before, key_edges, longest_keys = VarlenOnCpu().prepare(
+        Documents(numbered([[5, 3, 8], [9, 7]])), torch.bfloat16)
     assert edges.tolist() == [0, 5, 8, 16, 25, 32, 32, 32, 32] and edges.dtype == torch.int32 and longest == 16
-    assert before == -1
+    assert before == -1 and key_edges is edges and longest_keys == longest
     shapes = {len(VarlenOnCpu().prepare(Documents(numbered([[1] * count + [64 - count]])), torch.bfloat16).edges)
               for count in range(1, 64)}
     assert shapes == {3, 5, 9, 17, 33, 65}

@@ -23,20 +23,36 @@ class VarlenOnCpu(Varlen):
         return ""
 
 
-def documents(edges, longest, window):
-    """(first token, end) of each that has any, checked as a kernel would have it."""
+def documents(edges, edges_k, longest, longest_k, window):
+    """(queries, keys) of each document or segment that has any, as slices, checked as a kernel would have them."""
+    assert window[0] >= -1 and window[1] == 0
+    queries, keys = slices(edges, longest), slices(edges_k, longest_k)
+    assert len(queries) == len(keys)
+    assert all(count(own) <= count(seen) for own, seen in zip(queries, keys, strict=True))
+    return [(own, seen) for own, seen in zip(queries, keys, strict=True) if count(own)]
+
+
+def slices(edges, longest):
+    """Of each document, with those that have nothing."""
     places = edges.tolist()
     assert places[0] == 0 and places == sorted(places) and edges.dtype == torch.int32
-    assert max(end - start for start, end in pairwise(places)) <= longest, "the kernel would leave out what is beyond"
-    assert window[0] >= -1 and window[1] == 0
-    return [(start, end) for start, end in pairwise(places) if end > start]
+    found = [slice(start, end) for start, end in pairwise(places)]
+    assert max(map(count, found)) <= longest, "the kernel would leave out what is beyond"
+    return found
+
+
+def count(tokens):
+    """How many there are in a slice."""
+    return tokens.stop - tokens.start
 
 
 def weights(q, k, scale, window):
-    """softmax(q k^T) of one document, causal and window[0] keys back: (heads, length, length), and its log-sum-exp."""
+    """softmax(q k^T) of one document, causal from the last query and key on, and window[0] keys back: (heads, queries,
+    keys), and its log-sum-exp."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
-    seen = seen if window[0] < 0 else seen.triu(-window[0])
+    more = len(k) - len(q)
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(more)
+    seen = seen if window[0] < 0 else seen.triu(more - window[0])
     scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1), scores.logsumexp(-1)
 
@@ -47,29 +63,30 @@ def forward(q, k, v, edges, edges_k, longest, longest_k, is_causal=False, scale=
     CALLS["forward"] += 1
     group = q.shape[1] // k.shape[1]
     out, normaliser = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    for start, end in documents(edges, longest, window_size):
-        keys, values = (whole[start:end].repeat_interleave(group, 1) for whole in (k, v))
-        shares, normaliser[:, start:end] = weights(q[start:end], keys, scale, window_size)
-        out[start:end] = torch.einsum("hqk,khd->qhd", shares, values)
+    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
+        keys, values = (whole[seen].repeat_interleave(group, 1) for whole in (k, v))
+        shares, normaliser[:, own] = weights(q[own], keys, scale, window_size)
+        out[own] = torch.einsum("hqk,khd->qhd", shares, values)
     return out, normaliser, torch.zeros(2, dtype=torch.uint64)
 
 
 def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longest_k, is_causal, state, scale=None,
              window_size=None):
-    """Of torch_attn::_varlen_attn_backward: gradients of q, k, v."""
+    """Of torch_attn::_varlen_attn_backward: gradients of q, k, v. Those of keys in no document are what a kernel may
+    leave there: anything."""
     CALLS["backward"] += 1
     group = q.shape[1] // k.shape[1]
-    found = tuple(torch.empty_like(whole) for whole in (q, k, v))
-    for start, end in documents(edges, longest, window_size):
-        own, keys, values = q[start:end], *(whole[start:end].repeat_interleave(group, 1) for whole in (k, v))
-        shares, _ = weights(own, keys, scale, window_size)
-        upstream = gradient[start:end]
+    found = tuple(torch.full_like(whole, torch.nan) for whole in (q, k, v))
+    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
+        queries, keys, values = q[own], *(whole[seen].repeat_interleave(group, 1) for whole in (k, v))
+        shares, _ = weights(queries, keys, scale, window_size)
+        upstream = gradient[own]
         towards = torch.einsum("qhd,khd->hqk", upstream, values)
         scores = shares * (towards - (towards * shares).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
-        found[0][start:end] = torch.einsum("hqk,khd->qhd", scores, keys)
-        for total, part in ((found[1], torch.einsum("hqk,qhd->khd", scores, own)),
+        found[0][own] = torch.einsum("hqk,khd->qhd", scores, keys)
+        for total, part in ((found[1], torch.einsum("hqk,qhd->khd", scores, queries)),
                             (found[2], torch.einsum("hqk,qhd->khd", shares, upstream))):
-            total[start:end] = part.unflatten(1, (-1, group)).sum(2)
+            total[seen] = part.unflatten(1, (-1, group)).sum(2)
     return found
 
 

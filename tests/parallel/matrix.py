@@ -1,20 +1,15 @@
-"""Every way of spreading a model, run on the same seed and data and compared: `make matrix` writes docs/matrix.md.
-
-`python -m tests.parallel.matrix --store` keeps the losses that later versions are held to.
+"""Every way of spreading a model, run on the same seed and data and compared; `matrix_table` shows it.
 
 A case's difference is the largest relative difference from its reference in any step's loss or gradient norm, or in any
 parameter's gradient: the norm of the difference over the norm, of whole tensors, in the first step and the last.
 """
 
 import functools
+import importlib.util
 import itertools
-import json
 import os
-import platform
 import shutil
-import sys
 from dataclasses import dataclass, field
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -23,11 +18,15 @@ import torch
 from model.kernels import vendor
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import every, pairwise
-from tests.parallel.groups import REPOSITORY, CaseError, run_case
+from tests.parallel.groups import REPOSITORY, run_case
 from tests.tiny_models import DESCENDANT
 
-TABLE = REPOSITORY / "docs/matrix.md"
 STORED = REPOSITORY / "tests/parallel/reference_losses.json"
+
+
+FOUR = {"layers": 4}
+INTERLEAVED = {"pp_schedule": "interleaved"}
+ZBV = {"pp_schedule": "zbv", "reshard": "never"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,22 @@ def deepspeed(name: str, accumulation: int = 1, **parallel: Any) -> Case:
                  "parallel": {"engine": "deepspeed", **parallel}}, looser=10)
 
 
+def pipelined(name: str, ranks: int, accumulation: int, backend: str | None = None, tied: bool = False,
+              train: dict[str, Any] | None = None, **parallel: Any) -> Case:
+    """A pipeline in float64 over 10 steps, on a model of four layers."""
+    muon = (train or {}).get("optimizer") == "muon"
+    options = f"{', tied' * tied}{', Muon' * muon}"
+    return Case(name + ", Muon" * muon, f"one process, 4 layers{options}", 1e-12, ranks, {
+        "steps": 10, "shape": FOUR, "accumulation": accumulation, "backend": backend, "tied": tied,
+        "train": train or {}, "parallel": {"pp": 2, **parallel}})
+
+
+def context(name: str, ranks: int, reference: str = "one process, float64", cp: int = 2, **settings: Any) -> Case:
+    """Sequences split over ranks, in float64 over 10 steps."""
+    parallel = {"cp": cp, **settings.pop("parallel", {})}
+    return Case(name, reference, 1e-12, ranks, {"steps": 10, **settings, "parallel": parallel})
+
+
 def muon(name: str, ranks: int, accumulation: int = 1, **parallel: Any) -> Case:
     """A layout in float64 over 10 steps, with Muon in AdamW's place."""
     return Case(f"{name}, Muon", "one process, Muon", 1e-12, ranks,
@@ -87,6 +102,12 @@ def descendant(name: str, ranks: int, **settings: Any) -> Case:
 def bf16(name: str, ranks: int = 2, steps: int = 10, **settings: Any) -> Case:
     """In bfloat16: other sums round otherwise, by up to 1/256 each."""
     return Case(name, "one process, bf16", 5e-3, ranks, {"precision": "bf16", "steps": steps, **settings}, looser=10)
+
+
+def fp8(name: str, reference: str, bound: float, ranks: int = 1, **settings: Any) -> Case:
+    """In fp8, where tokens of a micro-batch share a scale: what splits them otherwise, or adds otherwise in bfloat16,
+    rounds otherwise, by up to 1/16 each. Clipping multiplies by a norm in float32, of other sums."""
+    return Case(f"{name}, fp8", reference, bound, ranks, {"precision": "fp8", "steps": 10, **settings}, looser=10)
 
 
 LAYOUTS = [
@@ -124,6 +145,59 @@ LAYOUTS = [
         "steps": 10, "shape": DESCENDANT, "train": {"optimizer": "muon"}}),
     Case("tensor parallel 2, Muon, QK-norm and windows", "one process, Muon, QK-norm and windows", 1e-12, 2,
          {"steps": 10, "shape": DESCENDANT, "parallel": {"tp": 2}, "train": {"optimizer": "muon"}}),
+    Case("one process, 4 layers", settings={"steps": 10, "shape": FOUR}),
+    Case("one process, 4 layers, tied", settings={"steps": 10, "shape": FOUR, "tied": True}),
+    Case("one process, 4 layers, Muon", settings={"steps": 10, "shape": FOUR, "train": {"optimizer": "muon"}}),
+    Case("one process, 4 layers, bf16", settings={"precision": "bf16", "steps": 10, "shape": FOUR}),
+    pipelined("pipeline 2, accumulation 2", 2, 2),
+    pipelined("pipeline 2, accumulation 8", 2, 8),
+    pipelined("pipeline 3, accumulation 4", 3, 4, pp=3),
+    pipelined("pipeline 4, accumulation 4, tied", 4, 4, tied=True, pp=4),
+    pipelined("interleaved pipeline 2, accumulation 4", 2, 4, **INTERLEAVED),
+    pipelined("interleaved pipeline 2, accumulation 4, tied", 2, 4, tied=True, **INTERLEAVED),
+    pipelined("ZBV pipeline 2, accumulation 4", 2, 4, **ZBV),
+    pipelined("ZBV pipeline 2 x FSDP2 2, accumulation 4, recomputed", 4, 4, **ZBV,
+              train={"activation_checkpointing": "full"}),
+    pipelined("ZBV pipeline 2 x tensor parallel 2, accumulation 8", 4, 8, tp=2, **ZBV),
+    pipelined("pipeline 2, weights kept, accumulation 4", 2, 4, reshard="never"),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 4", 4, 4),
+    pipelined("pipeline 2 x HSDP copies 2, accumulation 4", 4, 4, dp_replicate=2),
+    pipelined("pipeline 2 x tensor parallel 2, accumulation 2, tied", 4, 2, tied=True, tp=2),
+    pipelined("interleaved pipeline 2 x FSDP2 2, accumulation 4", 4, 4, **INTERLEAVED),
+    pipelined("pipeline 2 x FSDP2 2 x tensor parallel 2, accumulation 2", 8, 2, tp=2),
+    pipelined("pipeline 2 x HSDP 2 x 2, accumulation 2", 8, 2, dp_replicate=2),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 2", 4, 2, train={"optimizer": "muon"}),
+    pipelined("pipeline 2, accumulation 4, recomputed, aot_eager", 2, 4, backend="aot_eager",
+              train={"activation_checkpointing": "full"}),
+    pipelined("pipeline 2 x tensor parallel 2, accumulation 2, selective, aot_eager", 4, 2, backend="aot_eager", tp=2,
+              train={"activation_checkpointing": "selective"}),
+    Case("pipeline 2 x FSDP2 2, accumulation 4, bf16", "one process, 4 layers, bf16", 1e-2, 4, {
+        "precision": "bf16", "steps": 10, "shape": FOUR, "accumulation": 4, "parallel": {"pp": 2}}, looser=10),
+    Case("pipeline 2, accumulation 4, QK-norm and windows", "one process, QK-norm and windows", 1e-12, 2, {
+        "steps": 10, "shape": DESCENDANT, "accumulation": 4, "parallel": {"pp": 2}}),
+    context("context parallel 2, accumulation 2", 2, accumulation=2),
+    context("context parallel 4", 4, cp=4),
+    context("context parallel 2 x FSDP2 2, reduced once, accumulation 2", 4, accumulation=2,
+            parallel={"reduce": "last"}),
+    context("context parallel 2 x copies 2", 4, parallel={"dp_replicate": 2}),
+    context("context parallel 2 x tensor parallel 2", 4, parallel={"tp": 2}),
+    context("context parallel 2 x FSDP2 2 x tensor parallel 2", 8, parallel={"tp": 2}),
+    context("context parallel 2 x HSDP 2 x 2", 8, parallel={"dp_replicate": 2}),
+    context("context parallel 2 x pipeline 2, accumulation 2", 4, "one process, 4 layers", shape=FOUR, accumulation=2,
+            parallel={"pp": 2}),
+    context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 4, tied", 8,
+            "one process, 4 layers, tied", shape=FOUR, tied=True, accumulation=4, parallel={"pp": 2, "tp": 2}),
+    context("context parallel 2 x interleaved pipeline 2 x FSDP2 2, accumulation 4", 8, "one process, 4 layers",
+            shape=FOUR, accumulation=4, parallel={"pp": 2, **INTERLEAVED}),
+    context("context parallel 2 x ZBV pipeline 2 x copies 2, accumulation 4", 8, "one process, 4 layers", shape=FOUR,
+            accumulation=4, parallel={"pp": 2, "dp_replicate": 2, **ZBV}),
+    context("context parallel 2 x pipeline 2 x FSDP2 2, accumulation 2, Muon", 8, "one process, 4 layers, Muon",
+            shape=FOUR, accumulation=2, parallel={"pp": 2}, train={"optimizer": "muon"}),
+    context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 2, 50 steps", 8, "one process, 50 steps",
+            steps=50, accumulation=2, parallel={"pp": 2, "tp": 2}),
+    context("context parallel 2 x FSDP2 2, Muon", 4, "one process, Muon", train={"optimizer": "muon"}),
+    context("context parallel 2, z-loss", 2, "one process, z-loss", train={"z_loss": 0.03}),
+    context("context parallel 4, QK-norm and windows", 4, "one process, QK-norm and windows", cp=4, shape=DESCENDANT),
     Case("one process, float32", settings={"precision": "fp32", "steps": 10}),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
@@ -153,11 +227,17 @@ LAYOUTS = [
     bf16("FSDP2 x 2, bf16"),
     bf16("FSDP2 x 2, reduced once, accumulation 4, bf16", accumulation=4, parallel={"reduce": "last"}),
     bf16("tensor parallel 2, bf16", parallel={"tp": 2}),
+    bf16("context parallel 2, bf16", parallel={"cp": 2}),
     bf16("tensor parallel 2, bf16, compiled, recomputed", backend="aot_eager", parallel={"tp": 2},
          train={"activation_checkpointing": "full"}),
     bf16("DeepSpeed ZeRO 1 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 1}),
     bf16("DeepSpeed ZeRO 2 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 2}),
     bf16("DeepSpeed ZeRO 3 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 3}),
+    Case("one process, fp8", "one process, bf16", 2e-2, 1, {"precision": "fp8", "steps": 10}, looser=10),
+    fp8("all activations recomputed", "one process, fp8", 0.0, train={"activation_checkpointing": "full"}),
+    fp8("tensor parallel 2", "one process, fp8", 2e-2, 2, parallel={"tp": 2}),
+    fp8("accumulation 2, not clipped", "one process, fp8", 2e-2, accumulation=2, train={"clip_norm": 1e9}),
+    fp8("FSDP2 x 2, not clipped", "accumulation 2, not clipped, fp8", 1e-6, 2, train={"clip_norm": 1e9}),
 ]
 
 CROSSED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -166,7 +246,11 @@ CROSSED: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor parallel 2": (2, {"tp": 2}),
     "HSDP 2 x 2": (4, {"dp_replicate": 2}),
     "FSDP2 x tensor parallel 2 x 2": (4, {"tp": 2}),
-    "copies x tensor parallel 2 x 2": (4, {"tp": 2, "dp_replicate": 2})}
+    "copies x tensor parallel 2 x 2": (4, {"tp": 2, "dp_replicate": 2}),
+    "context parallel 2": (2, {"cp": 2}),
+    "context x tensor parallel 2 x 2": (4, {"cp": 2, "tp": 2}),
+    "pipeline 2": (2, {"pp": 2}),
+    "pipeline x context parallel 2 x 2": (4, {"pp": 2, "cp": 2})}
 """Layouts that are crossed with the options: ranks, `parallel`."""
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "none": {},
@@ -190,8 +274,8 @@ def crossing(layout: str, backend: str | None, checkpointing: str, tied: bool, a
              "weights kept": reshard == "never", "QK-norm and windows": descends}
     name = ", ".join([layout, *(option for option, holds in named.items() if holds)])
     return Case(name, plain(tied, across_documents, descends).name, 1e-12, ranks,
-                {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation, "shape": shape(descends),
-                 "parallel": {**parallel, "reshard": reshard},
+                {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation * parallel.get("pp", 1),
+                 "shape": shape(descends), "parallel": {**parallel, "reshard": reshard},
                  "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents}})
 
 
@@ -218,13 +302,16 @@ def full_product() -> dict[tuple[str, bool, str | None, str], Case]:
 
 def covering() -> list[Case]:
     """Few combinations for `make test`: under tensor parallelism every two values of two options meet, eager and traced
-    (aot_eager: the compiler without its code generation); of four ranks, one process and inductor, which cost most, one
-    each."""
+    (aot_eager: the compiler without its code generation); of context parallelism, which `attention_covering` crosses,
+    of pipelines, four ranks, one process and inductor, which cost most, one each."""
     few = {**OPTIONS, "layout": ("tensor parallel 2",), "backend": (None, "aot_eager")}
     return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS, **DESCENDS})),
             crossing("FSDP2 x tensor parallel 2 x 2", "aot_eager", "full", True, 2, False, "always"),
             crossing("one process", "aot_eager", "selective", False, 2, False, "never", True),
-            crossing("tensor parallel 2", "inductor", "full", True, 1, False, "always", True)]
+            crossing("tensor parallel 2", "inductor", "full", True, 1, False, "always", True),
+            crossing("context parallel 2", "aot_eager", "full", True, 2, True, "never", True),
+            crossing("pipeline 2", "aot_eager", "selective", True, 2, True, "always", True),
+            crossing("pipeline x context parallel 2 x 2", "aot_eager", "full", False, 1, False, "never", True)]
 
 
 def attending(by: str, layout: str, backend: str | None, checkpointing: str, tied: bool, descends: bool) -> Case:
@@ -246,11 +333,13 @@ def masked(tied: bool, descends: bool) -> Case:
 def attention_covering() -> list[Case]:
     """Every two values of two options meet, of layouts up to two ranks and of no or traced compiling; one of each of
     the dear ones."""
-    options = {"layout": ("one process", "FSDP2 x 2", "tensor parallel 2"), "checkpointing": tuple(CHECKPOINTING),
-               "tied": (False, True), **DESCENDS}
+    options = {"layout": ("one process", "FSDP2 x 2", "tensor parallel 2", "context parallel 2"),
+               "checkpointing": tuple(CHECKPOINTING), "tied": (False, True), **DESCENDS}
     return [*(attending("by_document", backend=None, **chosen) for chosen in pairwise(options)),
             *(attending(NAME, **chosen) for chosen in pairwise({**options, "backend": (None, "aot_eager")})),
             attending(NAME, "tensor parallel 2", "inductor", "selective", False, True),
+            attending(NAME, "context parallel 2", "inductor", "selective", False, True),
+            attending(NAME, "context x tensor parallel 2 x 2", "aot_eager", "full", True, True),
             attending("by_document", "FSDP2 x tensor parallel 2 x 2", None, "selective", True, False)]
 
 
@@ -262,6 +351,8 @@ CASES = {case.name: case for case in (*LAYOUTS, *REFERENCES, *ATTENTION, *coveri
 
 def lacks(case: Case) -> str:
     """What a case needs that this machine does not have; empty where there is all."""
+    if case.settings.get("precision") == "fp8" and importlib.util.find_spec("torchao") is None:
+        return "no torchao, which fp8 needs: pip install --editable '.[fp8]'"
     needs = {"inductor": case.settings.get("backend") == "inductor", "DeepSpeed": kind_of(case) == "deepspeed"}
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if any(needs.values()) and not any(map(shutil.which, compilers)):
@@ -308,108 +399,3 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray | None) -> float:
 def machine() -> str:
     """What the last bits of a float depend on."""
     return f"torch {torch.__version__.split('+')[0]}, {vendor()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def shown(case: Case) -> tuple[str, str]:
-    """How far a case's losses and its gradients are, for the table; said on the way, since it takes minutes."""
-    if lacks(case):
-        return "not run", "not run"
-    try:
-        away = differences(case.name)
-    except CaseError as error:
-        print(f"{case.name}: {error}", file=sys.stderr, flush=True)
-        return "fails", "fails"
-    losses, gradients = (f"{value:.1e}" if value else "equal"
-                         for value in (away.pop("loss and norm"), max(away.values())))
-    print(f"{case.name}: {losses}, gradients {gradients}", file=sys.stderr, flush=True)
-    return losses, gradients
-
-
-def bounds(case: Case) -> str:
-    """What is allowed, for the table: of losses and norms, and where it is another, of gradients."""
-    both = [f"{case.allows(what):.0e}" for what in ("loss and norm", "gradients")]
-    return ", ".join(dict.fromkeys(both)) if case.bound else "equal"
-
-
-def table() -> str:
-    """The matrix with measured differences, as Markdown."""
-    lines = ["# The matrix: every engine computes the same", "", *wrap(
-        f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is the "
-        f"largest relative one from the case compared with: in the loss and gradient norm of any step, and in the "
-        f"gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); `equal` is "
-        f"to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}.",
-        118), "",
-             "## Layouts", "",
-             "| case | ranks | steps | compared with | loss, norm | gradients | bounds |",
-             "|---|---|---|---|---|---|---|"]
-    for case in LAYOUTS:
-        if case.reference is not None:
-            losses, gradients = shown(case)
-            lines.append(f"| {case.name} | {case.ranks} | {case.settings['steps']} | {case.reference} | {losses} | "
-                         f"{gradients} | {bounds(case)} |")
-    return "\n".join([*lines, "", *crossed_table(), "", *attention_table()]) + "\n"
-
-
-def crossed_table() -> list[str]:
-    """The full product: a row for a layout and backend, a column for checkpointing and tying."""
-    product = full_product()
-    columns = [(tied, kept) for tied in (False, True) for kept in CHECKPOINTING]
-    heads = [f"{kept}{', tied' if tied else ''}" for tied, kept in columns]
-    lines = ["## Options crossed", "", *wrap(
-        "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in float64 over "
-        "three steps; accumulation over two micro-batches, attention across documents and weights kept between the "
-        "passes take turns. Shown is the largest difference of any parameter's gradient from one eager process; "
-        "losses, norms and gradients are all held to 1e-12.", 118),
-             "", f"| layout | compiled by | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
-    for layout in CROSSED:
-        for backend in BACKENDS:
-            cells = [shown(product[layout, tied, backend, kept])[1] for tied, kept in columns]
-            lines.append(f"| {layout} | {backend or 'nothing'} | {' | '.join(cells)} |")
-    missing = sorted({lack for case in product.values() if (lack := lacks(case))})
-    return [*lines, *(f"\nNot run: {lack}." for lack in missing)]
-
-
-def attention_table() -> list[str]:
-    """Attention backends against the dense mask; varlen by a kernel for the CPU that the tests bring."""
-    lines = ["## Attention inside documents", "", *wrap(
-        "Document by document, and varlen's operator with a kernel for the CPU that the tests register, against the "
-        "dense mask in one process: float64, three steps, every two values of two options together. All are held to "
-        "1e-12.", 118), "", "| case | ranks | loss, norm | gradients |", "|---|---|---|---|"]
-    for case in ATTENTION:
-        losses, gradients = shown(case)
-        lines.append(f"| {case.name} | {case.ranks} | {losses} | {gradients} |")
-    return lines
-
-
-def faults() -> list[str]:
-    """The cases that are beyond their bounds, or failed."""
-    found = []
-    for name, case in CASES.items():
-        if case.reference is None or lacks(case):
-            continue
-        try:
-            found += [f"{name}: {what} differs by {value:.1e}, allowed is {case.allows(what):.0e}"
-                      for what, value in differences(name).items() if not value <= case.allows(what)]
-        except CaseError as error:
-            found.append(f"{name}: {str(error).splitlines()[-1]}")
-    return found
-
-
-def store() -> None:
-    """Keep the single process's losses as what later versions must compute, to the last bit."""
-    STORED.write_text(json.dumps({"machine": machine(), "results": run("one process, 50 steps")["results"]}) + "\n")
-
-
-def main() -> int:
-    """Write the table; 1 if a case is beyond its bound."""
-    if sys.argv[1:] == ["--store"]:
-        store()
-        return 0
-    TABLE.write_text(table(), encoding="utf-8")
-    print(TABLE.read_text(encoding="utf-8"))
-    print("\n".join(found := faults()))
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,9 @@
 """What every rank of the matrix does for a case: optimizer steps on made-up packed data, and what came of them."""
 
 import contextlib
+import dataclasses
 import hashlib
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -9,12 +11,15 @@ import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import pack
+from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn
 from pipeline.training.engines.build import build_engine
@@ -68,6 +73,8 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     for step in range(steps):
         every = windows(step)
         batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
+        if grid.context > 1:
+            batch = part_of(batch, grid.context, grid.context_rank, config.train.across_documents)
         take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
         engine.before_update = take if step in (0, steps - 1) else lambda: None
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
@@ -76,16 +83,119 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     return {"results": results, "initial": digest(initial), "gradients": gradients}
 
 
-def reductions(ranks, **settings):
-    """How often this rank's gradients were reduced and scattered in `train_steps`."""
-    calls = []
+def passes(ranks, **settings):
+    """Passes without a backward pass between optimizer steps: what they gave after each step, on rank 0.
+
+    `losses` of every target, `logits`, and those of the last token alone, of what rank 0 trains on."""
+    found, built = [], build_engine
+
+    def watched(*given):
+        engine = built(*given)
+        step = engine.step
+
+        def stepping(*arguments):
+            result, batch = step(*arguments), pack(windows(0)[:2])
+            extra = {"documents": batch.documents, "positions": batch.positions}
+            with torch.no_grad():
+                losses = engine.model(batch.tokens, batch.labels, **extra, reduction="none")
+                logits, last = engine.model(batch.tokens, **extra), engine.model(batch.tokens, last_only=True)
+            engine.free_unsharded()
+            found.append({"losses": losses, "logits": logits, "last": last[:, -1:]})
+            return result
+        engine.step = stepping
+        return engine
+
+    with mock.patch(f"{__name__}.build_engine", watched):
+        results = train_steps(ranks, **settings)["results"]
+    return {"results": results, "passes": [{name: value.numpy() for name, value in step.items()} for step in found]}
+
+
+def traffic(ranks, **settings):
+    """How often this rank gathered weights and reduced gradients in `train_steps`; and how often it had gathered when
+    a module first began its forward pass, or a block its backward pass."""
+    counts, seen = {"gathers": 0, "reductions": 0}, {"forward": [], "backward": []}
+    built = build_engine
+
+    def counted(kind, collective):
+        def call(*given, **named):
+            counts[kind] += 1
+            return collective(*given, **named)
+        return call
+
+    def note(name, direction):
+        def hook(*given):
+            if name not in dict(seen[direction]):
+                seen[direction].append((name, counts["gathers"]))
+        return hook
+
+    def watched(*given):
+        engine = built(*given)
+        for name, module in engine.model.named_modules():
+            if name in ("tok_embeddings", "output") or name.rpartition(".")[0] == "layers":
+                module.register_forward_pre_hook(note(name, "forward"))
+            if name.rpartition(".")[0] == "layers":
+                module.register_full_backward_pre_hook(note(name, "backward"))
+        return engine
+
     with contextlib.ExitStack() as patches:
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # as torch 2.13 and 2.11 have it
-            if (scatter := getattr(dist, name, None)) is not None:
-                patches.enter_context(mock.patch.object(dist, name, lambda *given, scatter=scatter, **named: (
-                    calls.append(1), scatter(*given, **named))[1]))
+        for kind, names in (("gathers", ("all_gather_single", "all_gather_into_tensor")),  # as torch 2.13 and 2.11
+                            ("reductions", ("reduce_scatter_single", "reduce_scatter_tensor"))):
+            for name in names:
+                if (collective := getattr(dist, name, None)) is not None:
+                    patches.enter_context(mock.patch.object(dist, name, counted(kind, collective)))
+        patches.enter_context(mock.patch(f"{__name__}.build_engine", watched))
         train_steps(ranks, **settings)
-    return {"calls": len(calls)}
+    return {**counts, **seen}
+
+
+def graphs(ranks, **settings):
+    """How many graphs this rank compiled in `train_steps`."""
+    found = []
+
+    def count(graph, inputs):
+        found.append(graph)
+        return graph
+    train_steps(ranks, backend=aot_autograd(fw_compiler=count, bw_compiler=lambda graph, inputs: graph), **settings)
+    return {"graphs": len(found)}
+
+
+def attention_calls(ranks, **settings):
+    """How often this rank computed attention forward, and gathered keys and values for it, in `train_steps` with
+    varlen's kernel for the CPU."""
+    from tests.model.varlen_on_cpu import CALLS, NAME
+    before, counted = CALLS["forward"], Counted(torch.ops._c10d_functional.all_gather_into_tensor.default)
+    with counted:
+        train_steps(ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings)
+    return {"attention": CALLS["forward"] - before, "gathered": counted.calls}
+
+
+class Counted(TorchDispatchMode):
+    """Counts calls of an operator."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.calls = operator, 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.calls += operator is self.operator
+        return operator(*arguments, **options or {})
+
+
+def waits(ranks, seconds, parallel):
+    """The names of the mesh's groups and how many seconds they wait; and what every second rank of the tensor groups
+    gets for waiting for the other, which never comes."""
+    patient = dataclasses.replace(ranks, patience=timedelta(seconds=seconds))
+    mesh, late = Grid(patient, ParallelConfig(**parallel)).mesh, ""
+    groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names}
+    told = {axis: (group.group_desc, group._get_backend(ranks.device).options._timeout.total_seconds())
+            for axis, group in groups.items()}
+    if mesh.get_local_rank("tensor") == 0:
+        try:
+            dist.all_reduce(torch.zeros(1), group=groups["tensor"])
+        except RuntimeError as error:
+            late = str(error)
+    ranks.barrier()
+    return {"groups": told, "late": late}
 
 
 def whole(ranks, mine):

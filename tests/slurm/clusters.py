@@ -83,10 +83,15 @@ class Cluster:
 
     def run(self, *command: str | Path, check: bool = True, cwd: Path | None = None,
             variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program against this cluster."""
-        result = subprocess.run([str(word) for word in command], cwd=cwd, text=True, capture_output=True,
-                                env={**_clean(), **self.environment(), **(variables or {})}, stdin=subprocess.DEVNULL,
-                                timeout=HANG_S)
+        """Run a program against this cluster. A controller that is too busy to answer a question in time is asked
+        again, where an answer is wanted (`check`)."""
+        asks = command[0] in ("squeue", "sinfo") or (command[0] == "scontrol" and "show" in command)
+        for _ in range(6):
+            result = subprocess.run([str(word) for word in command], cwd=cwd, text=True, capture_output=True,
+                                    env={**_clean(), **self.environment(), **(variables or {})},
+                                    stdin=subprocess.DEVNULL, timeout=HANG_S)
+            if not (check and asks and "Socket timed out" in result.stderr):
+                break
         assert not check or result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
         return result
 

@@ -39,6 +39,8 @@ OF_ONE_PROCESS = {"STATE.json", "manifest.json", "started.json", "train.log"}
 """Files that tell when and where a stage was run, or of how fast."""
 SETTINGS: dict[str, Any] = {
     "train": {"precision": "fp64"}, "launch": {"processes": 1, "evaluate": {"every_checkpoints": 1}}}
+GRID = {"pp": 2, "cp": 2}
+"""How the four nodes' ranks are laid out: what they train is the same."""
 BESIDE = [4, 8]
 """Steps of the checkpoints before the last one."""
 
@@ -102,7 +104,7 @@ def done(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, corpus: Pat
     secrets = home.parent / "secrets.sh"
     secrets.touch(0o600)
     secrets.write_text(f"export MY_PASSWORD={PASSWORD}\n")
-    config = write_config(home, corpus, name="demo", runs_dir="runs", **merged(SETTINGS, {"launch": {
+    config = write_config(home, corpus, name="demo", runs_dir="runs", **merged(SETTINGS, {"parallel": GRID, "launch": {
         "secrets": ["HF_TOKEN"], "setup": [f". {secrets}"]}}))
     submitted = Submitted(cluster, home, config.rename(home / "configs/demo.yaml"), home / "runs/demo")
     submitted.type(COMMANDS[0], HF_TOKEN=TOKEN, OUR_KEY=KEY)

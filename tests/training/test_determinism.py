@@ -59,7 +59,7 @@ def test_own_choices_stay_and_one_that_cannot_be_is_refused(monkeypatch):
 
 def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    monkeypatch.setattr(session, "start_ranks", lambda: pytest.fail("the device was there first"))
+    monkeypatch.setattr(session, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
         session.Session(SimpleNamespace(config=config), None)

@@ -11,11 +11,12 @@ import pytest
 from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama
+from pipeline.config.guarding import FIRST
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.training.monitor import Monitor
 from pipeline.training.sampling_attempts import MOST_ENDED, RECORD, SamplingAttempts
-from pipeline.training.watchdog import FIRST, Watchdog
+from pipeline.training.watchdog import Watchdog
 
 LIMIT = 600.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from model.attention.backend import Backend
@@ -11,15 +13,20 @@ from pipeline.errors import UserError
 from pipeline.parallel.attention import choose_attention
 from pipeline.parallel.compiler import refuse_without_compiler
 from pipeline.parallel.compiling import compiles
+from pipeline.parallel.fp8 import refuse_without_fp8
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import InitialValues
+from pipeline.parallel.stages import stage_layers
 from pipeline.training.engines.engine import Engine
 from pipeline.training.optimizers.build import build_elementwise, build_optimizer
 
 
 def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
                  initial: InitialValues | None) -> Engine:
-    """The configured engine around a model with its initial weights; None leaves them for a checkpoint."""
+    """The configured engine around a model with its initial weights; None leaves them for a checkpoint.
+
+    precision: what `config.train.precision` computes in, which must not be `auto` any more.
+    """
     tp = config.parallel.tp
     assert model.vocab_size is not None
     if model.vocab_size % tp:
@@ -27,11 +34,17 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
                         f"model.vocab_size to a multiple (the words beyond the tokenizer's are never used), or another "
                         f"parallel.tp.")
     refuse_without_compiler(config.train, grid.ranks.device)
+    refuse_without_fp8(config, grid.ranks.device)
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
-                                 compiles(config.train, grid.ranks.device, config.parallel))
-    make = _zero if config.parallel.engine == "deepspeed" else _fsdp
-    engine = make(config, model, grid, precision, accumulation, initial, attention.backend)
-    engine.across_documents, engine.attention = config.train.across_documents, attention
+                                 compiles(config.train, grid.ranks.device, config.parallel), grid.context > 1)
+    make = _zero if config.parallel.engine == "deepspeed" else _fsdp if grid.pipeline == 1 else _pipeline
+    backend = attention.backend
+    if grid.context > 1:
+        from pipeline.parallel.context_parallel import ContextParallel
+        backend = ContextParallel(backend, grid.mesh["context"])
+    engine = make(config, model, grid, precision, accumulation, initial, backend)
+    # Under context parallelism a sequence that is one document is told to the model as such (context_parallel.part_of).
+    engine.across_documents, engine.attention = config.train.across_documents and grid.context == 1, attention
     engine.windowed = model.sliding_window is not None
     return engine
 
@@ -45,6 +58,22 @@ def _fsdp(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype
     return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
                       train.clip_norm, keep_weights=config.parallel.reshard == "never",
                       reduce_last=config.parallel.reduce == "last")
+
+
+def _pipeline(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
+              initial: InitialValues | None, attention: Backend) -> Engine:
+    from model.llama import Part
+    from pipeline.parallel.fsdp import parallelize
+    from pipeline.parallel.pipeline_parallel import PipelinedModel
+    from pipeline.training.engines.pipelined import PipelineEngine
+    train, parallel = config.train, config.parallel
+    layers = stage_layers(model, parallel.stages)
+    parts = [Part(layers[stage], model.layers) for stage in parallel.stages_of(grid.pipeline_rank)]
+    stages: list[Any] = [parallelize(model, initial, grid, precision, train, parallel, attention, part)
+                         for part in parts]
+    placed = PipelinedModel(stages, grid, parallel, precision)
+    return PipelineEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
+                          train.clip_norm)
 
 
 def _zero(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,

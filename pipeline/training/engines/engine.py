@@ -21,6 +21,7 @@ from model.loss import IGNORED
 from pipeline.data.loader import Batch
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from pipeline.parallel.pipeline_parallel import parameter_names
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.base import Optimizer
 
@@ -116,10 +117,21 @@ class Engine(ABC):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
+        loss: Tensor = model(**self.inputs(batch))
+        return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+
+    def trial(self, batch: Batch, targets: int) -> None:
+        """A forward and a backward pass over a sequence of a step's batch, for those who look at what passes by.
+        Between two steps: the gradients are the caller's to drop."""
+        device = next(self.model.parameters()).device
+        (self.loss(self.model, next(batch.split(1)).to(device)) / targets).backward()
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the model takes of a micro-batch."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
-        loss: Tensor = model(batch.tokens, batch.labels, **_documents(batch, self.across_documents, self.windowed))
-        return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+        return {"tokens": batch.tokens, "labels": batch.labels,
+                **_documents(batch, self.across_documents, self.windowed)}
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
         """Stop, on all ranks alike, if a parameter got no gradient in the first step of an attempt: a graph that was
@@ -134,7 +146,7 @@ class Engine(ABC):
         Raises:
             UserError: names the parameters.
         """
-        names = [name for name, _ in self.model.named_parameters()]
+        names = parameter_names(self.model)
         shares = self.gradients()
         counts = [sum(int(piece.tensor.count_nonzero()) for piece in shares.get(name, ())) for name in names]
         total = torch.tensor([self._attending, *counts], dtype=torch.int64, device=device)

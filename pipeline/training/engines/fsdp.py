@@ -3,6 +3,7 @@ to split without FSDP2's copies."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from model.llama import Llama
 from pipeline.data.loader import Batch
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.parallel.grid import Grid, own
+from pipeline.parallel.pipeline_parallel import PipelinedModel
 from pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.base import Optimizer
@@ -27,7 +29,7 @@ class FsdpEngine(Engine):
     reduce_last: whether gradients meet after the last micro-batch only.
     """
 
-    def __init__(self, model: Llama, optimizer: Optimizer, grid: Grid, clip_norm: float,
+    def __init__(self, model: Llama | PipelinedModel, optimizer: Optimizer, grid: Grid, clip_norm: float,
                  keep_weights: bool = False, reduce_last: bool = False) -> None:
         self.model: Any = model  # with the methods that fully_shard adds
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
@@ -41,17 +43,7 @@ class FsdpEngine(Engine):
         """See Engine."""
         self.model.train()
         device = self.grid.ranks.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for index, batch in enumerate(micro_batches):
-            last = index == count - 1
-            if self.sharded:
-                self.model.set_is_last_backward(last)
-                self.model.set_reshard_after_backward(last or not self.keep_weights)
-                self.model.set_requires_gradient_sync(last or not self.reduce_last)
-                self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
-            loss = self.loss(self.model, batch.to(device))
-            (loss / targets).backward()
-            total += loss.detach()
+        total = self.accumulate(micro_batches, count, targets)
         sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
         loss, norm = sums[0], sums[1].sqrt()
         # A comparison with a number that is none is false, so the limits also catch those. Decided on the device:
@@ -66,6 +58,22 @@ class FsdpEngine(Engine):
         result = StepResult(values[0], values[1], bool(values[2]))
         self.updates += result.applied
         return result
+
+    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
+        """Forward and backward over all micro-batches; this rank's sum of nats, float64 on its device."""
+        device = self.grid.ranks.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(micro_batches):
+            last = index == count - 1
+            if self.sharded:
+                self.model.set_is_last_backward(last)
+                self.model.set_reshard_after_backward(last or not self.keep_weights)
+                self.model.set_requires_gradient_sync(last or not self.reduce_last)
+                self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
+            loss = self.loss(self.model, batch.to(device))
+            (loss / targets).backward()
+            total += loss.detach()
+        return total
 
     def _squared_norm(self) -> Tensor:
         """This rank's addend to the squared norm of the whole gradient; what several ranks hold, one of them adds."""
@@ -95,9 +103,9 @@ class FsdpEngine(Engine):
     def state_shards(self) -> dict[str, list[TensorShard]]:
         """See Engine. Copies of a piece are dealt out over the ranks that hold it."""
         found = {}
-        for number, (name, parameter) in enumerate(self.model.named_parameters()):
+        for name, parameter in self.model.named_parameters():
             part, shape = self.parts[name], tuple(parameter.shape)
-            if number % part.copies != part.copy:
+            if zlib.crc32(name.encode()) % part.copies != part.copy:  # all that hold a copy know its name
                 continue
             for kind, tensor in {"model": own(parameter.detach()), **self.optimizer.state(name)}.items():
                 found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, shape)]

@@ -37,6 +37,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
 from pipeline.parallel.grid import Grid
+from pipeline.parallel.pipeline_parallel import parameter_names
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,12 @@ def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]
     Raises:
         UserError: a pattern of train.lr_factors fits no parameter.
     """
-    named = dict(model.named_parameters())
+    names = parameter_names(model)
     for pattern in train.lr_factors:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise UserError(f"train.lr_factors: '{pattern}' fits no parameter. Some are {', '.join([*named][:8])}.")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"train.lr_factors: '{pattern}' fits no parameter. Some are {', '.join(names[:8])}.")
     return [Weight(name, parameter, train.weight_decay if decays(name, tied) else 0.0, _lr_factor(name, train))
-            for name, parameter in named.items()]
+            for name, parameter in model.named_parameters()]
 
 
 def _lr_factor(name: str, train: TrainConfig) -> float:

@@ -54,7 +54,7 @@ class WholeMatrices:
         # Copies of the model lie in it alike: the places in the first are those in all.
         self.places = {name: [grid.part(parameter, rank) for rank in range(grid.copy_ranks)]
                        for name, parameter in parameters.items()}
-        self.owners = assign_owners(self.shapes, grid.ranks.world)
+        self.owners = assign_owners(self.shapes, grid.replicate * grid.copy_ranks)
         self.here = grid.ranks.rank % grid.copy_ranks
         if grid.ranks.world > 1:  # making groups is a collective: not to be left to the first step
             _ = grid.copy_group, grid.replicate > 1 and grid.replicate_group

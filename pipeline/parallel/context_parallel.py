@@ -1,0 +1,207 @@
+"""Context parallelism: sequences split over a group of ranks, as `context_plan` says, and attended to as a whole.
+
+All but attention looks at a token alone, so a rank computes its tokens as if there were no others. For attention, keys
+and values of the whole group are gathered (Grattafiori et al., 2024, section 3.3.2): with few kv heads they are small,
+and any document mask works. The gathered keys are laid out so that each chunk's queries have theirs in one piece: a
+backend that knows segments attends to that exactly, without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from model.attention.backend import Backend, Documents, Keys, Where, moved
+from pipeline.data.loader import Batch
+from pipeline.parallel.context_plan import plan
+
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor
+SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor
+WAIT = torch.ops._c10d_functional.wait_tensor
+"""Collectives that torch.compile can trace."""
+
+STEPS = 8
+"""Rows of gathered keys are rounded up to this fraction of the tokens: few sizes for the allocator to hold."""
+
+
+def part_of(batch: Batch, ranks: int, rank: int, across_documents: bool = False) -> Batch:
+    """A rank's part of each sequence: (sequences, length / ranks) tensors. Lengths and targets stay those of the whole.
+
+    across_documents: a sequence counts as one document.
+    """
+    if across_documents:
+        rows, length = batch.tokens.shape
+        place = torch.arange(length).expand(rows, length)
+        batch = Batch(batch.tokens, batch.labels, torch.zeros_like(batch.documents), place, batch.targets,
+                      ((length,),) * rows)
+    index = places(batch.lengths, ranks)[:, rank]
+    tokens, labels, documents, positions = (
+        tensor.gather(1, index) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
+    return Batch(tokens, labels, documents, positions, batch.targets, batch.lengths)
+
+
+def places(lengths: tuple[tuple[int, ...], ...], ranks: int) -> Tensor:
+    """Where in each row the tokens of each rank are: (rows, ranks, length / ranks) int64."""
+    return torch.from_numpy(np.stack([plan(row, ranks).places for row in lengths])).long()
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What one rank's attention needs to know of a micro-batch of which it holds (rows, length / ranks) tokens.
+
+    Gathered keys lie rank after rank, each rank's row after row. Packed keys lie segment after segment.
+
+    Attributes:
+        lengths: queries of each segment.
+        keys: their keys.
+        index: (keys.rows,) int64, where each packed key is among the gathered; anywhere for those without meaning.
+        uses: (2, gathered) int64, where each gathered key is among the packed, in a segment of a head and in one of a
+            tail; -1 where it is not.
+    """
+
+    lengths: tuple[int, ...]
+    keys: Keys
+    index: np.ndarray
+    uses: np.ndarray
+
+
+@lru_cache(maxsize=8)  # each stage of a pipeline asks, and each layer kind
+def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window: int | None = None) -> Gathered:
+    """What `rank` needs for rows with documents of these lengths. window: keys that nobody sees are left out."""
+    length = sum(lengths[0])
+    own = length // ranks  # tokens of a row on each rank
+    sizes, packed, tails = [], [], []
+    for row, documents in enumerate(lengths):
+        found = plan(documents, ranks)
+        place = np.empty(length, dtype=np.int64)  # of each token of the row, among the gathered
+        place[found.places] = (np.arange(ranks)[:, None] * len(lengths) + row) * own + np.arange(own)
+        document, begin, end, tail = found.segments(rank).T
+        first = document if window is None else np.maximum(document, begin - window + 1)
+        seen = end - first
+        # Each segment's keys are neighbours in the row: first, first + 1, ... of each, one after the other.
+        behind = np.repeat(np.cumsum(seen) - seen, seen)
+        packed.append(place[np.repeat(first, seen) + np.arange(int(seen.sum())) - behind])
+        tails.append(np.repeat(tail, seen))
+        sizes.append(np.stack([end - begin, seen], axis=1))
+    index, tail_of, size = (np.concatenate(parts) for parts in (packed, tails, sizes))
+    uses = np.full((2, ranks * len(lengths) * own), -1, dtype=np.int64)
+    uses[tail_of, index] = np.arange(len(index))
+    step = -(-length * len(lengths) // STEPS)
+    rows = -(-len(index) // step) * step
+    return Gathered(tuple(size[:, 0].tolist()), Keys(tuple(size[:, 1].tolist()), rows),
+                    np.pad(index, (0, rows - len(index))), uses)
+
+
+class Prepared(NamedTuple):
+    """`Gathered`'s places on the device, and what the backend inside made of its segments."""
+
+    places: Tensor
+    uses: Tensor
+    inner: Any
+
+
+class ContextParallel(Backend):
+    """A backend for the tokens of one rank, around one that computes the segments.
+
+    inner: knows segments. mesh: of the context group.
+    """
+
+    name = "context parallel"
+    windows = segments = True
+
+    def __init__(self, inner: Backend, mesh: DeviceMesh) -> None:
+        self.inner, self.operators = inner, inner.operators  # type: ignore[misc]  # these of an object, not of a class
+        self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
+
+    def lacks(self, where: Where) -> str:
+        """See Backend."""
+        return self.inner.lacks(where)
+
+    def prepare(self, documents: Documents, dtype: torch.dtype) -> Prepared:
+        """See Backend. documents: numbers of this rank's tokens, lengths of the whole."""
+        count, own = documents.numbers.shape
+        assert documents.given is not None, "nobody can read the lengths of documents from a part of them"
+        rows = tuple(_rows(documents.given, own * self.ranks))
+        assert len(rows) == count, f"{len(rows)} rows of documents for {count} rows of tokens"
+        found, device = gathered(rows, self.ranks, self.rank, documents.window), documents.numbers.device
+        segments = Documents(documents.numbers.view(1, -1), found.lengths, documents.window, found.keys)
+        return Prepared(moved(torch.from_numpy(found.index), device), moved(torch.from_numpy(found.uses), device),
+                        self.inner.prepare(segments, dtype))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Tensor:
+        """See Backend."""
+        packed, uses, inner = prepared
+        both = torch.stack((k.flatten(0, 1), v.flatten(0, 1)), dim=1)  # (tokens, 2, kv_heads, head_dim): one collective
+        keys, values = _Packed.apply(both, packed, uses, self.ranks, self.group)
+        return self.inner.attend(q.flatten(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
+                                 inner).view(q.shape)
+
+
+class _Packed(torch.autograd.Function):
+    """Every rank's keys and values, gathered and packed; backwards, each rank gets the sum of what all say of its own.
+
+    The sum is made in float32 at least, and without atomic additions: a key is in two segments of a rank at most.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, index: Tensor, uses: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(uses)
+        ctx.ranks, ctx.group = ranks, group
+        whole = WAIT(GATHER(both.contiguous(), ranks, group))  # (gathered, 2, kv_heads, head_dim)
+        return whole[:, 0].index_select(0, index), whole[:, 1].index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, None, None, None, None]:
+        uses, = ctx.saved_tensors
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        total = keys.new_empty((uses.shape[1], 2, *keys.shape[1:]), dtype=wide)
+        for place, gradient in enumerate((keys, values)):
+            _sum(gradient, uses, total[:, place])
+        return WAIT(SCATTER(total, "sum", ctx.ranks, ctx.group)).to(keys.dtype), None, None, None, None
+
+
+def _sum(packed: Tensor, uses: Tensor, total: Tensor | None = None) -> Tensor:
+    """(gathered, kv_heads, head_dim) sums over both uses of each key, in float32 at least, of (packed, ...); put into
+    `total`, where that is given."""
+    if total is None:
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        total = packed.new_empty((uses.shape[1], *packed.shape[1:]), dtype=wide)
+    for number, use in enumerate(uses.unbind()):
+        # Chosen, not multiplied by 0: rows without meaning may hold anything.
+        found = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
+        total.copy_(found) if number == 0 else total.add_(found)
+    return total
+
+
+def whole_losses(model: Any, mesh: DeviceMesh, tokens: Tensor, labels: Tensor, documents: Tensor,
+                 positions: Tensor) -> Tensor:
+    """The nats of each target of whole sequences, (rows, length), on every rank of the group that `mesh` is; no
+    gradient. Arguments as of Llama, the same on all these ranks, of which each computes its part."""
+    rows = tuple(_rows(Documents(documents).lengths, tokens.shape[1]))
+    index = places(rows, mesh.size()).to(tokens.device)
+    mine = index[:, mesh.get_local_rank()]
+    own = [tensor.gather(1, mine) for tensor in (tokens, labels, documents, positions)]
+    nats: Tensor = model(*own[:2], documents=own[2], positions=own[3], reduction="none",
+                         document_lengths=[length for row in rows for length in row])
+    parts = [torch.empty_like(nats) for _ in range(mesh.size())]
+    dist.all_gather(parts, nats.contiguous(), group=mesh.get_group())
+    return torch.empty(tokens.shape, dtype=nats.dtype, device=nats.device).scatter_(
+        1, index.flatten(1), torch.cat(parts, dim=1))
+
+
+def _rows(lengths: Any, length: int) -> Iterator[tuple[int, ...]]:
+    """The documents of each row of `length` tokens, of those of all rows one after another."""
+    begin = 0
+    for count, end in enumerate(accumulate(lengths), start=1):
+        if end % length == 0:
+            yield tuple(lengths[begin:count])
+            begin = count

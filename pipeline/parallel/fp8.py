@@ -1,0 +1,167 @@
+"""Matrix products in fp8 (`train.precision: fp8`), by torchao: which layers, and whether this machine can.
+
+Weights, moments and reductions stay float32 and what is gathered is bfloat16, as in bf16. What changes is inside a
+product: both factors are scaled to the range of an 8-bit float and rounded to it. Parameters keep names, shapes and
+values, so that a checkpoint knows nothing of it and either arithmetic goes on from the other's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.config.outside import absent_torchao
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.parallel.compiling import compiles
+
+MULTIPLE = 16
+"""The hardware's products want both dimensions of a weight, and the tokens of a pass, to be multiples of this."""
+
+CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+"""The oldest NVIDIA GPUs with kernels for a recipe: Ada has those for one scale a matrix only."""
+
+AMD = ("gfx94", "gfx95", "gfx12")
+"""How the names of AMD's GPUs begin that have fp8."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """The blocks' linear layers by name (`layers.0.attention.wq`): those whose products are in fp8, and the others with
+    the reason."""
+
+    converted: tuple[str, ...]
+    left_out: dict[str, str]
+
+    def lines(self, recipe: str) -> list[str]:
+        """What to tell of it: how many layers of each kind, and each reason once."""
+        found = [f"fp8 ({recipe}) in {_counted(self.converted)}; not in the output head"]
+        for reason in dict.fromkeys(self.left_out.values()):
+            names = [name for name, why in self.left_out.items() if why == reason]
+            found.append(f"bf16 in {_counted(names)}: {reason}")
+        return found
+
+
+def _counted(names: tuple[str, ...] | list[str]) -> str:
+    kinds = Counter(name.rpartition(".")[2] for name in names)
+    total = "1 linear layer" if len(names) == 1 else f"{len(names)} linear layers"
+    return f"{total} ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if names else "no linear layer"
+
+
+def division(config: ModelConfig, train: TrainConfig, tensor: int = 1) -> Division:
+    """Which layers of a model are converted.
+
+    tensor: ranks that share each product, by columns or rows: it is their parts that must come out even.
+
+    Raises:
+        UserError: a pattern of `train.fp8_skip` fits no layer, or nothing is left to convert.
+    """
+    with torch.device("meta"):
+        layers = dict(_layers(Llama(config)))
+    if unused := [pattern for pattern in train.fp8_skip if not any(fnmatchcase(name, pattern) for name in layers)]:
+        raise UserError(f"train.fp8_skip has '{unused[0]}', which fits no linear layer of this model. Their names are "
+                        f"like {next(iter(layers))} and {list(layers)[-1]}; `*` stands for any part: `*.wk`, "
+                        f"`layers.0.*`. The output head is never converted.")
+    converted, left_out = [], {}
+    for name, layer in layers.items():
+        pattern = next((pattern for pattern in train.fp8_skip if fnmatchcase(name, pattern)), None)
+        rows, columns = layer.weight.shape
+        if pattern is not None:
+            left_out[name] = f"train.fp8_skip has '{pattern}'"
+        elif rows % (MULTIPLE * tensor) or columns % (MULTIPLE * tensor):
+            part = f" over {tensor} ranks" if tensor > 1 else ""
+            left_out[name] = f"{rows} x {columns}{part} is no multiple of {MULTIPLE}, which fp8 wants"
+        else:
+            converted.append(name)
+    if not converted:
+        raise UserError(f"train.precision is fp8, but no layer is left to convert: "
+                        f"{'; '.join(dict.fromkeys(left_out.values()))}. Take train.precision=bf16.")
+    return Division(tuple(converted), left_out)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.startswith("layers."):
+            yield name, module
+
+
+def convert_to_fp8(model: Llama, train: TrainConfig, device: torch.device, tensor: int = 1) -> None:
+    """Let the linear layers of `division` multiply in fp8, in place; before anything is spread, wrapped or compiled.
+
+    device: where the model will compute. A CPU rounds the factors as a GPU does, and multiplies them in float32:
+    torch's own product of such factors takes a second there for a few million multiplications. tensor: see `division`.
+    """
+    names = frozenset(division(model.config, train, tensor).converted)
+    with _quietly():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    config = replace(Float8LinearConfig.from_recipe_name(train.fp8_recipe), emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
+    if train.fp8_recipe != "tensorwise":
+        # Where a graph computes an activation again, inductor rounds it otherwise than where its scale was found, which
+        # it may then exceed: losses became NaN (torchtitan#1108, pytorch#150859).
+        inductor: Any = import_module("torch._inductor.config")
+        inductor.emulate_precision_casts = True
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torchao warns at its import of kernels for other GPUs than there are, which nothing here uses."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def refuse_without_fp8(config: Config, device: torch.device) -> None:
+    """Refuse fp8 where it cannot be had.
+
+    Raises:
+        UserError: says what this machine lacks.
+    """
+    train = config.train
+    if train.precision != "fp8":
+        return
+    for problem in absent_torchao(config):
+        raise UserError(problem)
+    if device.type != "cuda":
+        return
+    name, back = torch.cuda.get_device_name(device), "Take train.precision=bf16."
+    if torch.version.hip:
+        kind = torch.cuda.get_device_properties(device).gcnArchName
+        if not kind.startswith(AMD):
+            raise UserError(f"train.precision is fp8, which this GPU ({name}, {kind}) does not have; AMD's are MI300 "
+                            f"(gfx942) and later. {back}")
+        return
+    has, needs = torch.cuda.get_device_capability(device), CAPABILITY[train.fp8_recipe]
+    if has < needs:
+        other = (" train.fp8_recipe=tensorwise would run here, or take train.precision=bf16."
+                 if has >= CAPABILITY["tensorwise"] else f" {back}")
+        raise UserError(f"train.precision is fp8, whose recipe {train.fp8_recipe} needs a GPU of compute capability "
+                        f"{needs[0]}.{needs[1]}; this one ({name}) has {has[0]}.{has[1]}.{other}")
+
+
+def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.device) -> list[str]:
+    """What the log says of a run in fp8, once: what is converted, and what makes it slow. Nothing of other runs."""
+    train = config.train
+    if train.precision != "fp8":
+        return []
+    found = division(model, train, tensor).lines(train.fp8_recipe)
+    if device.type == "cpu":
+        found.append("fp8 on a CPU is for trials: it rounds as a GPU does, and takes longer than bf16")
+    elif not compiles(train, device):
+        found.append("warning: fp8 without train.compile is slower than bf16: the scaling of each product is not fused")
+    return found

@@ -1,0 +1,156 @@
+"""Pipeline parallelism: each rank holds some of the layers, and passes activations on to the rank that has the next.
+
+Training follows one of torch's schedules (torch.distributed.pipelining; 1F1B: Narayanan et al. 2019, interleaved:
+Narayanan et al. 2021, ZBV: Qi et al. 2023). All ranks of a pipeline hold the tokens of every micro-batch: only hidden
+states travel. Passes without gradients, for validation and texts, take the stages in turn; they have no use for a
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from model.llama import Llama
+from pipeline.config.parallel import ParallelConfig
+from pipeline.parallel.grid import Grid
+
+
+class Stage(Llama):
+    """Some of a decoder's layers, which torch's schedules call with what the stage before has computed.
+
+    Attributes:
+        inputs: while a schedule runs, what `Llama.forward` takes of each micro-batch that is to come. Schedules take
+            them in order, and a number of a micro-batch would have to come back from the device first.
+    """
+
+    inputs: Iterator[dict[str, Any]] | None = None
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """As Llama's; in a schedule, of hidden states alone."""
+        if self.inputs is None:
+            return super().forward(*given, **named)
+        return super().forward(**next(self.inputs), hidden=None if self.part.embeds else given[0])
+
+
+class PipelinedModel(nn.Module):
+    """The stages that this rank holds, called like the whole model, by all ranks alike.
+
+    Parameters have the names that they have in the whole. Calls are for passes without gradients.
+
+    Args:
+        stages: of this rank, in order. Under FSDP2 they are its modules.
+        dtype: of the hidden states between stages.
+
+    Attributes:
+        names: of the parameters of all stages, in the model's order.
+    """
+
+    def __init__(self, stages: Sequence[Stage], grid: Grid, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parallel, self.numbers = parallel, parallel.stages_of(grid.pipeline_rank)
+        self.stages, self._registered = list(stages), nn.ModuleList(stages)
+        self.config, self.grid, self.dtype = stages[0].config, grid, dtype
+        self.group = grid.mesh["pipeline"].get_group()
+        names = self.of_all([name for name, _ in stage.named_parameters()] for stage in stages)
+        self.names = list(dict.fromkeys(names))  # a tied embedding is in the first stage and in the last
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def of_all(self, lists: Iterable[list[str]]) -> list[str]:
+        """What all stages say, in their order, of a list for each stage of this rank. A collective of the pipeline."""
+        held: list[Any] = [None] * self.grid.pipeline
+        dist.all_gather_object(held, dict(zip(self.numbers, lists, strict=True)), group=self.group)
+        ranks = [self.parallel.stage_rank(number) for number in range(self.parallel.stages)]
+        return [text for number, rank in enumerate(ranks) for text in held[rank][number]]
+
+    def named_parameters(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of this rank's stages, under their names in the whole model."""
+        for stage in self.stages:  # not as modules of this one, which would put a prefix before
+            yield from stage.named_parameters(*given, **named)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, **named: Any) -> Tensor:
+        """As Llama's: logits are the same on every rank. Losses come on the ranks of the last stage; on the others
+        there are zeros in their place, so that early stages go on with the next batch."""
+        found: Tensor | None = None
+        out: Tensor | None = None
+        for number, stage in zip(self.numbers, self.stages, strict=True):
+            hidden = None if stage.part.embeds else self._receive(number, tokens, out)
+            out = stage(tokens, labels, hidden=hidden, **named)
+            assert out is not None
+            if stage.part.predicts:
+                found = out
+            else:
+                self._send(number, out)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        if labels is not None:
+            shape = tokens.shape if named.get("reduction") == "none" else ()
+            return tokens.new_zeros(shape, dtype=wide) if found is None else found
+        if found is None:
+            length, words = 1 if named.get("last_only") else tokens.shape[1], self.config.vocab_size
+            assert words is not None
+            found = tokens.new_empty((tokens.shape[0], length, words), dtype=wide)
+        found = found.contiguous()
+        dist.broadcast(found, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
+        self._settle()
+        return found
+
+    def _receive(self, number: int, tokens: Tensor, before: Tensor | None) -> Tensor:
+        """What a stage begins with; before: what this rank's stage before has computed."""
+        source = self.parallel.stage_rank(number - 1)
+        if source == self.grid.pipeline_rank:  # at the turn of a V
+            assert before is not None
+            return before
+        rows, length = tokens.shape
+        hidden = tokens.new_empty((rows, length // self.grid.tensor, self.config.dim), dtype=self.dtype)
+        dist.recv(hidden, group=self.group, group_src=source)
+        return hidden
+
+    def _send(self, number: int, hidden: Tensor) -> None:
+        to = self.parallel.stage_rank(number + 1)
+        if to == self.grid.pipeline_rank:
+            return
+        self._settle()
+        kept = hidden.contiguous()
+        self._sent.append((dist.isend(kept, group=self.group, group_dst=to), kept))
+
+    def _settle(self) -> None:
+        """Wait until what was sent has arrived; until then its memory must stay."""
+        while self._sent:
+            self._sent.pop()[0].wait()
+
+
+def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, int],
+                  loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """torch's schedule over the stages of all ranks, for steps of so many micro-batches.
+
+    Args:
+        shape: (sequences, tokens of each that this rank holds) of a micro-batch.
+        loss: (what the last stage returns, the micro-batch's number) -> what is differentiated.
+    """
+    grid, parallel, device = model.grid, model.parallel, model.grid.ranks.device
+    rows, length = shape
+    # Given, because torch would otherwise find them out by a pass of its own. Nothing of these is ever filled in.
+    hidden = torch.empty((rows, length // grid.tensor, model.config.dim), dtype=model.dtype, device="meta",
+                         requires_grad=True)
+    first = torch.empty(1, dtype=torch.int64, device="meta")
+    total = torch.empty((), dtype=torch.promote_types(model.dtype, torch.float32), device="meta", requires_grad=True)
+    stages: list[Any] = [PipelineStage(stage, number, parallel.stages, device,
+                                       input_args=first if stage.part.embeds else hidden,
+                                       output_args=total if stage.part.predicts else hidden, group=model.group)
+                         for number, stage in zip(model.numbers, model.stages, strict=True)]
+    if parallel.pp_schedule == "1f1b":
+        return Schedule1F1B(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    kind: Any = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}[parallel.pp_schedule]
+    return kind(stages, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """The names of all parameters, also of those that other ranks of a pipeline hold."""
+    return model.names if isinstance(model, PipelinedModel) else [name for name, _ in model.named_parameters()]

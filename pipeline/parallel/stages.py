@@ -1,0 +1,49 @@
+"""Which layers each stage of a pipeline has. Without torch, so that what a plan says is what trains."""
+
+from __future__ import annotations
+
+from model.config import ModelConfig
+from pipeline.config.parallel import ParallelConfig
+
+UNKNOWN_WEIGHT = 1.0
+"""What embedding and output matrix count, in layers, while the vocabulary is not known."""
+
+
+def stage_layers(model: ModelConfig, stages: int) -> list[range]:
+    """The layers of every stage, in order; each has one at least.
+
+    The costliest stage has the least that is possible, whatever else its rank holds. The embedding counts as much
+    of a layer as it has of a layer's weights, and so does the output matrix: 2.4 layers in Llama 3's 8B, 1.2 in
+    70B, 0.7 in 405B. Where it does not come out even, later stages have more: earlier ones hold more activations.
+    """
+    ends = _ends(model)
+    cost = [1.0] * stages
+    cost[0] += ends
+    cost[-1] += ends
+    counts = [1] * stages
+    for _ in range(model.layers - stages):
+        stage = min(range(stages), key=lambda stage: (cost[stage] + 1, -stage))
+        cost[stage] += 1
+        counts[stage] += 1
+    firsts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+
+
+def _ends(model: ModelConfig) -> float:
+    """How many layers' weights the embedding has; the output matrix has as many."""
+    if model.vocab_size is None:
+        return UNKNOWN_WEIGHT
+    layer = 2 * model.dim * (model.dim + model.kv_heads * model.head_dim) + 3 * model.dim * model.hidden
+    return model.vocab_size * model.dim / layer
+
+
+def largest_share(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """The part of the network's weights that the fullest rank of a pipeline holds; 1 without one."""
+    if parallel.pp == 1:
+        return 1.0
+    ends, layers = _ends(model), stage_layers(model, parallel.stages)
+    cost = [float(len(numbers)) for numbers in layers]
+    cost[0] += ends
+    cost[-1] += ends
+    held = [sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp)]
+    return max(held) / (model.layers + (1 if model.tied_embeddings else 2) * ends)

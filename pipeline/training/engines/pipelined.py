@@ -1,0 +1,92 @@
+"""The engine of a pipeline: FSDP2's over the stages of this rank, whose passes follow a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.data.loader import Batch
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule
+from pipeline.training.engines.fsdp import FsdpEngine
+from pipeline.training.optimizers.base import Optimizer
+
+TIED = "tok_embeddings.weight"
+"""What the first and the last stage both hold where embeddings are tied."""
+
+
+class PipelineEngine(FsdpEngine):
+    """Stages that `pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of this rank's parts of them."""
+
+    model: PipelinedModel
+
+    def __init__(self, model: PipelinedModel, optimizer: Optimizer, grid: Grid, clip_norm: float) -> None:
+        super().__init__(model, optimizer, grid, clip_norm)
+        self.model = model
+        self.schedule: Any = None
+        self.count, self.targets = 0, 0
+        self.losses: list[Tensor] = []
+        if model.config.tied_embeddings and TIED in self.parts:  # what the last stage has counts and is saved as a copy
+            part, last = self.parts[TIED], grid.pipeline_rank == grid.pipeline - 1
+            self.parts[TIED] = dataclasses.replace(part, copy=part.copy + part.copies * last, copies=2 * part.copies)
+
+    def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
+        """See FsdpEngine. All micro-batches of the step are in memory as tokens."""
+        device = self.grid.ranks.device
+        batches = [batch.to(device) for batch in micro_batches]
+        if self.schedule is None:
+            rows, length = batches[0].tokens.shape
+            self.schedule, self.count = make_schedule(self.model, count, (rows, length), self._share), count
+        inputs = [self.inputs(batch) for batch in batches]
+        for stage in self.model.stages:
+            stage.inputs = iter(inputs)
+        self.targets, self.losses = targets, []
+        numbers = torch.arange(count, device="cpu")  # torch counts micro-batches by what it is given
+        first = [numbers] if self.grid.pipeline_rank == 0 else []
+        self.schedule.step(*first, target=numbers, return_outputs=False)
+        for stage in self.model.stages:
+            stage.inputs = None
+        self._spoil()
+        self._meet_ends()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in self.losses:
+            total += loss
+        self.losses = []
+        return total
+
+    def trial(self, batch: Batch, targets: int) -> None:
+        """See Engine. Over all of the batch: a schedule takes all micro-batches of a step."""
+        self.accumulate(batch.split(len(batch.lengths) // self.count), self.count, targets)
+
+    def _share(self, loss: Tensor, number: Tensor) -> Tensor:
+        """A micro-batch's part of the step's mean loss, which is differentiated. On the ranks of the last stage."""
+        if self.loss_factor != 1.0:
+            loss = loss * self.loss_factor
+        self.losses.append(loss.detach())
+        return loss / self.targets
+
+    def _spoil(self) -> None:
+        """Let a fault that a test injects into this rank's loss befall its gradients, where it has no loss."""
+        if self.loss_factor != 1.0 and not self.losses:
+            for _, gradient in self._gradients():
+                gradient.mul_(self.loss_factor)
+
+    def _meet_ends(self) -> None:
+        """Add up the gradients of a tied embedding: the first stage has those of its rows, the last those of words.
+        Each sends its own to the other; of two addends, both make the same sum."""
+        if not self.model.config.tied_embeddings or TIED not in self.parts:
+            return
+        gradient = dict(self._gradients()).get(TIED)
+        assert gradient is not None, "FSDP2 gives every part a gradient"
+        theirs, group = torch.empty_like(gradient), self.model.group
+        other = self.grid.pipeline - 1 if self.grid.pipeline_rank == 0 else 0
+        swap = [dist.P2POp(dist.isend, gradient, group=group, group_peer=other),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=other)]
+        for work in dist.batch_isend_irecv(swap):
+            work.wait()
+        gradient += theirs

@@ -1,0 +1,54 @@
+"""Sequences of 131,072 tokens are a configuration: what is planned for it, without a cluster."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from launch.describe import training_facts
+from pipeline.config.batch import BatchPlan
+from pipeline.config.checks import rank_problems
+from pipeline.config.loading import load_config
+from pipeline.parallel.context_plan import plan
+from tests.conftest import REPOSITORY
+
+CONFIG = REPOSITORY / "configs/llama3_8b_128k.yaml"
+
+
+def facts(*overrides, ranks=32):
+    """What is printed before anything starts, by its first word."""
+    lines = training_facts(load_config(CONFIG, ["model.vocab_size=128256", *overrides]), SimpleNamespace(ranks=ranks))
+    return dict(re.split(r"\s+", line, maxsplit=1) for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [8, 32, 256])
+def test_a_node_shares_each_sequence_and_the_batch_comes_out_even(ranks):
+    config = load_config(CONFIG)
+    batch = BatchPlan.of(config.train, config.parallel, ranks)
+    assert rank_problems(config, ranks) == [] and config.model.context_length == batch.sequence_length == 131_072
+    assert (batch.sample_ranks, batch.data_ranks * batch.accumulation) == (8, 32)
+    assert rank_problems(config, ranks + 4) != []
+
+
+def test_the_plan_says_what_each_rank_holds_and_gathers():
+    """Keys and values of 131,072 tokens, 8 heads of 128, 2 bytes: 537 MB."""
+    assert facts()["context"] == ("16,384 tokens of each sequence on a rank; keys and values of all are gathered, "
+                                  "537 MB a layer")
+    assert facts("parallel.tp=2")["context"].endswith("268 MB a layer")
+    assert "context" not in facts("parallel.cp=1")
+    assert facts(ranks=8)["memory"] == facts("parallel.cp=1", ranks=8)["memory"], "weights are shared either way"
+    assert facts(ranks=8)["memory"].startswith("16 GB a rank for weights, gradients and moments")
+
+
+def test_what_cannot_be_split_evenly_is_refused_with_the_numbers():
+    with pytest.raises(Exception, match=r"sequence_length 131072 is not divisible by 24 \(parallel: cp 24 x tp 1\)"):
+        load_config(CONFIG, ["parallel.cp=24"])
+
+
+def test_work_is_even_at_its_length():
+    random, documents = np.random.default_rng(0), []
+    while sum(documents) < 131_072:
+        documents.append(int(random.lognormal(8, 1.5)) + 1)
+    work = plan((*documents[:-1], 131_072 - sum(documents[:-1])), 8).work()
+    assert max(work) <= 1.05 * sum(work) / 8 and min(work) >= 0.95 * sum(work) / 8

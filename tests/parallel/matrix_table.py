@@ -1,0 +1,133 @@
+"""The matrix as a table: `make matrix` runs every case and writes docs/matrix.md.
+
+`python -m tests.parallel.matrix_table --store` keeps the losses that later versions are held to.
+"""
+
+import json
+import platform
+import sys
+from textwrap import wrap
+
+from tests.parallel.groups import REPOSITORY, CaseError
+from tests.parallel.matrix import (
+    ATTENTION,
+    BACKENDS,
+    CASES,
+    CHECKPOINTING,
+    CROSSED,
+    LAYOUTS,
+    STORED,
+    Case,
+    differences,
+    full_product,
+    lacks,
+    machine,
+    run,
+)
+
+TABLE = REPOSITORY / "docs/matrix.md"
+
+
+def shown(case: Case) -> tuple[str, str]:
+    """How far a case's losses and its gradients are, for the table; said on the way, since it takes minutes."""
+    if lacks(case):
+        return "not run", "not run"
+    try:
+        away = differences(case.name)
+    except CaseError as error:
+        print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+        return "fails", "fails"
+    losses, gradients = (f"{value:.1e}" if value else "equal"
+                         for value in (away.pop("loss and norm"), max(away.values())))
+    print(f"{case.name}: {losses}, gradients {gradients}", file=sys.stderr, flush=True)
+    return losses, gradients
+
+
+def bounds(case: Case) -> str:
+    """What is allowed, for the table: of losses and norms, and where it is another, of gradients."""
+    both = [f"{case.allows(what):.0e}" for what in ("loss and norm", "gradients")]
+    return ", ".join(dict.fromkeys(both)) if case.bound else "equal"
+
+
+def table() -> str:
+    """The matrix with measured differences, as Markdown."""
+    lines = ["# The matrix: every engine computes the same", "", *wrap(
+        f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is the "
+        f"largest relative one from the case compared with: in the loss and gradient norm of any step, and in the "
+        f"gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); `equal` is "
+        f"to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}.",
+        118), "",
+             "## Layouts", "",
+             "| case | ranks | steps | compared with | loss, norm | gradients | bounds |",
+             "|---|---|---|---|---|---|---|"]
+    for case in LAYOUTS:
+        if case.reference is not None:
+            losses, gradients = shown(case)
+            lines.append(f"| {case.name} | {case.ranks} | {case.settings['steps']} | {case.reference} | {losses} | "
+                         f"{gradients} | {bounds(case)} |")
+    return "\n".join([*lines, "", *crossed_table(), "", *attention_table()]) + "\n"
+
+
+def crossed_table() -> list[str]:
+    """The full product: a row for a layout and backend, a column for checkpointing and tying."""
+    product = full_product()
+    columns = [(tied, kept) for tied in (False, True) for kept in CHECKPOINTING]
+    heads = [f"{kept}{', tied' if tied else ''}" for tied, kept in columns]
+    lines = ["## Options crossed", "", *wrap(
+        "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in float64 over "
+        "three steps; accumulation over two micro-batches, attention across documents and weights kept between the "
+        "passes take turns. Shown is the largest difference of any parameter's gradient from one eager process; "
+        "losses, norms and gradients are all held to 1e-12.", 118),
+             "", f"| layout | compiled by | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
+    for layout in CROSSED:
+        for backend in BACKENDS:
+            cells = [shown(product[layout, tied, backend, kept])[1] for tied, kept in columns]
+            lines.append(f"| {layout} | {backend or 'nothing'} | {' | '.join(cells)} |")
+    missing = sorted({lack for case in product.values() if (lack := lacks(case))})
+    return [*lines, *(f"\nNot run: {lack}." for lack in missing)]
+
+
+def attention_table() -> list[str]:
+    """Attention backends against the dense mask; varlen by a kernel for the CPU that the tests bring."""
+    lines = ["## Attention inside documents", "", *wrap(
+        "Document by document, and varlen's operator with a kernel for the CPU that the tests register, against the "
+        "dense mask in one process: float64, three steps, every two values of two options together. All are held to "
+        "1e-12.", 118), "", "| case | ranks | loss, norm | gradients |", "|---|---|---|---|"]
+    for case in ATTENTION:
+        losses, gradients = shown(case)
+        lines.append(f"| {case.name} | {case.ranks} | {losses} | {gradients} |")
+    return lines
+
+
+def faults() -> list[str]:
+    """The cases that are beyond their bounds, or failed."""
+    found = []
+    for name, case in CASES.items():
+        if case.reference is None or lacks(case):
+            continue
+        try:
+            found += [f"{name}: {what} differs by {value:.1e}, allowed is {case.allows(what):.0e}"
+                      for what, value in differences(name).items() if not value <= case.allows(what)]
+        except CaseError as error:
+            found.append(f"{name}: {str(error).splitlines()[-1]}")
+    return found
+
+
+def store() -> None:
+    """Keep the single process's losses as what later versions must compute, to the last bit."""
+    STORED.write_text(json.dumps({"machine": machine(), "results": run("one process, 50 steps")["results"]}) + "\n")
+
+
+def main() -> int:
+    """Write the table; 1 if a case is beyond its bound."""
+    if sys.argv[1:] == ["--store"]:
+        store()
+        return 0
+    TABLE.write_text(table(), encoding="utf-8")
+    print(TABLE.read_text(encoding="utf-8"))
+    print("\n".join(found := faults()))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

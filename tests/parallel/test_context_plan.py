@@ -1,0 +1,79 @@
+"""Which tokens each rank of a context group holds: all of them once, equally many, with equal work."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.parallel.context_plan import plan
+
+
+def realistic(kind, length):
+    """Documents that fill a row of `length` tokens."""
+    if kind.isdigit():
+        many, rest = divmod(length, int(kind))
+        return (int(kind),) * many + (rest,) * (rest > 0)
+    if kind == "one long, then short":
+        return (length * 3 // 4,) + (1,) * (length // 4)
+    random, found = np.random.default_rng(0), []
+    while sum(found) < length:
+        found.append(max(1, int(random.lognormal(np.log(int(kind.split()[-1])), 1.2))))
+    return (*found[:-1], length - sum(found[:-1]))
+
+
+@st.composite
+def rows(draw):
+    """(lengths of documents, ranks), the ranks dividing the row."""
+    ranks = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 60)), min_size=1, max_size=12))
+    return (*lengths, ranks - sum(lengths) % ranks), ranks
+
+
+@given(rows())
+def test_every_token_is_on_one_rank_and_all_have_as_many(row):
+    lengths, ranks = row
+    found = plan(lengths, ranks)
+    assert found.places.shape == (ranks, sum(lengths) // ranks)
+    assert sorted(found.places.ravel()) == list(range(sum(lengths)))
+    assert (np.diff(found.places, axis=1) > 0).all(), "a rank's tokens are in the row's order"
+
+
+@given(rows())
+def test_chunks_cut_each_document_evenly_and_go_to_ranks_from_both_ends(row):
+    lengths, ranks = row
+    found = plan(lengths, ranks)
+    sizes = np.diff(found.edges, axis=1)
+    assert (sizes.sum(axis=1) == lengths).all() and (sizes.max(axis=1) - sizes.min(axis=1) <= 1).all()
+    for rank in range(ranks):
+        tokens = [place for _, begin, end, _ in found.segments(rank) for place in range(begin, end)]
+        assert tokens == found.places[rank].tolist()
+        owned = {chunk for chunk in range(2 * ranks) if chunk in (rank, 2 * ranks - 1 - rank)}
+        ends = {(begin, end) for _, begin, end, _ in found.segments(rank)}
+        assert ends == {(found.edges[document, chunk], found.edges[document, chunk + 1])
+                        for document in range(len(lengths)) for chunk in owned if sizes[document, chunk]}
+
+
+@given(rows())
+def test_all_pairs_of_query_and_key_are_computed_once(row):
+    lengths, ranks = row
+    assert sum(plan(lengths, ranks).work()) == sum(length * (length + 1) // 2 for length in lengths)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("length", [512, 8192])
+@pytest.mark.parametrize("kind", ["512", "8192", "1", "2", "3", "7", "13", "100", "one long, then short", "about 20",
+                                  "about 100", "about 700"])
+def test_work_is_within_5_percent_of_even(kind, length, ranks):
+    work = plan(realistic(kind, length), ranks).work()
+    assert max(work) <= 1.05 * sum(work) / ranks and min(work) >= 0.95 * sum(work) / ranks
+
+
+def test_documents_that_torchs_balancer_leaves_uneven():
+    """[4, 12] over two ranks: 26 and 62 pairs there."""
+    assert plan((4, 12), 2).work() == [44, 44]
+    assert plan((1024, 7168), 4).work() == [sum(plan((1024, 7168), 4).work()) // 4] * 4
+
+
+def test_a_row_that_does_not_come_out_even_is_refused():
+    with pytest.raises(ValueError, match="A row of 7 tokens cannot be split evenly over 2 ranks"):
+        plan((3, 4), 2)

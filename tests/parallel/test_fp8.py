@@ -1,0 +1,221 @@
+"""fp8: which layers, in what they differ from others, under every layout, and where it is refused."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from model.config import ModelConfig
+from model.llama import Llama, initialise
+from pipeline.config.outside import absent_torchao
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
+from pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
+from tests.parallel.groups import end_groups, run_case
+from tests.parallel.train_steps import MODEL
+
+pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
+
+RECIPES = ["rowwise", "rowwise_with_gw_hp", "tensorwise"]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TINY = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=48, vocab_size=64, context_length=32)
+TOKENS = torch.arange(32).view(1, 32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end():
+    """Ranks that wait for another case cost processor time."""
+    yield
+    end_groups()
+
+
+def settings(**train):
+    return TrainConfig(precision="fp8", **train)
+
+
+def converted(recipe="rowwise", device=CPU, **train):
+    """TINY with its initial weights in bfloat16; device: as which it multiplies."""
+    with torch.device("meta"):
+        model = Llama(TINY)
+    convert_to_fp8(model, settings(fp8_recipe=recipe, **train), device)
+    model = model.to_empty(device="cpu").bfloat16()
+    initialise(model, TINY, seed=0)
+    return model
+
+
+def step(model):
+    loss = model(TOKENS, TOKENS.roll(-1, 1))
+    loss.backward()
+    return loss.detach()
+
+
+def test_the_converted_layers_are_those_that_were_written_down():
+    found = division(MODEL, settings(fp8_skip=["layers.0.*", "*.wk"]))
+    assert found.converted == tuple(f"layers.{layer}.{name}" for layer in (1, 2) for name in (
+        "attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"))
+    with torch.device("meta"):
+        model = Llama(MODEL)
+    convert_to_fp8(model, settings(fp8_skip=["layers.0.*", "*.wk"]), CPU)
+    assert tuple(name for name, module in model.named_modules()
+                 if type(module).__name__ == "Float8Linear") == found.converted
+    assert found.lines("rowwise") == [
+        "fp8 (rowwise) in 12 linear layers (2 wq, 2 wv, 2 wo, 2 w1, 2 w2, 2 w3); not in the output head",
+        "bf16 in 7 linear layers (1 wq, 1 wk, 1 wv, 1 wo, 1 w1, 1 w2, 1 w3): train.fp8_skip has 'layers.0.*'",
+        "bf16 in 2 linear layers (2 wk): train.fp8_skip has '*.wk'"]
+
+
+@pytest.mark.parametrize(("ffn_dim", "tensor", "left_out", "reason"), [
+    (96, 1, set(), ""), (96, 2, {"wk", "wv"}, "16 x 96 over 2 ranks is no multiple of 16"),
+    (104, 1, {"w1", "w2", "w3"}, "104 x 96 is no multiple of 16, which fp8 wants")])
+def test_layers_whose_parts_are_no_multiples_of_16_stay_in_bf16(ffn_dim, tensor, left_out, reason):
+    model = ModelConfig(dim=96, layers=1, heads=6, kv_heads=1, ffn_dim=ffn_dim, vocab_size=64, context_length=32)
+    found = division(model, settings(), tensor)
+    assert {name.rpartition(".")[2] for name in found.left_out} == left_out
+    assert not reason or any(reason in line for line in found.lines("rowwise"))
+
+
+def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
+    with pytest.raises(UserError, match=r"'output' *, which fits no linear layer .* like layers.0.attention.wq"):
+        division(MODEL, settings(fp8_skip=["output"]))
+    with pytest.raises(UserError, match=r"no layer is left to convert: train.fp8_skip has 'layers.\*'"):
+        division(MODEL, settings(fp8_skip=["layers.*"]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parameters_are_what_they_were(recipe):
+    """Names, order, shapes, type and gradients: what a checkpoint holds does not change."""
+    plain = Llama(TINY).bfloat16()
+    initialise(plain, TINY, seed=0)
+    model = converted(recipe)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for (name, ours), (known, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == known and type(ours) is type(theirs) and ours.requires_grad and torch.equal(ours, theirs)
+    expected, found = step(plain), step(model)
+    away = {name: float((parameter.grad - theirs.grad).norm() / theirs.grad.norm()) for (name, parameter), theirs in
+            zip(model.named_parameters(), plain.parameters(), strict=True)}
+    assert found != expected and abs(found / expected - 1) < 0.01
+    assert 0 < max(away.values()) < 0.2, away
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_cpu_multiplies_is_what_the_product_of_the_hardware_multiplies(recipe):
+    """torch's own fp8 product, slow on a CPU, against the one in float32 of the same rounded factors."""
+    ours, theirs = converted(recipe), converted(recipe, GPU)
+    assert abs(step(ours) / step(theirs) - 1) < 1e-3
+    for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (parameter.grad - other.grad).norm() / other.grad.norm() < 0.1, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_are_equal_over_layouts(recipe):
+    """Of the same micro-batches. Four gradients are added in another order than by one process, in float32."""
+    def train(ranks, **given):
+        return run_case(ranks, "", {"precision": "fp8", "steps": 3, **given,
+                                    "train": {"fp8_recipe": recipe, "clip_norm": 1e9}})
+
+    def away(found, expected):
+        losses = np.array([[loss for loss, _ in one["results"]] for one in (found, expected)])
+        gradients = [np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name])
+                     for ours, theirs in zip(found["gradients"], expected["gradients"], strict=True) for name in theirs]
+        return np.abs(losses[0] / losses[1] - 1).max(), max(gradients)
+    two, four = train(1, accumulation=2), train(1, accumulation=4)
+    for found in (train(2), train(2, parallel={"dp_replicate": 2}), train(2, parallel={"reshard": "never"})):
+        assert away(found, two)[0] < 1e-14 and away(found, two)[1] == 0.0
+    for found in (train(4), train(4, parallel={"dp_replicate": 2})):
+        assert away(found, four)[0] < 1e-6 and away(found, four)[1] < 1e-6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensor_parallelism_is_as_near_to_float32_as_one_process(recipe):
+    """Its products are added in bfloat16, which the next layer's rounding makes visible; its scales are the same."""
+    def gradients(ranks, precision="fp8", **parallel):
+        found = run_case(ranks, "", {"precision": precision, "steps": 1, "parallel": parallel,
+                                     "train": {"fp8_recipe": recipe}})["gradients"][0]
+        return np.concatenate([value.ravel() / np.linalg.norm(value) for _, value in sorted(found.items())])
+    exact = gradients(1, "fp32")
+    one, two = (np.linalg.norm(gradients(ranks, tp=ranks) - exact) for ranks in (1, 2))
+    assert 0 < two < 1.15 * one
+
+
+@pytest.mark.parametrize("kept", [["wq"], ["wo", "w3"]], ids="+".join)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activation_checkpointing_is_bit_equal_and_keeps_by_name(recipe, kept):
+    plain = converted(recipe)
+    expected = step(plain)
+    for train in ({"activation_checkpointing": "full"},
+                  {"activation_checkpointing": "selective", "kept_activations": kept}):
+        model = converted(recipe)
+        checkpoint_activations(model, settings(**train))
+        assert torch.equal(step(model), expected)
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["emulated", "scaled_mm"])
+def test_compiled_blocks_keep_products_in_fp8_by_name(device):
+    """In a block's backward graph each product has two, and one more if it is computed again; w2's no one needs."""
+    counted = {}
+    for kept in (["wq", "wo", "w1"], ["attention"]):
+        products = []
+
+        def backward(graph, inputs, products=products):
+            products.append(sum(node.target in PRODUCT_OPERATORS for node in graph.graph.nodes))
+            return graph
+        torch._dynamo.reset()
+        model = converted(device=device)
+        checkpoint_activations(model, settings(activation_checkpointing="selective", kept_activations=kept))
+        backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
+        model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
+        step(model)
+        [counted[tuple(kept)]] = products
+    assert counted["wq", "wo", "w1"] == 2 * 7 + 6 - 3 and counted["attention",] == 2 * 7 + 6
+
+
+@pytest.mark.parametrize(("recipe", "capability", "words"), [
+    ("rowwise", (8, 9), "needs a GPU of compute capability 9.0; this one (a card) has 8.9. "
+     "train.fp8_recipe=tensorwise would run here"),
+    ("tensorwise", (8, 0), "needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take"),
+    ("rowwise", (9, 0), ""), ("tensorwise", (8, 9), ""), ("rowwise_with_gw_hp", (12, 0), "")])
+def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, capability, words):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    refused = partial(refuse_without_fp8, Config(train=settings(fp8_recipe=recipe)), GPU)
+    if not words:
+        refused()
+        return
+    with pytest.raises(UserError) as error:
+        refused()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "sound"), [("gfx90a:sramecc+", False), ("gfx942:sramecc+", True), ("gfx950", True)])
+def test_cards_of_amd_are_known_by_their_kind(monkeypatch, kind, sound):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind))
+    if sound:
+        refuse_without_fp8(Config(train=settings()), GPU)
+    else:
+        with pytest.raises(UserError, match=r"which this GPU \(a card, gfx90a:sramecc\+\) does not have"):
+            refuse_without_fp8(Config(train=settings()), GPU)
+
+
+def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):
+    monkeypatch.setattr("pipeline.config.outside.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"torchao is not installed here: `pip install --editable '.\[fp8\]'"):
+        refuse_without_fp8(Config(train=settings()), CPU)
+    refuse_without_fp8(Config(train=TrainConfig(precision="bf16")), CPU)
+    assert list(absent_torchao(Config(train=TrainConfig(precision="bf16")))) == []
+
+
+def test_what_makes_it_slow_is_said():
+    told = fp8_lines(Config(train=settings(compile=False)), MODEL, 1, GPU)
+    assert told[-1].startswith("warning: fp8 without train.compile is slower than bf16")
+    assert "for trials" in fp8_lines(Config(train=settings()), MODEL, 1, CPU)[-1]
+    assert len(fp8_lines(Config(train=settings()), MODEL, 1, GPU)) == 1
+    assert fp8_lines(Config(train=TrainConfig(precision="bf16")), MODEL, 1, GPU) == []

@@ -1,0 +1,40 @@
+"""Where ranks lie in the array, by arithmetic alone."""
+
+import pytest
+import torch
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.ranks import Ranks
+
+LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+
+
+def grids(**layout):
+    world = 1
+    for length in layout.values():
+        world *= length
+    return [Grid(Ranks(rank, world, torch.device("cpu")), ParallelConfig(**layout)) for rank in range(world)]
+
+
+def place(grid):
+    return (grid.pipeline_rank, grid.replica, grid.data_rank, grid.context_rank, grid.tensor_rank)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, {"dp_shard": 3, "tp": 2}, {"pp": 3, "dp_replicate": 2}, {"cp": 4},
+                                    {"pp": 2, "dp_shard": 3, "cp": 2}])
+def test_every_rank_has_a_place_of_its_own_the_last_axis_first(layout):
+    found = [place(grid) for grid in grids(**layout)]
+    assert len(set(found)) == len(found) and found == sorted(found)
+    sizes = ParallelConfig(**layout).sizes(len(found))
+    assert [max(axis) + 1 for axis in zip(*found, strict=True)] == [
+        sizes.pipeline, sizes.replicate, sizes.replicate * sizes.shard, sizes.context, sizes.tensor]
+
+
+def test_ranks_that_see_the_same_samples_have_one_that_speaks():
+    found = grids(**LAYOUT)
+    assert [grid.data_rank for grid in found if grid.speaks] == [0, 1, 2, 3]
+    for grid in found:
+        same = [other for other in found if other.data_rank == grid.data_rank]
+        assert len(same) == LAYOUT["pp"] * grid.sample_ranks
+        assert sum(other.speaks for other in same) == 1

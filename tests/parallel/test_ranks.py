@@ -1,0 +1,75 @@
+"""What ranks find when they start: memory of GPUs, and groups that wait as long as is said and have names."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.parallel import ranks
+from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, extend_segments
+from pipeline.training.session import longest_wait
+from tests.conftest import REPOSITORY
+from tests.parallel.groups import end_groups, run_case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end():
+    yield
+    end_groups()
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_who_says_how_memory_is_dealt_with_is_obeyed(monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    extend_segments()
+    assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {name: "max_split_size_mb:64"}
+
+
+def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options["timeout"]))
+    found = ranks.start_ranks(timedelta(minutes=7))
+    assert seen == ["expandable_segments:True", timedelta(minutes=7)] and found.patience == timedelta(minutes=7)
+
+
+def test_torch_reads_it_after_its_import():
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("this torch does not tell its settings")
+    program = ("import torch; from pipeline.parallel.ranks import extend_segments; extend_segments(); "
+               "print(torch._C._accelerator_getAllocatorSettings())")
+    said = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "expandable_segments:True"
+
+
+def test_groups_have_names_and_wait_as_long_as_is_said():
+    found = run_case(4, "timeouts", {"body": "tests.parallel.train_steps:waits", "seconds": 2,
+                                     "parallel": {"dp_replicate": 2, "tp": 2}})
+    assert found["groups"] == {"replicate": ("mesh_replicate", 2.0), "shard": ("mesh_shard", 2.0),
+                               "tensor": ("mesh_tensor", 2.0)}
+    assert "Timed out" in found["late"]
+
+
+@pytest.mark.parametrize(("minutes", "hang", "expected"), [
+    (None, 10.0, timedelta(minutes=40)), (None, 60.0, timedelta(minutes=190)), (None, 1.0, PATIENCE),
+    (None, None, PATIENCE), (12.0, 10.0, timedelta(minutes=12))])
+def test_a_collective_waits_longer_than_the_watchdog_unless_told(minutes, hang, expected):
+    config = Config(parallel=ParallelConfig(timeout_minutes=minutes),
+                    train=TrainConfig(guards={"hang_minutes": hang}))
+    assert longest_wait(config) == expected

@@ -1,0 +1,56 @@
+"""How layers are dealt out over the stages of a pipeline, and stages over its ranks."""
+
+from itertools import product
+
+import pytest
+
+from model.config import ModelConfig
+from model.presets import PRESETS
+from pipeline.config.parallel import ParallelConfig
+from pipeline.parallel.stages import largest_share, stage_layers
+
+WIDE = ModelConfig(dim=64, layers=12, heads=4, kv_heads=4, ffn_dim=128, vocab_size=1024)
+"""Whose embedding weighs as much as 1.6 layers."""
+
+
+def counts(model, stages):
+    return [len(layers) for layers in stage_layers(model, stages)]
+
+
+@pytest.mark.parametrize("model, stages", [(WIDE, stages) for stages in range(1, 13)]
+                         + [(PRESETS["llama3_70b"], 8), (PRESETS["llama3.1_405b"], 16), (PRESETS["llama3_8b"], 5)])
+def test_every_layer_is_in_one_stage_in_order(model, stages):
+    found = stage_layers(model, stages)
+    assert len(found) == stages and [layer for layers in found for layer in layers] == list(range(model.layers))
+    assert all(len(layers) >= 1 for layers in found)
+
+
+def test_embedding_and_output_matrix_count_as_the_layers_that_they_weigh():
+    assert counts(PRESETS["llama3.1_405b"], 16) == [7, *[8] * 14, 7]  # as in the Llama 3 paper
+    assert counts(WIDE, 4) == [2, 4, 4, 2] and counts(WIDE.model_copy(update={"vocab_size": None}), 4) == [2, 3, 4, 3]
+    assert counts(WIDE.model_copy(update={"vocab_size": 64}), 4) == [3, 3, 3, 3]
+
+
+def test_no_other_cut_has_a_cheaper_costliest_stage():
+    """Against every way to cut 12 layers in 4."""
+    ends = WIDE.vocab_size * WIDE.dim / sum(weights for weights in (4 * WIDE.dim**2, 3 * WIDE.dim * WIDE.hidden))
+    def cost(held):
+        return max(held[0] + ends, *held[1:-1], held[-1] + ends)
+    ways = [held for held in product(range(1, 10), repeat=4) if sum(held) == 12]
+    assert cost(counts(WIDE, 4)) == min(map(cost, ways))
+
+
+@pytest.mark.parametrize("schedule, ranks", [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]),
+                                             ("zbv", [0, 1, 2, 2, 1, 0])])
+def test_stages_go_round_or_there_and_back(schedule, ranks):
+    parallel = ParallelConfig(pp=3, pp_schedule=schedule)
+    assert [parallel.stage_rank(stage) for stage in range(parallel.stages)] == ranks
+    assert [parallel.stages_of(rank) for rank in range(3)] == [
+        [stage for stage, held in enumerate(ranks) if held == rank] for rank in range(3)]
+
+
+def test_the_fullest_rank_is_what_the_forecast_reckons_with():
+    assert largest_share(WIDE, ParallelConfig()) == 1.0
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        share = largest_share(WIDE, ParallelConfig(pp=2, pp_schedule=schedule))
+        assert 0.5 <= share < 0.65

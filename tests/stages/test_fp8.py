@@ -1,0 +1,103 @@
+"""The train stage in fp8: as near to bf16 as it is said to be, looked at layer by layer, begun and left at a save."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.contract.manifest import read_manifest
+from tests.conftest import run_stage
+from tests.stages.training import curve, events, lines, proven, train_and_kill, train_folder
+from tools.parity import report
+
+pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
+
+BAND = 0.01
+"""By how much of bf16's loss fp8's may be higher, over each tenth of sixty steps after the first two."""
+QUIET = ["train.heldout_every=60", "train.sample_every=100", "train.checkpoint.every_steps=100"]
+FACTORS = ("input", "weight", "gradient")
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory, encoded):
+    """What fp8 is held against."""
+    return sixty_steps(encoded, tmp_path_factory.mktemp("bf16"), "train.precision=bf16")
+
+
+def sixty_steps(encoded, folder, *settings):
+    run_stage("train", encoded, "name=parity", f"runs_dir={folder}/runs", f"reuse={encoded.parent / 'runs/mini'}",
+              "train.steps=60", *QUIET, *settings)
+    return lines(folder / "c.yaml", "parity")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+def test_the_losses_stay_beside_those_of_bf16(encoded, tmp_path, in_bf16, recipe):
+    found = sixty_steps(encoded, tmp_path, "train.precision=fp8", f"train.fp8_recipe={recipe}")
+    told, sound = report(in_bf16, found, BAND)
+    assert sound, "\n".join(told)
+    assert all(ours["loss"] != theirs["loss"] for ours, theirs in zip(found[1:], in_bf16[1:], strict=True))
+    assert found[-1]["loss"] < 0.6 * found[0]["loss"]
+
+
+def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh):
+    often = ["train.precision=fp8", "train.fp8_watch_every=5", "train.fp8_skip=['*.wk']"]
+    run_stage("train", fresh, *often, ranks=2)
+    run_stage("train", fresh, "name=seldom", *often, "train.fp8_watch_every=100", ranks=2)
+    assert curve(fresh) == curve(fresh, "seldom")
+    assert [event["step"] for event in events(fresh, "fp8")] == [1, 5, 10, 12]
+    assert [event["step"] for event in events(fresh, "fp8", "seldom")] == [1, 12]
+    for event in events(fresh, "fp8"):
+        assert set(event["layers"]) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in (
+            "attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")}
+        for figures in event["layers"].values():
+            assert all(figures[factor][0] > 0 and 0 <= figures[factor][1] < 0.5 for factor in FACTORS)
+    looked = {record["step"]: record for record in lines(fresh) if "fp8_input_amax" in record}
+    assert sorted(looked) == [1, 5, 10, 12]
+    for event in events(fresh, "fp8"):
+        for factor in FACTORS:
+            amax, zeros = zip(*(figures[factor] for figures in event["layers"].values()), strict=True)
+            assert looked[event["step"]][f"fp8_{factor}_amax"] == max(amax)
+            assert looked[event["step"]][f"fp8_{factor}_zeros"] == max(zeros)
+
+
+def test_the_stages_of_a_pipeline_are_looked_at_under_their_own_names(fresh):
+    settings = ["train.precision=fp8", "train.fp8_watch_every=5", "train.micro_batch=4", "parallel.pp=2"]
+    run_stage("train", fresh, *settings, ranks=2)
+    run_stage("train", fresh, "name=seldom", *settings, "train.fp8_watch_every=100", ranks=2)
+    assert curve(fresh) == curve(fresh, "seldom")
+    for event in events(fresh, "fp8"):
+        assert list(event["layers"]) == [f"layers.{layer}.{name}" for layer in (0, 1) for name in (
+            "attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2",
+            "feed_forward.w3")]
+        assert all(figures[factor][0] > 0 for figures in event["layers"].values() for factor in FACTORS)
+
+
+def test_a_run_goes_into_fp8_and_back_at_a_checkpoint(fresh):
+    """On other ranks each time; what each start computed in is said and recorded."""
+    steps = ["train.steps=24", "train.checkpoint.every_steps=4"]
+    train_and_kill(fresh, *steps, "train.precision=bf16", ranks=1, after_step=4, log="events")
+    refused = run_stage("train", fresh, *steps, "train.precision=fp8", expect=2)
+    assert 'train.precision: "bf16" -> "fp8"' in refused.stderr
+    into = ["train.precision=fp8", "--accept-drift", "parallel.tp=2"]
+    before = len(events(fresh, "checkpoint"))
+    train_and_kill(fresh, *steps, *into, ranks=2, after_step=events(fresh, "checkpoint")[-1]["step"] + 4, log="events")
+    assert len(events(fresh, "checkpoint")) > before
+    back = run_stage("train", fresh, *steps, "train.precision=bf16", "--accept-drift")
+    assert "bf16 as configured, fp8 before" in back.stdout and "linear layers" not in back.stdout
+    assert [event["precision"] for kind in ("start", "resume") for event in events(fresh, kind)] == [
+        "bf16", "fp8", "bf16"]
+    assert read_manifest(train_folder(fresh)).counts["precision"] == "bf16"
+    found = curve(fresh)
+    assert len(found) == 24 and found[-1]["loss"] < 0.8 * found[0]["loss"] and proven(fresh)
+
+
+def test_auto_stays_in_the_precision_that_was_begun(fresh):
+    train_and_kill(fresh, "train.steps=24", "train.precision=fp8", ranks=1, after_step=4, log="events")
+    again = run_stage("train", fresh, "train.steps=24", "train.precision=auto", "--accept-drift")
+    assert "fp8, as the run was begun" in again.stdout and "fp8 (rowwise) in 14 linear layers" in again.stdout
+
+
+def test_what_cannot_be_in_fp8_is_refused_in_a_sentence(fresh):
+    refused = run_stage("train", fresh, "train.precision=fp8", "parallel.engine=deepspeed", expect=2)
+    assert "'fp8' needs parallel.engine 'fsdp2'" in refused.stderr
+    refused = run_stage("train", fresh, "train.precision=fp8", "train.fp8_skip=['nothing.*']", expect=2)
+    assert "has 'nothing.*', which fits no linear layer" in refused.stderr and "Traceback" not in refused.stderr

@@ -1,0 +1,50 @@
+"""The gate between two runs: what is within the band passes, what is worse, or cannot be compared, does not."""
+
+import json
+
+import pytest
+
+from pipeline.errors import UserError
+from tools.parity import main, report, windows
+
+
+def records(worse=lambda step: 1.0, first=0, **fields):
+    """Forty steps whose loss falls; `worse` multiplies it."""
+    return [{"step": step, "samples": [first + 4 * step, first + 4 * step + 4], "loss": 200 / (20 + step) * worse(step),
+             **fields} for step in range(1, 41)]
+
+
+@pytest.mark.parametrize(("worse", "sound"), [
+    (lambda step: 1.0, True), (lambda step: 1.009, True), (lambda step: 0.9, True), (lambda step: 1.011, False),
+    (lambda step: 2.0 if step <= 8 else 1.0, True),  # while it warms up
+    (lambda step: 1.05 if step > 36 else 1.0, False), (lambda step: float("nan") if step == 30 else 1.0, False)])
+def test_the_losses_are_judged_window_by_window(worse, sound):
+    lines, found = report(records(), records(worse), 0.01)
+    assert found == sound and ("BEYOND" not in "".join(lines)) == sound
+
+
+def test_heldout_text_is_judged_and_what_becomes_zero_is_told():
+    found = records(heldout_bpb={"code": 1.02}, fp8_gradient_zeros=0.125)
+    lines, sound = report(records(heldout_bpb={"code": 1.0}), found, 0.01)
+    assert not sound and "held-out code: 1.0000, 1.0200 bits per byte (+2.00%), BEYOND" in lines
+    assert "gradients: at most 12.50% of a layer's values become zero in fp8, as last measured" in lines
+    assert report(records(heldout_bpb={"code": 1.0}), found, 0.03)[1]
+
+
+def test_runs_on_other_samples_or_with_few_steps_are_not_compared():
+    with pytest.raises(UserError, match="In step 1 the two runs saw other samples"):
+        windows(records(), records(first=1))
+    with pytest.raises(UserError, match="have 9 logged steps in common"):
+        windows(records(), records()[:9])
+
+
+def test_the_command_says_so_by_its_exit_status(tmp_path, capsys):
+    for name, worse in (("a", 1.0), ("b", 1.1)):
+        folder = tmp_path / name / "train"
+        folder.mkdir(parents=True)
+        lines = records(lambda step, worse=worse: worse)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ["--reference", str(tmp_path / "a"), "--run"]
+    assert main([*asked, str(tmp_path / "a")]) == 0 and "within the band of 1.00%" in capsys.readouterr().out
+    assert main([*asked, str(tmp_path / "b")]) == 1 and "BEYOND the band" in capsys.readouterr().out
+    assert main([*asked, str(tmp_path / "c")]) == 2 and "is no run that has trained" in capsys.readouterr().err

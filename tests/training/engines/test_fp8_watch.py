@@ -1,0 +1,81 @@
+"""What fp8 does to the values of a layer is counted as it happens."""
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ModelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.data.loader import pack
+from pipeline.parallel.grid import Grid, own
+from pipeline.parallel.initial_values import drawn
+from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.training.device_facts import compiled_graphs
+from pipeline.training.engines.build import build_engine
+from pipeline.training.engines.fp8_watch import FACTORS, Fp8Watch, summary
+from pipeline.training.guards import StepLimits
+
+pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
+
+MODEL = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=48, vocab_size=64, context_length=32)
+CPU = torch.device("cpu")
+LARGE = 125 * 2.0**10
+"""A value that bfloat16 and four digits hold, two million times the size of a first weight."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield start_ranks()
+    stop_ranks()
+
+
+def built(ranks, **train):
+    """An engine, and a batch of four sequences."""
+    config = Config(train=TrainConfig(precision="fp8", micro_batch=2, **train))
+    engine = build_engine(config, MODEL, Grid(ranks, config.parallel), torch.bfloat16, 2, drawn(MODEL, 0))
+    random = np.random.default_rng(0)
+    return engine, pack([(random.integers(0, 64, 33), np.array([0, 9 + row])) for row in range(4)])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
+def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe):
+    """One row is given a value that nothing else of it can stand beside."""
+    engine, batch = built(ranks, fp8_recipe=recipe)
+    clean = Fp8Watch(engine, CPU).measure(batch, batch.targets)
+    name = "layers.0.attention.wv"
+    weight = own(engine.model.layers[0].attention.wv.weight.detach())
+    assert clean[name]["weight"] == (pytest.approx(float(weight.abs().max()), rel=4e-3), 0)
+    weight[0, 0] = LARGE
+    found = Fp8Watch(engine, CPU).measure(batch, batch.targets)
+    lost = weight.shape[1] - 1 if recipe == "rowwise" else weight.numel() - 1  # the others scale the whole once
+    assert found[name]["weight"] == (LARGE, pytest.approx(lost / weight.numel(), rel=1e-3))
+    assert found["layers.1.feed_forward.w1"]["weight"] == clean["layers.1.feed_forward.w1"]["weight"]
+    seen = summary(found)
+    assert seen["fp8_weight_amax"] == LARGE and seen["fp8_weight_zeros"] == found[name]["weight"][1]
+    assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in found.values()) > 0
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_and_checkpointed_blocks_are_looked_at_too_and_stay_compiled(ranks, monkeypatch, checkpointing):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, backend="aot_eager"))
+    plain, batch = built(ranks)
+    engine, _ = built(ranks, compile=True, activation_checkpointing=checkpointing)
+    expected = Fp8Watch(plain, CPU).measure(batch, batch.targets)
+
+    def step():
+        return engine.step(batch.split(2), 2, batch.targets, 0.0, StepLimits())
+    first, graphs = step(), compiled_graphs()
+    watch = Fp8Watch(engine, CPU)
+    assert graphs and watch.measure(batch, batch.targets) == expected
+    assert step() == first and compiled_graphs() == graphs
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def test_what_is_no_number_is_told_as_text():
+    figures = {"input": ("nan", 0.0), "weight": (1.0, 0.0), "gradient": ("inf", 0.5)}
+    others = dict.fromkeys(FACTORS, (2.0, 0.1))
+    seen = summary({"layers.0.attention.wq": figures, "layers.0.attention.wk": others})
+    assert seen["fp8_gradient_amax"] == "inf" and seen["fp8_gradient_zeros"] == 0.5
+    assert seen["fp8_weight_amax"] == 2.0 and seen["fp8_weight_amax_smallest"] == 1.0
