@@ -116,7 +116,7 @@ STAGES = {stage.name: stage for stage in (
           outside_code="pipeline.config.outside:training_code",
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/order.py", "pipeline/data/loader.py", "pipeline/data/exclusion.py",
-                "pipeline/data/token_shards.py", "pipeline/evaluation/bits_per_byte.py",
+                "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/evaluation/bits_per_byte.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
@@ -126,7 +126,7 @@ STAGES = {stage.name: stage for stage in (
           files="pipeline.evaluation.tasks:input_files", renews="pipeline.evaluation.tasks:only_kept_differs",
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
                 "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/data/text_shards.py",
-                "pipeline/data/token_shards.py")),
+                "pipeline/data/token_shards.py", "pipeline/data/shard_table.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
           code=("pipeline/reporting",)),
 )}

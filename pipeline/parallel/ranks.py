@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from pipeline.errors import UserError
 from pipeline.parallel.host_memory import keep_freed_memory
 
+T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -72,6 +74,19 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, which alone calls it, on every rank; so is a UserError that it raises."""
+        value, problem = None, None
+        if self.leads:
+            try:
+                value = make()
+            except UserError as error:
+                problem = error
+        value, problem = self.same((value, problem))
+        if problem is not None:
+            raise problem
+        return value  # type: ignore[return-value]
+
     def apart(self) -> Ranks:
         """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
         group = dist.new_group(backend="gloo", timeout=self.patience, group_desc="hosts")
@@ -79,7 +94,7 @@ class Ranks:
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: every token shard stays open once it was read."""
+    """Raise the soft limit of open files to the hard one: a thousand token shards stay open, if they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
