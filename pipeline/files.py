@@ -9,6 +9,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -130,8 +131,10 @@ def sha256_json(value: Any, *, streamed: str | None = None) -> str:
     before = {key: item for key, item in value.items() if key < streamed}
     after = {key: item for key, item in value.items() if key > streamed}
     digest = hashlib.sha256(_canonical(before)[:-1] + (b"," if before else b"") + _canonical(streamed) + b":[")
-    for number, item in enumerate(value[streamed]):
-        digest.update((b"," if number else b"") + _canonical(item))
+    comma = b""
+    while items := list(islice(value[streamed], 1000)):
+        digest.update(comma + _canonical(items)[1:-1])
+        comma = b","
     digest.update(b"]" + (b"," if after else b"") + _canonical(after)[1:])
     return digest.hexdigest()
 

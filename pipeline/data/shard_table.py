@@ -78,8 +78,10 @@ class ShardTable:
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
-        rows = np.flatnonzero(chosen[self.kind]) if len(self) else np.empty(0, np.int64)
-        return np.array(sorted(rows.tolist(), key=self.path), np.int64)
+        if not len(self):
+            return np.empty(0, np.int64)
+        paths = self._paths()  # UTF-8 sorts as its characters do
+        return np.array(sorted(np.flatnonzero(chosen[self.kind]).tolist(), key=paths.__getitem__), np.int64)
 
     def by_split(self, first: str) -> NDArray[np.int64]:
         """All shards, those of one split first, each split in the manifest's order."""
@@ -88,8 +90,13 @@ class ShardTable:
 
     def content(self, split: str) -> Iterator[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
-        chosen = [kind[0] == split for kind in self.kinds]
-        return ([self.path(row), self.digest(row)] for row in range(len(self)) if chosen[self.kind[row]])
+        chosen, digests = [kind[0] == split for kind in self.kinds], self.sha256.tobytes()
+        return ([path.decode(), digests[32 * row:32 * row + 32].hex()]
+                for row, (path, kind) in enumerate(zip(self._paths(), self.kind.tolist(), strict=True)) if chosen[kind])
+
+    def _paths(self) -> list[bytes]:
+        ends = self.path_ends.tolist()
+        return [self.paths[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def most_open() -> int:

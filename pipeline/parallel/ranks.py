@@ -85,7 +85,7 @@ class Ranks:
         value, problem = self.same((value, problem))
         if problem is not None:
             raise problem
-        return value  # type: ignore[return-value]
+        return value
 
     def apart(self) -> Ranks:
         """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""

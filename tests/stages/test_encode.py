@@ -16,8 +16,8 @@ import yaml
 from pipeline.config.data import EncodeConfig
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
-from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.shard_table import open_shards
+from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.encode import chosen_dtype, counted, encode, prove, reconcile
 from pipeline.errors import UserError
