@@ -110,8 +110,8 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     size = table.numbers.nbytes + table.sha256.nbytes + len(table.paths) + table.path_ends.nbytes + table.kind.nbytes
     print(f"{len(table):,} shards, {table.numbers[:, 2].sum():,} tokens, {data.order.counts.sum():,} samples an epoch")
     print(f"start-up, seconds of one core: {ready - began:.2f}; on one rank {read - began:.2f} for a manifest of "
-          f"{mib:.0f} MiB and {columns - read:.2f} for columns, on every rank {ready - columns:.2f}; {opened[0]} shards "
-          f"opened")
+          f"{mib:.0f} MiB and {columns - read:.2f} for columns, on every rank {ready - columns:.2f}; {opened[0]} "
+          f"shards opened")
     print(f"columns {size / 1e6:.1f} MB; memory {before:.0f} MB before, {memory_mb():.0f} MB after "
           f"(at most {memory_mb('VmHWM'):.0f} MB)")
     draw, done, seen = np.random.default_rng(1), 0, []

@@ -110,10 +110,10 @@ def extend_segments() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def start_ranks(patience: timedelta = PATIENCE) -> Ranks:
+def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None) -> Ranks:
     """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one.
 
-    patience: see `Ranks`.
+    patience: see `Ranks`. store: where the ranks have met already; None: they meet where the environment says.
     """
     allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -128,7 +128,12 @@ def start_ranks(patience: timedelta = PATIENCE) -> Ranks:
     else:
         keep_freed_memory()
         device, backend = torch.device("cpu"), "gloo"
-    if "RANK" in os.environ:
+    if store is not None:
+        meeting = dist.PrefixStore("default_pg", store)
+        meeting.set_timeout(patience)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
+                                device_id=device if device.type == "cuda" else None)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)

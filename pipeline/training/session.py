@@ -81,7 +81,7 @@ class Session:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         if self.config.train.deterministic:
             make_deterministic()
-        self.ranks = start_ranks(longest_wait(self.config))
+        self.ranks = start_ranks(longest_wait(self.config), work.store)
         nodes = self._meet()
         train = self.config.train
         self.lay_out()
@@ -136,6 +136,7 @@ class Session:
                      *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
         self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
+        work.run.forget_manifests()  # of very many shards they are large
         self._begin()
 
     def _meet(self) -> list[str]:
