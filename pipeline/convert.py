@@ -126,7 +126,7 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
     is held out, of training text."""
     import torch
 
-    from pipeline.data.token_shards import open_shards
+    from pipeline.data.shard_table import open_shards
 
     folder, manifest = work.input("encode")
     length = min(work.config.convert.check_tokens, work.config.model.context_length)

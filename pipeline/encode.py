@@ -94,7 +94,7 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         texts: some of the documents' texts, by their number in the shard.
     """
     shard, batch = TokenShard(path, record), read_batch(path)
-    tokens, offsets, problems = shard.tokens(0, shard.token_count), shard.offsets, []
+    tokens, offsets, problems = shard.tokens(0, shard.token_count), shard.read_offsets(), []
     starts, ends = offsets[:-1], offsets[1:] - 1
     if (shard.documents, record["text_bytes"]) != (source["docs"], source["text_bytes"]):
         problems.append(f"{shard.documents} documents of {record['text_bytes']} bytes of text, but the text shard has "

@@ -9,6 +9,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,10 +121,27 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_json(value: Any) -> str:
-    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
+def sha256_json(value: Any, *, streamed: str | None = None) -> str:
+    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
+
+    streamed: a key of `value` whose value may be an iterator over the items of a list: the list is never held whole.
+    """
+    if streamed is None or not isinstance(value[streamed], Iterator):
+        return hashlib.sha256(_canonical(value)).hexdigest()
+    before = {key: item for key, item in value.items() if key < streamed}
+    after = {key: item for key, item in value.items() if key > streamed}
+    digest = hashlib.sha256(_canonical(before)[:-1] + (b"," if before else b"") + _canonical(streamed) + b":[")
+    comma = b""
+    while items := list(islice(value[streamed], 1000)):
+        digest.update(comma + _canonical(items)[1:-1])
+        comma = b","
+    digest.update(b"]" + (b"," if after else b"") + _canonical(after)[1:])
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+    return text.encode("utf-8", "surrogateescape")
 
 
 def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:

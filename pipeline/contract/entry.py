@@ -22,6 +22,7 @@ from pipeline.contract.run import Run, begun_by
 from pipeline.contract.stage_work import Work, mark_failed
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.state import read_state, write_state
+from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
@@ -127,6 +128,41 @@ def continues(run: Run, name: str) -> bool:
 
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
+    """Do what there is to do; the process's exit status."""
+    channel = Channel.of(name)
+    if channel is None:
+        return _lead(name, body, options, None)
+    if not is_leader():
+        return _follow(name, body, options, channel)
+    try:
+        status = _lead(name, body, options, channel)
+    except UserError as error:
+        channel.end(error.exit_status)
+        raise
+    except BaseException:
+        channel.end(1)
+        raise
+    channel.end(status)
+    return status
+
+
+def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel) -> int:
+    """Do what rank 0 says."""
+    try:
+        work = channel.listen(name)
+    except RuntimeError:
+        say(name, f"rank 0 ended before it told rank {channel.rank} what to do")
+        return 1
+    if isinstance(work, Ended):
+        if work.status:
+            time.sleep(SILENCE_S)  # rank 0 is to end first, with its reason
+        return work.status
+    work.asked, work.store = asked(vars(options)), channel.store
+    _do(work, body)
+    return 0
+
+
+def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
     run = Run(load_config(options.config, options.overrides))
     if (obstacle := blocked(run.folder)) is not None:
         raise UserError(obstacle)
@@ -155,7 +191,7 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
     # Only the leader locks: the other ranks were started with it and read the same folder.
     held = StageLock(run.folder, name, part) if is_leader() else None
     try:
-        return _locked(run, name, body, options, held)
+        return _locked(run, name, body, options, held, channel)
     except Exception as error:
         if writes_state and (reason := _reason(error)) is not None:
             _note_failure(run, name, reason)
@@ -167,7 +203,7 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock | None) -> int:
+            held: StageLock | None, channel: Channel | None) -> int:
     """Do what the state of the stage asks for; the process's exit status."""
     part = held.part if held else None
     # Nobody rebuilds what is read here.
@@ -184,6 +220,9 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         if is_leader() and part is None:
             _note_done(run, name, locked=True)
         return 0
+    if channel is not None:
+        channel.tell(work)
+        work.asked, work.store = asked(vars(options)), channel.store
     try:
         _do(work, body)
     except ShareDone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Manifest:
     execution: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of what the stage's outputs are: their paths and contents, however they came about."""
         return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))

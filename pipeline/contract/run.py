@@ -13,7 +13,7 @@ from pipeline.config.plugins import loaded_plugins
 from pipeline.config.section import identity
 from pipeline.config.tree import Config
 from pipeline.contract.external_inputs import Outside, changed_places, look, places, source_of_place
-from pipeline.contract.manifest import Difference, Manifest, differences, read_manifest
+from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from pipeline.contract.parts import identity_key, marked_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from pipeline.errors import UserError, listed
@@ -55,6 +55,7 @@ class Run:
         self.config = config
         self.folder = config.folder
         self._known_files: dict[str, Outside] = {}
+        self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     @cached_property
     def reused(self) -> Run | None:
@@ -80,7 +81,7 @@ class Run:
         if not STAGES[stage].reusable or self.reused is None or (own / STARTED).exists():
             return own
         elsewhere = self.reused.stage_folder(stage)
-        return elsewhere if read_manifest(elsewhere) is not None else own
+        return elsewhere if self._manifest_in(elsewhere) is not None else own
 
     def is_reused(self, stage: str) -> bool:
         """Whether the stage's outputs are taken from another run."""
@@ -88,7 +89,28 @@ class Run:
 
     def manifest(self, stage: str) -> Manifest | None:
         """The stage's manifest, or None while it is not finished."""
-        return read_manifest(self.stage_folder(stage))
+        return self._manifest_in(self.stage_folder(stage))
+
+    def _manifest_in(self, folder: Path) -> Manifest | None:
+        """The manifest in a stage's folder. One that was read before and is the same file still is not parsed again:
+        it may have a hundred thousand outputs, and is asked for a dozen times."""
+        try:
+            with open(folder / MANIFEST, "rb") as file:  # network file systems ask their server when a file is opened
+                found = os.fstat(file.fileno())
+        except OSError:
+            return read_manifest(folder)  # None, or what there is to say
+        which = (found.st_ino, found.st_size, found.st_mtime_ns)
+        known = self._manifests.get(folder)
+        if known is None or known[0] != which:
+            manifest = read_manifest(folder)
+            if manifest is None:
+                return None
+            known = self._manifests[folder] = which, manifest
+        return known[1]
+
+    def forget_manifests(self) -> None:
+        """Give the memory back; who asks for one reads it again."""
+        self._manifests.clear()
 
     def finished(self, stage: str) -> Manifest:
         """The manifest of a finished stage; UserError where there is none."""
@@ -149,7 +171,7 @@ class Run:
     def state(self, stage: str) -> State:
         """Whether the stage is done, to do, or not to be trusted. Reads only; never hashes unchanged files."""
         folder, spec = self.stage_folder(stage), STAGES[stage]
-        manifest = read_manifest(folder)
+        manifest = self._manifest_in(folder)
         absent = [need for need in spec.needs if self.manifest(need) is None]
         if absent:
             # What is gone may come back as it was (a killed repair, a deleted folder): then this stage is done.

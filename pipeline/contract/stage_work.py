@@ -50,7 +50,8 @@ class Unit:
 class Work:
     """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
 
-    With a `part`, only a share of the first phase's units is done.
+    With a `part`, only a share of the first phase's units is done. asked: what tells the command line from another.
+    store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
     run: Run
@@ -61,6 +62,8 @@ class Work:
     began: float = field(default_factory=time.monotonic)
     started: str = field(default_factory=lambda: _now())
     checks: list[InputCheck] = field(default_factory=list)
+    asked: str = ""
+    store: Any = None
 
     @property
     def config(self) -> Config:

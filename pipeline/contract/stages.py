@@ -27,6 +27,8 @@ class Stage:
         needs: stages whose manifests it reads.
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
         ranks: whether it runs as ranks under torch's elastic agent.
+        told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
+            of the outputs of the stages before (`pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`).
         parts: whether its units may be shared out among several jobs (`--part`); one more call then finishes it.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
@@ -47,6 +49,7 @@ class Stage:
     reads: tuple[str, ...]
     code: tuple[str, ...]
     ranks: bool = False
+    told: bool = False
     workers: bool = False
     parts: bool = False
     checkpoints: bool = False
@@ -111,12 +114,12 @@ STAGES = {stage.name: stage for stage in (
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, parts=True, reusable=True,
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
-    Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
+    Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,
           checkpoints=True, goal=("train.steps", "steps"), files="pipeline.records.weight_files:input_files",
           outside_code="pipeline.config.outside:training_code",
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/order.py", "pipeline/data/loader.py", "pipeline/data/exclusion.py",
-                "pipeline/data/token_shards.py", "pipeline/evaluation/bits_per_byte.py",
+                "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/evaluation/bits_per_byte.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
@@ -126,7 +129,7 @@ STAGES = {stage.name: stage for stage in (
           files="pipeline.evaluation.tasks:input_files", renews="pipeline.evaluation.tasks:only_kept_differs",
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
                 "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/data/text_shards.py",
-                "pipeline/data/token_shards.py")),
+                "pipeline/data/token_shards.py", "pipeline/data/shard_table.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
           code=("pipeline/reporting",)),
 )}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.order import Pool, SampleOrder
+from pipeline.data.shard_table import Shards, joined
 from pipeline.data.token_shards import TokenShard
+from pipeline.errors import UserError
 
 IGNORED = -100
 
@@ -61,11 +63,12 @@ class Batch:
 
 
 class TokenStream:
-    """Token shards laid end to end, read by position."""
+    """Token shards laid end to end, read by position. They may be many more than are open at once (`Shards`)."""
 
-    def __init__(self, shards: list[TokenShard]) -> None:
+    def __init__(self, shards: Sequence[TokenShard]) -> None:
         self.shards = shards
-        self.ends = np.cumsum([shard.token_count for shard in shards], dtype=np.int64)
+        counts = shards.token_counts if isinstance(shards, Shards) else [shard.token_count for shard in shards]
+        self.ends = np.cumsum(counts, dtype=np.int64)
 
     @property
     def tokens(self) -> int:
@@ -78,12 +81,24 @@ class TokenStream:
         index = int(np.searchsorted(self.ends, start, side="right"))
         at = start
         while at < stop:
-            shard, offset = self.shards[index], int(self.ends[index]) - self.shards[index].token_count
+            shard = self.shards[index]
+            offset = int(self.ends[index]) - shard.token_count
             end = min(stop, int(self.ends[index]))
             tokens.append(shard.tokens(at - offset, end - offset).astype(np.int64))
             starts.append(shard.document_starts(at - offset, end - offset) + (offset - start))
             at, index = end, index + 1
         return np.concatenate(tokens), np.concatenate(starts)
+
+    def foreign(self, start: int, tokens: np.ndarray, vocabulary: int) -> str:
+        """What is told of an id among `tokens`, which begin at `start`, that is outside the vocabulary."""
+        place = int(np.argmax(tokens >= vocabulary))
+        index = int(np.searchsorted(self.ends, start + place, side="right"))
+        shard = self.shards[index]
+        at = start + place - (int(self.ends[index]) - shard.token_count)
+        document = shard.document_at(at)
+        return (f"{shard.path} holds the id {tokens[place]} at its token {at} (document {document}, key "
+                f"{shard.document_key(document)}), but the vocabulary has {vocabulary} ids: its content was changed. "
+                f"Delete the file and run --stage encode again, which makes it anew; then the same command goes on.")
 
 
 def pack(windows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
@@ -115,14 +130,15 @@ class TrainingData:
         length: tokens per sequence.
         seed: of the order.
         mixture: share of each source; None: all sources in one pool, each sequence once an epoch.
-        content: what identifies the tokens, for the plan hash.
+        content: what identifies the tokens, for the plan hash (see `SampleOrder`).
+        vocabulary: how many ids there are; a batch with another one is refused. None: it is not known.
     """
 
-    def __init__(self, shards: dict[str, list[TokenShard]], length: int, seed: int,
-                 mixture: dict[str, float] | None, content: object) -> None:
-        self.length = length
+    def __init__(self, shards: Mapping[str, Sequence[TokenShard]], length: int, seed: int,
+                 mixture: dict[str, float] | None, content: object, vocabulary: int | None = None) -> None:
+        self.length, self.vocabulary = length, vocabulary
         if mixture is None:
-            self.streams = [TokenStream([shard for part in shards.values() for shard in part])]
+            self.streams = [TokenStream(joined(list(shards.values())))]
             names, shares = ["all"], None
         else:
             self.streams = [TokenStream(part) for part in shards.values()]
@@ -135,10 +151,20 @@ class TrainingData:
         return self.batch_of(np.arange(first, first + count, dtype=np.int64))
 
     def batch_of(self, samples: np.ndarray) -> Batch:
-        """The samples with these numbers (int64, one dimension), in the order given."""
+        """The samples with these numbers (int64, one dimension), in the order given.
+
+        Raises:
+            UserError: a shard cannot be read, or holds an id that is outside the vocabulary; on a GPU that would be an
+                assertion far from its cause.
+        """
         pools, _, sequences = self.order.locate(samples)
-        return pack([self.streams[pool].window(start := int(sequence) * self.length, start + self.length + 1)
-                     for pool, sequence in zip(pools, sequences, strict=True)])
+        places = [(self.streams[pool], int(sequence) * self.length)
+                  for pool, sequence in zip(pools, sequences, strict=True)]
+        windows = [stream.window(start, start + self.length + 1) for stream, start in places]
+        for (stream, start), (tokens, _) in zip(places, windows, strict=True):
+            if self.vocabulary is not None and tokens.max() >= self.vocabulary:
+                raise UserError(stream.foreign(start, tokens, self.vocabulary))
+        return pack(windows)
 
 
 class Prefetcher:

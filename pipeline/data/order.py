@@ -47,7 +47,8 @@ class SampleOrder:
         length: tokens per sequence.
         seed: decides the shuffle.
         shares: weight of each pool among the samples; needed where there are several pools.
-        content: JSON value that identifies the tokens (shard hashes); enters the plan hash only.
+        content: JSON value that identifies the tokens (shard hashes), or an iterator over the items of a list of them;
+            enters the plan hash only.
 
     Raises:
         UserError: a pool that is to be used holds less than one sequence, or its share is below SMALLEST_SHARE.
@@ -69,7 +70,7 @@ class SampleOrder:
         longer = {} if self.period == PERIOD else {"period": self.period}
         self.plan_sha256 = sha256_json({
             "algorithm": ALGORITHM, "length": length, "seed": seed, "shares": [float(share) for share in shares],
-            "pools": [[pool.name, pool.tokens] for pool in pools], "content": content, **longer})
+            "pools": [[pool.name, pool.tokens] for pool in pools], "content": content, **longer}, streamed="content")
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where samples come from.

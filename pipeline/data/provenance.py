@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class DocumentSpan:
 
     def ids(self) -> np.ndarray:
         """The piece's tokens, read from the shard."""
-        base = int(self.shard.offsets[self.document])
+        base, _ = self.shard.document_span(self.document)
         return self.shard.tokens(base + self.start, base + self.stop)
 
 
@@ -63,19 +64,20 @@ def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
             index = int(np.searchsorted(stream.ends, at, side="right"))
             shard = stream.shards[index]
             base = int(stream.ends[index]) - shard.token_count
-            document = int(np.searchsorted(shard.offsets, at - base, side="right")) - 1
-            begin, stop = int(shard.offsets[document]), min(int(shard.offsets[document + 1]), end - base)
+            document = shard.document_at(at - base)
+            begin, stop = shard.document_span(document)
+            stop = min(stop, end - base)
             yield DocumentSpan(int(sample), shard, document, at - base - begin, stop - begin)
             at = base + stop
 
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:
     """The documents in the samples of `ranges`, each once, in the order in which they come."""
-    found: dict[tuple[TokenShard, int], list[int]] = {}
-    for piece in pieces(data, sample_numbers(ranges)):
-        found.setdefault((piece.shard, piece.document), []).append(piece.sample)
-    return [SeenDocument(shard.source, shard.path.name, document, shard.document_key(document), tuple(samples))
-            for (shard, document), samples in found.items()]
+    found: dict[tuple[Path, int], tuple[TokenShard, list[int]]] = {}
+    for piece in pieces(data, sample_numbers(ranges)):  # a shard that was forgotten meanwhile is another object later
+        found.setdefault((piece.shard.path, piece.document), (piece.shard, []))[1].append(piece.sample)
+    return [SeenDocument(shard.source, path.name, document, shard.document_key(document), tuple(samples))
+            for (path, document), (shard, samples) in found.items()]
 
 
 def named(documents: Sequence[SeenDocument], first: int = 3) -> str:

@@ -3,6 +3,8 @@
 The layout is Arrow's own, so anything that reads Arrow reads a shard. Training does not need Arrow: the file is
 uncompressed and has one batch, so each column is one run of bytes, and the manifest says where it begins. It is read
 with `os.pread`, not mapped: a file that is cut or gone on a network disk is then an error, not a SIGBUS.
+
+Where documents begin is looked up in the file, by interpolation and bisection; of small shards all of it is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,28 @@ from pipeline.files import atomic_file
 
 FORMAT = 1
 KEY_BYTES = 16
+BLOCK = 512
+"""Document offsets that are read at once where they are looked up in the file: 4 KiB."""
 _MEND = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
 
 
+class _Descriptor:
+    """An open file's number; the file is closed when nobody holds this any more, so never while somebody reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
 class TokenShard:
-    """One token shard, opened at the first read and kept open.
+    """One token shard: opened, and compared with its record in size, at the first read, and kept open. Threads may
+    share it.
+
+    Args:
+        whole: bytes that where its documents begin may take in memory; if that is more, it stays on the disk.
 
     Attributes:
         path: the file.
@@ -37,22 +56,22 @@ class TokenShard:
         token_count: tokens in all, BOS and EOS of each document included.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        """Check that the file is there at its full length; UserError otherwise."""
-        self.path, self.record = path, record
+    def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
+        self.path, self.record, self.whole = path, record, whole
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
         self.token_count: int = record["tokens"]
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
-        if size != record["bytes"]:
-            raise UserError(f"{path} is torn: it has {size} bytes instead of {record['bytes']}. {_MEND}")
 
-    def __reduce__(self) -> tuple[type[TokenShard], tuple[Path, dict[str, Any]]]:
-        return TokenShard, (self.path, self.record)  # a loader's worker process opens the file for itself
+    def __reduce__(self) -> tuple[type[TokenShard], tuple[Path, dict[str, Any], int]]:
+        return TokenShard, (self.path, self.record, self.whole)  # a loader's worker process opens it for itself
+
+    def size_problem(self) -> str:
+        """What is wrong with the file as far as its size tells; "" if nothing is. It is not opened."""
+        try:
+            return self._size_problem(self.path.stat().st_size)
+        except OSError as error:
+            return f"{self.path} cannot be read: {error.strerror}. {_MEND}"
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -62,13 +81,25 @@ class TokenShard:
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """The positions within [start, stop) at which documents begin, ascending."""
-        first, last = np.searchsorted(self.offsets[:-1], [start, stop])
-        return np.unique(self.offsets[first:last])  # a document without tokens begins where the next one does
+        if self._kept is not None:
+            first, last = np.searchsorted(self._kept[:-1], [start, stop])
+            found = self._kept[first:last]
+        else:
+            found = self._starts_in_file(start, stop)
+        return np.unique(found)  # a document without tokens begins where the next one does
+
+    def document_at(self, position: int) -> int:
+        """Number of the document that the token at `position` belongs to."""
+        return self._first_from(position + 1) - 1
+
+    def document_span(self, index: int) -> tuple[int, int]:
+        """Where a document's tokens begin and end."""
+        start, stop = self._offsets(self._checked(index), index + 2).tolist()
+        return start, stop
 
     def document_tokens(self, index: int) -> NDArray[Any]:
         """The tokens of one document, BOS and EOS included."""
-        start, stop = self.offsets[self._checked(index):index + 2]
-        return self.tokens(int(start), int(stop))
+        return self.tokens(*self.document_span(index))
 
     def document_bytes(self, index: int) -> int:
         """Length of the document's original text in UTF-8 bytes."""
@@ -76,36 +107,110 @@ class TokenShard:
 
     def document_key(self, index: int) -> str:
         """The document's key in its text shard: 32 hexadecimal digits."""
-        return self._read(self.record["keys_offset"], np.dtype((np.void, KEY_BYTES)), self._checked(index),
-                          index + 1)[0].tobytes().hex()
+        self._checked(index)
+        return self.keys(index, index + 1)[0].tobytes().hex()
+
+    def keys(self, start: int, stop: int) -> NDArray[np.void]:
+        """The keys of documents [start, stop), 16 bytes each."""
+        return self._read(self.record["keys_offset"], np.dtype((np.void, KEY_BYTES)), start, stop)
+
+    def read_offsets(self) -> NDArray[np.int64]:
+        """Where each document begins, and the end of the last: documents + 1 token positions; read and checked."""
+        return self._sound(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
 
     @cached_property
-    def offsets(self) -> NDArray[np.int64]:
-        """Where each document begins, and the end of the last: documents + 1 token positions. Read once."""
-        offsets = self._read(self.record["offsets_offset"], np.dtype("<i8"), 0, self.documents + 1) \
-            if self.documents else np.zeros(1, np.int64)
-        if offsets[0] != 0 or offsets[-1] != self.token_count or (np.diff(offsets) < 0).any():
+    def _kept(self) -> NDArray[np.int64] | None:
+        """All offsets, where they may be held in memory."""
+        return self.read_offsets() if 8 * (self.documents + 1) <= self.whole else None
+
+    def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
+        if self._kept is not None:
+            return self._kept[start:stop]
+        return self._sound(self._read_offsets(start, stop), 0, self.token_count)
+
+    def _read_offsets(self, start: int, stop: int) -> NDArray[np.int64]:
+        if not self.documents:
+            return np.zeros(1, np.int64)[start:stop]
+        return self._read(self.record["offsets_offset"], np.dtype("<i8"), start, stop)
+
+    def _sound(self, offsets: NDArray[np.int64], least: int, most: int, *, ends: bool = False) -> NDArray[np.int64]:
+        """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
+        wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
+        if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
             raise UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
                             f"that its manifest speaks of: its content was changed. {_MEND}")
         return offsets
 
+    def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The offsets in [start, stop), the end of the last document left out."""
+        at, found = self._first_from(start), []
+        while at < self.documents:
+            block = self._sound(self._read_offsets(at, min(at + BLOCK, self.documents)), start, self.token_count)
+            count = int(np.searchsorted(block, stop))
+            found.append(block[:count])
+            if count < len(block):
+                break
+            at += len(block)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _first_from(self, position: int) -> int:
+        """Number of the first document that begins at `position` or later; how many there are, if none does.
+
+        The offsets of a shard grow about evenly, so a block around the place where `position` would be then mostly has
+        it; where it has not, what is left is narrowed by turns from there and from the middle.
+        """
+        if self._kept is not None:
+            return int(np.searchsorted(self._kept[:-1], position))
+        low, high, below, above = 0, self.documents, 0, self.token_count  # the answer is in [low, high]
+        self._check_ends()
+        for turn in range(2 * 64):
+            if low >= high:
+                break
+            share = (position - below) / max(1, above - below) if turn % 2 == 0 else 0.5
+            at = max(low, min(low + int(share * (high - low)) - BLOCK // 2, high - BLOCK))
+            block = self._sound(self._read_offsets(at, min(at + BLOCK, high)), below, above)
+            if block[0] >= position:
+                high, above = at, int(block[0])
+            elif block[-1] < position:
+                low, below = at + len(block), int(block[-1])
+            else:
+                return at + int(np.searchsorted(block, position))
+        return low
+
+    def _check_ends(self) -> None:
+        """See once that the first offset is 0 and the last the end of all tokens."""
+        if not self._ends_seen:
+            ends = np.concatenate([self._read_offsets(0, 1), self._read_offsets(self.documents, self.documents + 1)])
+            self._sound(ends, 0, self.token_count, ends=True)
+            self._ends_seen = True
+
+    _ends_seen = False
+
     @cached_property
-    def _file(self) -> IO[bytes]:
+    def _file(self) -> _Descriptor:
         try:
-            return open(self.path, "rb", buffering=0)
+            file = _Descriptor(self.path)
+            size = os.fstat(file.number).st_size
         except OSError as error:
             if error.errno == errno.EMFILE:
                 raise UserError(f"{self.path} cannot be opened: this process may have no more open files. Raise the "
                                 f"hard limit (ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
-            raise UserError(f"{self.path} cannot be opened: {error.strerror}. {_MEND}") from None
+            raise UserError(f"{self.path} cannot be read: {error.strerror}. {_MEND}") from None
+        if problem := self._size_problem(size):
+            raise UserError(problem)
+        return file
+
+    def _size_problem(self, size: int) -> str:
+        wanted = self.record["bytes"]
+        return "" if size == wanted else f"{self.path} is torn: it has {size} bytes instead of {wanted}. {_MEND}"
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
-        values = np.empty(stop - start, dtype)
+        values, file = np.empty(stop - start, dtype), self._file
         view, at = memoryview(values.view(np.uint8).data).cast("B"), offset + start * dtype.itemsize
         done = 0
         while done < len(view):  # Linux reads at most 2 GB at once
-            read = os.preadv(self._file.fileno(), [view[done:]], at + done)
+            read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
                 raise UserError(f"{self.path} ends at byte {at + done}, within its tokens: it was cut after training "
                                 f"began. {_MEND}")
@@ -116,12 +221,6 @@ class TokenShard:
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.path}, which has {self.documents}")
         return index
-
-
-def open_shards(folder: Path, outputs: list[dict[str, Any]], split: str, source: str | None = None) -> list[TokenShard]:
-    """The shards of one split (and source) among a manifest's outputs, in the order of their paths."""
-    return [TokenShard(folder / record["path"], record) for record in sorted(outputs, key=lambda item: item["path"])
-            if record.get("split") == split and source in (None, record["source"])]
 
 
 def write_shard(path: Path, tokens: Sequence[NDArray[Any]], text_bytes: Sequence[int], keys: Sequence[str], *,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.manifest import Manifest
+from pipeline.data.shard_table import open_shards
 from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.data.token_shards import TokenShard, open_shards
+from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import byte_counts
 from pipeline.evaluation.bits_per_byte import HeldoutText

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from pipeline.errors import UserError
 from pipeline.parallel.host_memory import keep_freed_memory
 
+T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -72,6 +74,19 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, which alone calls it, on every rank; so is a UserError that it raises."""
+        value, problem = None, None
+        if self.leads:
+            try:
+                value = make()
+            except UserError as error:
+                problem = error
+        value, problem = self.same((value, problem))
+        if problem is not None:
+            raise problem
+        return value
+
     def apart(self) -> Ranks:
         """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
         group = dist.new_group(backend="gloo", timeout=self.patience, group_desc="hosts")
@@ -79,7 +94,7 @@ class Ranks:
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: every token shard stays open once it was read."""
+    """Raise the soft limit of open files to the hard one: a thousand token shards stay open, if they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -95,10 +110,10 @@ def extend_segments() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def start_ranks(patience: timedelta = PATIENCE) -> Ranks:
+def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None) -> Ranks:
     """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one.
 
-    patience: see `Ranks`.
+    patience: see `Ranks`. store: where the ranks have met already; None: they meet where the environment says.
     """
     allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -113,7 +128,12 @@ def start_ranks(patience: timedelta = PATIENCE) -> Ranks:
     else:
         keep_freed_memory()
         device, backend = torch.device("cpu"), "gloo"
-    if "RANK" in os.environ:
+    if store is not None:
+        meeting = dist.PrefixStore("default_pg", store)
+        meeting.set_timeout(patience)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
+                                device_id=device if device.type == "cuda" else None)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from pipeline.config.loading import config_hash
 from pipeline.console import spelled
 from pipeline.contract.run import code_hashes
 from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import STAGES
+from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
 from pipeline.files import sha256_json
 from pipeline.parallel.ranks import Ranks
@@ -24,7 +24,11 @@ SHOWN_NODES = 4
 
 @dataclass(frozen=True)
 class Member:
-    """One rank as it describes itself. world: the number of ranks that the launcher meant to start, if it said so."""
+    """One rank as it describes itself. world: the number of ranks that the launcher meant to start, if it said so.
+
+    code: a hash of what it runs; of a node, only its first rank looks at the files: others say which folder they are
+    in, and have the code of the first rank of their node that is in the same.
+    """
 
     node: str
     device: str | None
@@ -35,6 +39,7 @@ class Member:
     config: str
     chain: str
     world: int | None
+    folder: str = ""
 
 
 MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
@@ -57,7 +62,8 @@ class RankAgreement:
         """
         # As plain values: ranks that run other code may know other fields, and must be told so, not fail.
         told = ranks.gather(asdict(_describe_this(ranks, work)))
-        found = cls(tuple(Member(**{name.name: one.get(name.name, "") for name in fields(Member)}) for one in told))
+        found = cls(with_code([Member(**{name.name: one.get(name.name, "") for name in fields(Member)})
+                               for one in told]))
         if problem := found.problem():
             raise UserError(problem)
         return found
@@ -115,19 +121,26 @@ class RankAgreement:
                 f"{', '.join(nodes[:SHOWN_NODES])}{more})")
 
 
+def with_code(members: Sequence[Member]) -> tuple[Member, ...]:
+    """The members, each with the hash of the code in its folder; where nobody of its node looked, with the folder."""
+    known = {(member.node, member.folder): member.code for member in reversed(members) if member.code}
+    return tuple(replace(member, code=member.code or known.get((member.node, member.folder), f"in {member.folder}"))
+                 for member in members)
+
+
 def node_name() -> str:
     """What this machine is called: by Slurm, where that may name it otherwise than it does itself."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def _describe_this(ranks: Ranks, work: Work) -> Member:
-    meant = os.environ.get("DROVER_RANKS")
+    meant, first = os.environ.get("DROVER_RANKS"), os.environ.get("LOCAL_RANK", "0") == "0"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
     return Member(node=node_name(), device=ranks.device_name, torch=torch.__version__,
                   python=platform.python_version(), nccl=nccl,
-                  code=sha256_json(code_hashes(STAGES[work.name], work.config)),
-                  config=config_hash(work.config), chain=os.environ.get("DROVER_CHAIN", ""),
-                  world=int(meant) if meant else None)
+                  code=sha256_json(code_hashes(STAGES[work.name], work.config)) if first else "",
+                  config=sha256_json([config_hash(work.config), work.asked]), chain=os.environ.get("DROVER_CHAIN", ""),
+                  world=int(meant) if meant else None, folder=str(REPOSITORY))
 
 
 def _count(number: int, word: str) -> str:

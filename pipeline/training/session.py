@@ -48,7 +48,7 @@ from pipeline.training.resume import agreed_precision, changed_code, continued, 
 from pipeline.training.stop_request import Stop, StopRequest
 from pipeline.training.summary import kernel_lines, summary_lines
 from pipeline.training.token_check import TokenCheck
-from pipeline.training.training_data import open_training_data
+from pipeline.training.training_data import open_training_data, read_shard_table, refuse_cut_shards
 from pipeline.training.watchdog import Watchdog
 
 SLACK = timedelta(minutes=10)
@@ -81,11 +81,15 @@ class Session:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         if self.config.train.deterministic:
             make_deterministic()
-        self.ranks = start_ranks(longest_wait(self.config))
+        self.ranks = start_ranks(longest_wait(self.config), work.store)
         nodes = self._meet()
         train = self.config.train
         self.lay_out()
-        self.data = open_training_data(work)
+        # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
+        table = self.ranks.first(lambda: read_shard_table(work))
+        with self.watchdog.paused(self.ranks.barrier):
+            refuse_cut_shards(work.input("encode")[0], table, self.ranks)
+        self.data = open_training_data(work, table)
         vocabulary_size = int(work.input("tokenizer")[1].counts["vocab_size"])
         self.model_config = self.config.model.model_copy(
             update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
@@ -104,7 +108,7 @@ class Session:
                 self.say(warning)
         else:
             self.progress = TrainingProgress(plan_sha256=plan)
-        self.tokens = TokenCheck(work, self.ranks, self.progress.step, self.say)
+        self.tokens = TokenCheck(work, table, self.ranks, self.progress.step, self.say)
         chosen, why = agreed_precision(train.precision, self.progress.precision, self.ranks)
         self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
         decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
@@ -125,12 +129,14 @@ class Session:
         flops = self.model_config.flops_per_token(train.sequence_length, causal=False)
         self.recorder = Recorder(work, self.ranks, self.progress, flops if precision == torch.bfloat16 else None)
         with self.watchdog.paused(self.ranks.barrier):
-            self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say, chosen)
+            self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say, chosen,
+                                   table)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, why),
                      *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision),
                      *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
         self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
+        work.run.forget_manifests()  # of very many shards they are large
         self._begin()
 
     def _meet(self) -> list[str]:
@@ -331,6 +337,8 @@ class Session:
         return part_of(batch, self.grid.context, self.grid.context_rank, self.config.train.across_documents)
 
     def _about(self) -> dict[str, Any]:
-        """What a checkpoint's marker says of how it was made."""
+        """What a checkpoint's marker says of how it was made; rank 0 writes it, and it alone looks."""
+        if not self.ranks.leads:
+            return {}
         return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
                 "code": code_hashes(STAGES["train"], self.config)}

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.contract.input_check import InputCheck
+from pipeline.contract.input_check import InputCheck, committed
 from pipeline.contract.stage_work import Work
+from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
 from pipeline.files import read_json, write_json
 from pipeline.parallel.ranks import Ranks
@@ -33,19 +34,19 @@ them were compared; null once they were."""
 class TokenCheck:
     """This rank's part of it. Every method but `needs` is called on all ranks alike.
 
-    began: the step that this start of training went on from.
+    table: the encode stage's shards. began: the step that this start of training went on from.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, began: int, say: Callable[[str], None]) -> None:
+    def __init__(self, work: Work, table: ShardTable, ranks: Ranks, began: int, say: Callable[[str], None]) -> None:
         self.work, self.ranks, self.began, self.say = work, ranks, began, say
-        self._of = work.input("encode")[1].digest
-        # Training text first: it is what weights are made of.
-        files = [*work.committed("encode", chosen=lambda record: record.get("split") == "train"),
-                 *work.committed("encode", chosen=lambda record: record.get("split") != "train")]
-        self.files, self.complete = len(files), False
+        folder, manifest = work.input("encode")
+        self._of = manifest.digest
+        self.files, self.complete = len(table), False
         if ranks.leads:
             self._note(self._unsure_from())
-        self._check = InputCheck(files[ranks.rank::ranks.world], REST)
+        # Training text first: it is what weights are made of.
+        mine = table.by_split("train")[ranks.rank::ranks.world]
+        self._check = InputCheck(committed(folder, [table.record(row) for row in mine], "encode"), REST)
 
     def needs(self, step: int) -> bool:
         """Whether the checkpoint after `step` may be what training has to go back to."""

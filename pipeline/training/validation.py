@@ -6,29 +6,32 @@ switching them on or off changes no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model.generate import generate
 from pipeline.contract.stage_work import Work
-from pipeline.data.token_shards import TokenShard, open_shards
+from pipeline.data.shard_table import ShardTable, open_shards
+from pipeline.data.token_shards import TokenShard
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from pipeline.parallel.compiling import compiles
 from pipeline.parallel.context_parallel import whole_losses
 from pipeline.parallel.grid import Grid
 from pipeline.training.engines.engine import Engine
 
+CANDIDATE = np.dtype([("key", "u8", 2), ("shard", "i8"), ("document", "i8"), ("tokens", "i8")])
+"""A document that may be measured on: its key as two numbers, where it is, its length."""
+
 
 class Validation:
     """A fixed part of each source's held-out documents, measured now and then."""
 
-    def __init__(self, work: Work, grid: Grid) -> None:
-        folder, manifest = work.input("encode")
+    def __init__(self, work: Work, grid: Grid, table: ShardTable) -> None:
         train, self.grid = work.config.train, grid
-        texts = {source.name: some_documents(open_shards(folder, manifest.outputs, "heldout", source.name),
-                                              train.heldout_tokens) for source in work.config.shard.sources}
+        texts = grid.ranks.first(lambda: heldout_texts(work, table))
         self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
                                       length=train.sequence_length, batch=train.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
@@ -56,46 +59,55 @@ class Validation:
         return {name: result.bits_per_byte for name, result in found.items()}
 
 
-def some_documents(shards: list[TokenShard], tokens: int) -> HeldoutText:
+def heldout_texts(work: Work, table: ShardTable) -> dict[str, HeldoutText]:
+    """What is measured on, by source; for one rank, which tells the others."""
+    folder, _ = work.input("encode")
+    return {source.name: some_documents(open_shards(folder, table, "heldout", source.name),
+                                        work.config.train.heldout_tokens) for source in work.config.shard.sources}
+
+
+def some_documents(shards: Sequence[TokenShard], tokens: int) -> HeldoutText:
     """Whole documents of `shards` until they have `tokens` tokens (at least one document).
 
-    Taken in the order of their keys, which are hashes: a fixed choice that favours no part of the corpus.
+    Taken in the order of their keys, which are hashes: a fixed choice that favours no part of the corpus. Of the
+    documents of one shard after another only those that may be among them are kept in mind.
     """
-    keys = [(shard.document_key(index), number, index)
-            for number, shard in enumerate(shards) for index in range(shard.documents)]
-    documents, total, text_bytes = [], 0, 0
-    for _, number, index in sorted(keys):
-        if total >= tokens:
-            break
-        documents.append(shards[number].document_tokens(index))
-        total += len(documents[-1])
-        text_bytes += shards[number].document_bytes(index)
-    return HeldoutText(documents, text_bytes)
+    chosen = np.empty(0, CANDIDATE)
+    for number, shard in enumerate(shards):
+        here = np.empty(shard.documents, CANDIDATE)
+        here["key"] = shard.keys(0, shard.documents).view(">u8").reshape(-1, 2)
+        here["shard"], here["document"] = number, np.arange(shard.documents)
+        here["tokens"] = np.diff(shard.read_offsets())
+        both = np.concatenate([chosen, here])
+        both = both[np.lexsort((both["document"], both["shard"], both["key"][:, 1], both["key"][:, 0]))]
+        chosen = both[np.cumsum(both["tokens"]) - both["tokens"] < tokens]
+    picked = chosen[["shard", "document"]].tolist()
+    return HeldoutText([shards[number].document_tokens(document) for number, document in picked],
+                       sum(shards[number].document_bytes(document) for number, document in picked))
 
 
 class Samples:
     """Continuations of the configured prompts, always drawn with the same random numbers."""
 
     def __init__(self, work: Work, grid: Grid) -> None:
-        self.train, self.prompts, self.split = work.config.train, [], grid.tensor
+        self.train, self.split, self.leads = work.config.train, grid.tensor, grid.ranks.leads
         self.compiled = compiles(self.train, grid.ranks.device)
-        missing = None
+        self.prompts = grid.ranks.first(lambda: self._prompts(work))
+
+    def _prompts(self, work: Work) -> list[tuple[str, list[int]]]:
+        """The prompts and their ids; none where what the vocabulary needs is missing. For one rank, which also puts
+        what is drawn into words."""
         try:
             from pipeline.tokenization.kinds import load_tokenizer
             self.tokenizer = load_tokenizer(work.input("tokenizer")[0])
         except ImportError as error:
-            missing = f"rank {grid.ranks.rank} lacks {error.name}"
-        # All ranks draw or none: a sharded model needs all of them.
-        if absent := [name for name in grid.ranks.gather(missing) if name is not None]:
-            if grid.ranks.leads:
-                work.say(f"no sample texts while training: {absent[0]}, which the vocabulary needs")
-            return
+            work.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")
+            return []
         room = work.config.model.context_length - self.train.sample_tokens
-        self.prompts = [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room])
-                        for text in self.train.prompts]
+        return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in self.train.prompts]
 
     def draw(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
-        """(prompt, continuation) pairs. No token ends a text early, so that every rank does as many passes.
+        """(prompt, continuation) pairs, on rank 0. No token ends a text early, so that every rank does as many passes.
 
         pulse: called before each token.
 
@@ -116,4 +128,5 @@ class Samples:
                              pulse=pulse)
         finally:
             engine.free_unsharded()
-        return [(text, self.tokenizer.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)]
+        return [(text, self.tokenizer.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)] \
+            if self.leads else []

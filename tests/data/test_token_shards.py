@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.token_shards import TokenShard, open_shards, read_batch, write_shard
+from pipeline.data.shard_table import open_shards
+from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError
 from pipeline.files import output_record
 
@@ -57,7 +58,7 @@ def test_recorded_offsets_find_the_columns_without_arrow(tmp_path, dtype):
     tokens = np.memmap(shard.path, dtype, "r", shard.record["data_offset"], (shard.token_count,))
     assert tokens.tolist() == [token for ids in DOCUMENTS for token in ids]
     offsets = np.memmap(shard.path, "<i8", "r", shard.record["offsets_offset"], (shard.documents + 1,))
-    assert offsets.tolist() == [0, 5, 7, 8, 8, 11, 1011] == shard.offsets.tolist()
+    assert offsets.tolist() == [0, 5, 7, 8, 8, 11, 1011] == shard.read_offsets().tolist()
 
 
 def test_the_file_is_one_uncompressed_batch(tmp_path):
@@ -136,12 +137,12 @@ def test_a_torn_file_is_named(tmp_path):
     shard = make(tmp_path)
     os.truncate(shard.path, shard.path.stat().st_size - 100)
     with pytest.raises(UserError, match=r"web-00000.arrow is torn: .* bytes instead of .* --stage encode"):
-        TokenShard(shard.path, shard.record)
+        TokenShard(shard.path, shard.record).tokens(0, 1)
     with pytest.raises(UserError, match=r"web-00000.arrow is torn or not a token shard"):
         read_batch(shard.path)
     shard.path.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        TokenShard(shard.path, shard.record)
+        TokenShard(shard.path, shard.record).tokens(0, 1)
 
 
 def test_a_file_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):

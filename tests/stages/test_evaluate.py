@@ -147,7 +147,7 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
     """The nats of one source by the simplest way: one document, one piece at a time, through transformers."""
     from transformers import AutoModelForCausalLM
 
-    from pipeline.data.token_shards import open_shards
+    from pipeline.data.shard_table import open_shards
     run = Run(load_config(small_run))
     model = AutoModelForCausalLM.from_pretrained(run.own_folder("convert") / "hf").eval()
     nats = 0.0

@@ -9,7 +9,7 @@ import yaml
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipeline.data.token_shards import open_shards
+from pipeline.data.shard_table import open_shards
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve

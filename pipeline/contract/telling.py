@@ -1,0 +1,140 @@
+"""What the other ranks of a stage need to know of its run: rank 0 reads it for all, and tells them over the network.
+
+Configuration, state and manifests are files of the run folder. Thousands of ranks that read them at one moment are a
+load that file systems break under, and may see different states of them. So the others open none of them: they wait,
+in the store in which torch's process groups meet, for what rank 0 made of them, or for word that nothing is to be done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.plugins import load_plugins
+from pipeline.config.tree import Config
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import Work
+from pipeline.contract.stages import STAGES
+from pipeline.files import sha256_json
+
+CONNECT = timedelta(minutes=30)
+"""How long a rank looks for rank 0's store: ranks of one start come minutes apart."""
+LISTEN_S = 20.0
+"""How long rank 0, whose process has the store, stays for others to hear that it ends."""
+FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Rank 0 ends without work for the others, with this exit status."""
+
+    status: int
+
+
+class Channel:
+    """The way from rank 0 to the others of this start.
+
+    Attributes:
+        store: torch's, where process groups are to meet as well; None before it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._key = f"drover/told/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store: Any = None
+        self._said = False
+
+    @classmethod
+    def of(cls, stage: str) -> Channel | None:
+        """The channel of this process; None where there is nobody to tell, or every rank reads for itself."""
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+        return cls() if several and STAGES[stage].told else None
+
+    def tell(self, work: Work) -> None:
+        """The others are to do this work; for rank 0."""
+        inputs = {need: _told(work, need) for need in STAGES[work.name].needs}
+        self._send({"config": work.config.model_dump(mode="json"), "fingerprint": work.fingerprint,
+                    "drift": work.drift, "inputs": inputs})
+
+    def end(self, status: int) -> None:
+        """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
+        if self._said or (status and not self._agent and "SLURM_STEP_ID" in os.environ):
+            return  # srun ends the others of a step in which one failed
+        self._send({"end": status})
+        until = time.monotonic() + LISTEN_S
+        while not self._agent and self.store.add(f"{self._key}/heard", 0) < self.world - 1 and time.monotonic() < until:
+            time.sleep(FIRST_LOOK_S)
+
+    def listen(self, name: str) -> Work | Ended:
+        """What rank 0 says; for the others.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        self._connect()
+        wait_s = FIRST_LOOK_S
+        while not self.store.check([self._key]):  # not one long wait: a signal must be heard meanwhile
+            time.sleep(wait_s)
+            wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
+        said = json.loads(zlib.decompress(self.store.get(self._key)))
+        if "end" in said:
+            self.store.add(f"{self._key}/heard", 1)
+            return Ended(said["end"])
+        plugins = said["config"].get("plugins")
+        if plugins:
+            load_plugins(plugins, Path(), "what rank 0 told")
+        run = ToldRun(Config.model_validate(said["config"]), said["inputs"])
+        return Work(run, name, said["fingerprint"], said["drift"])
+
+    def _send(self, what: Mapping[str, Any]) -> None:
+        self._said = True
+        self._connect()
+        self.store.set(self._key, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass")))
+
+    def _connect(self) -> None:
+        if self.store is None:
+            import torch.distributed as dist
+            self.store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.world, timeout=CONNECT,
+                is_master=self.rank == 0 and not self._agent, wait_for_workers=False, multi_tenant=not self._agent)
+
+
+class ToldRun(Run):
+    """A run as rank 0 told of it: of the stages before, where they are and what they count, not their outputs."""
+
+    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(config)
+        self._inputs = inputs
+
+    def stage_folder(self, stage: str) -> Path:
+        """Where a stage's outputs are."""
+        return Path(self._inputs[stage]["folder"]) if stage in self._inputs else self.own_folder(stage)
+
+    def manifest(self, stage: str) -> Manifest | None:
+        """What was told of a stage's manifest; none of its outputs."""
+        if stage not in self._inputs:
+            return None
+        told = self._inputs[stage]
+        found = Manifest(stage, fingerprint={}, outputs=[], counts=told["counts"], config_sha256="",
+                         drift=told["drift"])
+        found.__dict__["digest"] = told["digest"]  # of outputs that are not here
+        return found
+
+
+def asked(arguments: Mapping[str, Any]) -> str:
+    """What tells one command line from another: all ranks must have been started with the same."""
+    return sha256_json(dict(arguments))
+
+
+def _told(work: Work, need: str) -> dict[str, Any]:
+    folder, manifest = work.input(need)
+    return {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift, "digest": manifest.digest}

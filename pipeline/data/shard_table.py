@@ -1,0 +1,196 @@
+"""What a manifest says of token shards, as columns, and the shards that are open now: both of bounded size.
+
+A hundred thousand records as JSON are 150 MB of Python objects; as columns they are 14 MB, which one rank sends to all.
+A shard becomes an object when it is read, and its file is opened then. The ones read last are kept, all others are
+forgotten: neither descriptors nor memory grow with the number of shards that were read.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.token_shards import TokenShard
+
+NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
+"""Fields of an output record that are whole numbers, in the order of the columns."""
+MOST_OPEN = 1024
+"""Shards that are kept open; fewer where a process may have fewer files (`most_open`)."""
+OFFSETS_BYTES = 1 << 26
+"""Memory for the places at which documents begin, of all shards that are kept."""
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The records of token shards, a row each, in the order in which the manifest has them.
+
+    Attributes:
+        numbers: (shards, 7) int64, `NUMBERS`.
+        sha256: (shards, 32) uint8.
+        paths: UTF-8 of all paths inside the stage's folder, one after another; path_ends: (shards,) where each ends.
+        kind: (shards,) the row of `kinds`: what many shards share, (split, source, dtype).
+    """
+
+    numbers: NDArray[np.int64]
+    sha256: NDArray[np.uint8]
+    paths: bytes
+    path_ends: NDArray[np.int64]
+    kind: NDArray[np.int32]
+    kinds: tuple[tuple[str, str, str], ...]
+
+    @classmethod
+    def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
+        """The output records of an encode stage as columns."""
+        numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
+        digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
+        paths = [record["path"].encode() for record in records]
+        shared = [(record["split"], record["source"], record["dtype"]) for record in records]
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
+        return cls(numbers.reshape(-1, len(NUMBERS)), digests.reshape(-1, 32), b"".join(paths),
+                   np.cumsum([len(path) for path in paths], dtype=np.int64),
+                   np.array([kinds[kind] for kind in shared], np.int32), tuple(kinds))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def path(self, row: int) -> str:
+        """The shard's path inside the stage's folder."""
+        return self.paths[int(self.path_ends[row - 1]) if row else 0:int(self.path_ends[row])].decode()
+
+    def digest(self, row: int) -> str:
+        """Hex sha256 of the shard's file."""
+        return self.sha256[row].tobytes().hex()
+
+    def record(self, row: int) -> dict[str, Any]:
+        """What the manifest says of a shard, as far as reading it needs that."""
+        split, source, dtype = self.kinds[self.kind[row]]
+        return {"path": self.path(row), "sha256": self.digest(row), "split": split, "source": source, "dtype": dtype,
+                **dict(zip(NUMBERS, self.numbers[row].tolist(), strict=True))}
+
+    def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
+        """The shards of one split (and source), in the order of their paths."""
+        chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
+        if not len(self):
+            return np.empty(0, np.int64)
+        paths = self._paths()  # UTF-8 sorts as its characters do
+        return np.array(sorted(np.flatnonzero(chosen[self.kind]).tolist(), key=paths.__getitem__), np.int64)
+
+    def by_split(self, first: str) -> NDArray[np.int64]:
+        """All shards, those of one split first, each split in the manifest's order."""
+        chosen = np.array([kind[0] != first for kind in self.kinds], bool)
+        return np.argsort(chosen[self.kind], kind="stable") if len(self) else np.empty(0, np.int64)
+
+    def content(self, split: str) -> Iterator[list[str]]:
+        """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
+        chosen, digests = [kind[0] == split for kind in self.kinds], self.sha256.tobytes()
+        return ([path.decode(), digests[32 * row:32 * row + 32].hex()]
+                for row, (path, kind) in enumerate(zip(self._paths(), self.kind.tolist(), strict=True)) if chosen[kind])
+
+    def _paths(self) -> list[bytes]:
+        ends = self.path_ends.tolist()
+        return [self.paths[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def most_open() -> int:
+    """Shards that may be open at once: a quarter of the files that this process may have, `MOST_OPEN` at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_OPEN if soft == resource.RLIM_INFINITY else max(1, min(MOST_OPEN, soft // 4))
+
+
+class OpenShards:
+    """The shards of a table that were read last. Threads may share it.
+
+    A shard that is forgotten while another thread reads it closes its file when that thread is done with it.
+
+    Args:
+        folder: the encode stage's.
+        most: shards that are kept.
+    """
+
+    def __init__(self, folder: Path, table: ShardTable, most: int | None = None) -> None:
+        self.folder, self.table = folder, table
+        self.most = most or most_open()
+        self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
+        self._kept: OrderedDict[int, TokenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, ShardTable, int]]:
+        return OpenShards, (self.folder, self.table, self.most)  # a worker process opens files for itself
+
+    def __len__(self) -> int:
+        """How many are kept now."""
+        return len(self._kept)
+
+    def shard(self, row: int) -> TokenShard:
+        """The shard in that row of the table."""
+        with self._lock:
+            if (found := self._kept.get(row)) is None:
+                record = self.table.record(row)
+                found = self._kept[row] = TokenShard(self.folder / record["path"], record, self._whole)
+                if len(self._kept) > self.most:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(row)
+            return found
+
+
+class Shards(Sequence[TokenShard]):
+    """Some shards of a table, in order.
+
+    Attributes:
+        token_counts: (shards,) int64.
+    """
+
+    def __init__(self, opened: OpenShards, rows: NDArray[np.int64]) -> None:
+        self.opened, self.rows = opened, rows
+        self.token_counts: NDArray[np.int64] = opened.table.numbers[rows, NUMBERS.index("tokens")]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenShard: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Shards: ...
+
+    def __getitem__(self, index: int | slice) -> TokenShard | Shards:
+        if isinstance(index, slice):
+            return Shards(self.opened, self.rows[index])
+        return self.opened.shard(int(self.rows[index]))
+
+
+def joined(parts: Sequence[Sequence[TokenShard]]) -> Sequence[TokenShard]:
+    """Sequences of shards one after another."""
+    tables = [part for part in parts if isinstance(part, Shards)]
+    if len(tables) == len(parts) and len({id(part.opened) for part in tables}) == 1:
+        return Shards(tables[0].opened, np.concatenate([part.rows for part in tables]))
+    return [shard for part in parts for shard in part]
+
+
+def open_training_shards(folder: Path, table: ShardTable, sources: Iterable[str]) -> dict[str, Shards]:
+    """The shards of the training split by source, which are open together."""
+    opened = OpenShards(folder, table)
+    return {source: Shards(opened, table.rows("train", source)) for source in sources}
+
+
+def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, split: str,
+                source: str | None = None) -> Shards:
+    """The shards of one split (and source) among a manifest's outputs, in the order of their paths. None is looked at
+    before it is read."""
+    table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
+    return Shards(OpenShards(folder, table), table.rows(split, source))
+
+
+def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:
+    """What is wrong with these shards as far as their sizes tell, a sentence each: one stat a shard."""
+    found = (TokenShard(folder / table.path(row), table.record(row)).size_problem() for row in rows)
+    return [problem for problem in found if problem]
