@@ -132,7 +132,7 @@ class Grid:
         """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
         it is a collective."""
         if self.replicate == self.pipeline == 1:
-            return self.ranks.group
+            return None
         copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=self.ranks.patience,
                                  group_desc="copy")
                   for first in range(0, self.ranks.world, self.copy_ranks)]
