@@ -5,7 +5,8 @@
 
 Any number of ranks, spread in any way, reads any rectangle back. Names are flat: "model.<parameter>",
 "exp_avg.<parameter>", or another state of the optimizer. A tensor's only piece in a file goes by the tensor's name
-there; of several, each by the name and where it starts: "model.output.weight@512,0".
+there; of several, each by the name and where it starts: "model.output.weight@512,0". Pieces that are cut evenly take no
+room each in the index (shard_index.py), which so grows with tensors and with ranks, not with their product.
 
 Writing takes no memory beside the tensors, reading none beside what is asked for.
 """
@@ -13,7 +14,6 @@ Writing takes no memory beside the tensors, reading none beside what is asked fo
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections import OrderedDict
@@ -22,18 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
+from pipeline.formats.shard_index import Entry, Index, Rectangle, Run, check_cover, overlapping, run_of
 from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, Layout, TensorFile, write_tensors
 
 INDEX = "index.json"
-_VERSION = 1
+_VERSION = 2
+"""Of the index. 1 had an entry for each piece, which are runs of one piece here: both are read."""
 _OPEN_FILES = 128
-"""ShardFile files that a reader keeps open; systems allow 1,024 or more in all."""
+"""Files that a reader keeps open; systems allow 1,024 or more in all."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,6 @@ class TensorShard:
         _check_inside(self.shape, self.offset, self.tensor.shape)
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """What the index needs to know of one written file; small, and can be pickled.
-
-    record: path, bytes, sha256. entries: by tensor name, the pieces in the file as {dtype, shape, offset, size}.
-    """
-
-    record: dict[str, Any]
-    entries: dict[str, list[dict[str, Any]]]
-
-
 def _check_inside(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
     if len({len(shape), len(offset), len(size)}) > 1 or not all(
             start >= 0 and start + count <= end for start, count, end in zip(offset, size, shape, strict=True)):
@@ -73,74 +63,52 @@ def whole(tensor: Tensor) -> TensorShard:
     return TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a tensor laid out flat, as (offset, size) of rectangles, in their flat order.
-
-    For engines that cut tensors without regard to rows: the elements of the first rectangle come first in the flat
-    range, and so on. A matrix gives at most three: the end of a row, whole rows, the beginning of a row.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
-    if first > last:  # inside one row
-        first = last = stop // inner
-        yield from (((last, *offset), (1, *size)) for offset, size
-                    in rectangles(shape[1:], start - last * inner, stop - last * inner))
-        return
-    yield from (((first - 1, *offset), (1, *size)) for offset, size
-                in rectangles(shape[1:], start - (first - 1) * inner, inner) if start < first * inner)
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from (((last, *offset), (1, *size)) for offset, size in rectangles(shape[1:], 0, stop - last * inner))
-
-
-def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorShard]]) -> ShardFile:
-    """Write what one rank owns as one safetensors file, hashed on the way and fsynced.
+def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorShard]]) -> Index:
+    """Write what one rank owns as one safetensors file, hashed on the way and fsynced; what lies in it.
 
     Pieces without elements are left out. A rank may own nothing; its file is written all the same.
 
     Raises:
         OSError: the disk is full, or does not work; the file is left as far as it came.
-        ValueError: a tensor is not contiguous or not in host memory.
+        ValueError: a tensor is not contiguous or not in host memory, or pieces of one differ in what it is.
     """
-    entries: dict[str, list[dict[str, Any]]] = {}
+    entries: dict[str, Entry] = {}
     tensors: dict[str, Tensor] = {}
     for name, value in pieces.items():
         found = [value] if isinstance(value, TensorShard) else list(value)
-        for piece in (piece for piece in found if piece.tensor.numel() or not math.prod(piece.shape)):
+        kept = [piece for piece in found if piece.tensor.numel() or not math.prod(piece.shape)]
+        for piece in kept:
             tensors[name if len(found) == 1 else _key(name, piece.offset)] = piece.tensor
-            entries.setdefault(name, []).append({
-                "dtype": DTYPE_NAMES[piece.tensor.dtype], "shape": list(piece.shape), "offset": list(piece.offset),
-                "size": list(piece.tensor.shape)})
+        if kept:
+            entries[name] = _entry(name, kept)
     # Wide elements first: then each tensor starts at a multiple of its element size.
     tensors = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
     layouts = {key: Layout(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    return ShardFile(write_tensors(path, layouts, tensors.values()), entries)
+    return Index((write_tensors(path, layouts, tensors.values()),), entries)
 
 
-def write_index(folder: Path, parts: Sequence[ShardFile]) -> dict[str, Any]:
-    """Write index.json over all parts, atomically; returns its record (path, bytes, sha256).
+def _entry(name: str, pieces: Sequence[TensorShard]) -> Entry:
+    kinds = {(piece.tensor.dtype, tuple(piece.shape)) for piece in pieces}
+    if len(kinds) > 1:
+        raise ValueError(f"The pieces of {name} differ in element type or shape of the whole: {kinds}.")
+    (dtype, shape), = kinds
+    runs = run_of(0, shape, [(tuple(piece.offset), tuple(piece.tensor.shape)) for piece in pieces])
+    return Entry(DTYPE_NAMES[dtype], shape, tuple(runs))
+
+
+def write_index(folder: Path, index: Index) -> dict[str, Any]:
+    """Write index.json over all files, atomically; returns its record (path, bytes, sha256).
 
     Raises:
-        ValueError: the pieces do not cover each tensor exactly once, or disagree on what it is. An engine that
-            hands out its state wrongly does that; nothing is written.
+        ValueError: the pieces do not cover each tensor exactly once. An engine that hands out its state wrongly does
+            that; nothing is written.
     """
-    tensors: dict[str, dict[str, Any]] = {}
-    for number, part in enumerate(parts):
-        for name, entries in part.entries.items():
-            for entry in entries:
-                tensor = tensors.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": []})
-                if (tensor["dtype"], tensor["shape"]) != (entry["dtype"], entry["shape"]):
-                    raise ValueError(f"{name} is {tensor['dtype']} {tensor['shape']} in one part, "
-                                     f"{entry['dtype']} {entry['shape']} in {part.record['path']}.")
-                tensor["pieces"].append([number, entry["offset"], entry["size"]])
-    for name, tensor in tensors.items():
-        _check_cover(name, tensor["shape"], [(offset, size) for _, offset, size in tensor["pieces"]])
-    content = {"version": _VERSION, "files": [part.record["path"] for part in parts], "tensors": tensors}
+    for name, entry in index.tensors.items():
+        check_cover(name, entry)
+    content = {"version": _VERSION, "files": [record["path"] for record in index.files], "tensors": {
+        name: {"dtype": entry.dtype, "shape": entry.shape,
+               "pieces": [[run.file, run.offset, run.size, *run.steps] for run in entry.runs]}
+        for name, entry in index.tensors.items()}}
     data = json.dumps(content, separators=(",", ":")).encode()
     with atomic_file(folder / INDEX) as file:
         file.write(data)
@@ -149,31 +117,6 @@ def write_index(folder: Path, parts: Sequence[ShardFile]) -> dict[str, Any]:
 
 def _key(name: str, offset: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offset))}"
-
-
-def _check_cover(name: str, shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raise ValueError unless every element lies in exactly one piece.
-
-    The edges of all pieces cut the tensor into a grid; a difference array over its cells counts the pieces on each,
-    in time that grows with pieces and cells instead of with pairs of pieces.
-    """
-    low = np.array([offset for offset, _ in pieces], dtype=np.int64).reshape(len(pieces), len(shape))
-    high = low + np.array([size for _, size in pieces], dtype=np.int64).reshape(low.shape)
-    edges = [np.unique(np.concatenate([[0, size], low[:, axis], high[:, axis]])) for axis, size in enumerate(shape)]
-    counts = np.zeros([len(edge) for edge in edges], dtype=np.int64)
-    cells = [[np.searchsorted(edge, ends[:, axis]) for ends in (low, high)] for axis, edge in enumerate(edges)]
-    for corner in itertools.product((0, 1), repeat=len(shape)):
-        where = tuple(cells[axis][end] for axis, end in enumerate(corner))
-        np.add.at(counts, where, (-1) ** sum(corner) * (1 if shape else len(pieces)))
-    for axis in range(len(shape)):
-        counts = counts.cumsum(axis=axis)
-    inside = counts[tuple(slice(0, -1) for _ in shape)]
-    wrong = np.argwhere(inside != 1)
-    if len(wrong):
-        cell = tuple(wrong[0])
-        at = [int(edge[index]) for edge, index in zip(edges, cell, strict=True)]
-        raise ValueError(f"The pieces of {name} {list(shape)} do not cover it exactly once: the element at {at} lies "
-                         f"in {int(inside[cell])} of {len(pieces)}.")
 
 
 class CheckpointReader:
@@ -199,9 +142,9 @@ class CheckpointReader:
                 raise ValueError("it names a file that is not beside it")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
-        if version != _VERSION:
-            raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads form {_VERSION}. Use "
-                            f"the version of Drover that wrote it.")
+        if version not in (1, _VERSION):
+            raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads forms 1 and {_VERSION}."
+                            f" Use the version of Drover that wrote it.")
 
     def close(self) -> None:
         """Close the files."""
@@ -244,7 +187,7 @@ class CheckpointReader:
             raise ValueError(f"out is {tuple(target.shape)}, and {tuple(shape)} of {name} are to be read.")
         _check_inside(all_of_it, offset, target.shape)
         with torch.no_grad():
-            for number, at, size in self._tensors[name]["pieces"]:
+            for number, (at, size) in self.pieces(name, offset, target.shape):
                 low = [max(a, b) for a, b in zip(offset, at, strict=True)]
                 high = [min(a + m, b + n) for a, m, b, n in zip(offset, target.shape, at, size, strict=True)]
                 if all(start < end for start, end in zip(low, high, strict=True)):
@@ -253,7 +196,15 @@ class CheckpointReader:
                                number, name, at, size, tuple(start - b for start, b in zip(low, at, strict=True)))
         return target
 
-    def _copy(self, target: Tensor, number: int, name: str, at: list[int], size: list[int],
+    def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
+        """(number of its file, rectangle) of all pieces that may have something of a rectangle of tensor `name`."""
+        stored = self._tensors[name]
+        entry = Entry(stored["dtype"], tuple(stored["shape"]), tuple(
+            Run(file, tuple(offset), tuple(size), tuple((count, files, tuple(step)) for count, files, step in steps))
+            for file, offset, size, *steps in stored["pieces"]))
+        yield from overlapping(entry, offset, size)
+
+    def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
               inside: tuple[int, ...]) -> None:
         """Fill `target` from place `inside` of the piece at `at` in part `number`."""
         try:

@@ -20,7 +20,8 @@ from pipeline.formats.base import Weights
 from pipeline.formats.huggingface import parameter_shapes, shard_files, write_shard
 from pipeline.formats.meta import Split
 from pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, config_of, params_of
-from pipeline.formats.sharded_tensors import ShardFile, write_index
+from pipeline.formats.shard_index import Entry, Index, run_of
+from pipeline.formats.sharded_tensors import write_index
 from pipeline.formats.tensor_file import DTYPE_NAMES, Layout, write_tensors
 from pipeline.formats.weights import MODEL
 
@@ -69,10 +70,11 @@ def drover_files(config: ModelConfig, dtype: torch.dtype, shard_bytes: int, read
     for number, names in enumerate(shard_files(config, dtype, shard_bytes).values()):
         layouts = {MODEL + name: Layout(dtype, shapes[name]) for name in names}
         files.append(OutputFile(f"weights-{number:05d}.safetensors", len(names), _tensors_writer(layouts, read)))
-        parts.append(ShardFile({"path": files[-1].name}, {
-            name: [{"dtype": DTYPE_NAMES[dtype], "shape": list(layout.shape), "offset": [0] * len(layout.shape),
-                    "size": list(layout.shape)}] for name, layout in layouts.items()}))
-    return [*files, OutputFile("index.json", 0, lambda path: write_index(path.parent, parts))]
+        parts.append(Index(({"path": files[-1].name},), {
+            name: Entry(DTYPE_NAMES[dtype], layout.shape, tuple(run_of(0, layout.shape, [
+                ((0,) * len(layout.shape), layout.shape)]))) for name, layout in layouts.items()}))
+    index = Index.joined(parts)
+    return [*files, OutputFile("index.json", 0, lambda path: write_index(path.parent, index))]
 
 
 def _tensors_writer(layouts: dict[str, Layout], read: Read) -> Callable[[Path], object]:

@@ -132,7 +132,7 @@ class Grid:
         """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
         it is a collective."""
         if self.replicate == self.pipeline == 1:
-            return self.ranks.group
+            return None
         if self.tensor == 1:
             return self.weights_mesh.get_group(self.weights_mesh.ndim - 1)
         if self.weight_shards == 1:

@@ -32,7 +32,6 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
-    group: dist.ProcessGroup | None = None  # None: the group of all that was made first
     patience: timedelta = PATIENCE
 
     @property
@@ -48,30 +47,30 @@ class Ranks:
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total)
         sums: list[float] = total.tolist()
         return sums
 
     def gather(self, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
+        dist.all_gather_object(found, value)
         return found
 
     def collect(self, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on rank 0; nothing elsewhere."""
         found: list[Any] = [None] * self.world if self.leads else []
-        dist.gather_object(value, found if self.leads else None, dst=0, group=self.group)
+        dist.gather_object(value, found if self.leads else None, dst=0)
         return found
 
     def barrier(self) -> None:
         """Wait for all."""
-        dist.barrier(group=self.group)
+        dist.barrier()
 
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def first(self, make: Callable[[], T]) -> T:
@@ -86,11 +85,6 @@ class Ranks:
         if problem is not None:
             raise problem
         return value
-
-    def apart(self) -> Ranks:
-        """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
-        group = dist.new_group(backend="gloo", timeout=self.patience, group_desc="hosts")
-        return Ranks(self.rank, self.world, torch.device("cpu"), group, self.patience)
 
 
 def allow_open_files() -> None:

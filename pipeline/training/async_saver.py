@@ -1,7 +1,8 @@
 """Saving a checkpoint while training goes on: the loop stops for the copy to host memory, a thread does the rest.
 
-One save is in flight at a time. The threads of all ranks talk through a channel of their own. A failure is said,
-logged and tried again; when the attempts are used up, all ranks stop with its reason.
+One save is in flight at a time. The threads of all ranks talk through a channel of their own
+(pipeline/parallel/host_channel.py). A failure is said, logged and tried again; when the attempts are used up, all ranks
+stop with its reason.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pipeline.config.training import CheckpointConfig
 from pipeline.errors import UserError, is_full_disk
-from pipeline.formats.sharded_tensors import ShardFile, TensorShard, whole, write_index, write_part
+from pipeline.formats.shard_index import Index
+from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.training.checkpoint import Checkpoints
@@ -49,7 +53,7 @@ class AsyncSaver:
                  say: Callable[[str], None]) -> None:
         self.checkpoints, self.config, self.about, self.say = checkpoints, config, about, say
         self.on_gpu = ranks.device.type == "cuda"
-        self.ranks = ranks.apart()
+        self.ranks, self.channel = ranks, HostChannel(ranks)
         self._copies: dict[tuple[str, int], torch.Tensor] = {}
         self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
         self._thread: threading.Thread | None = None
@@ -73,9 +77,9 @@ class AsyncSaver:
         self.wait()
         if self.config.background or self.on_gpu:
             pieces = self._copy(pieces)
-        state = {**pieces, f"random.cpu.{self.ranks.rank}": [whole(torch.get_rng_state())]}
+        state = {**pieces, "random.cpu": [self._row(torch.get_rng_state())]}
         if self.on_gpu:
-            state[f"random.cuda.{self.ranks.rank}"] = [whole(torch.cuda.get_rng_state())]
+            state["random.cuda"] = [self._row(torch.cuda.get_rng_state())]
         stall = time.perf_counter() - began
         self._thread = threading.Thread(target=self._run, args=(state, progress, stall), daemon=True,
                                         name=f"checkpoint-{progress.step}")
@@ -117,6 +121,10 @@ class AsyncSaver:
             found.append(self._ended.pop(0))
         return found
 
+    def _row(self, state: torch.Tensor) -> TensorShard:
+        """This rank's row of a table of the generators of all ranks."""
+        return TensorShard(state.unsqueeze(0), (self.ranks.rank, 0), (self.ranks.world, len(state)))
+
     def _copy(self, pieces: Pieces) -> Pieces:
         """The pieces in host memory, in the same place each time: new memory would cost more than the copy."""
         copied: Pieces = {}
@@ -149,6 +157,8 @@ class AsyncSaver:
                 began = time.perf_counter()
                 try:
                     path = self._attempt(state, progress)
+                except dist.DistError:  # a rank that is not heard: it is gone, or about to give up too
+                    raise
                 except Exception as error:
                     self._note_failure(error, progress, attempt)
                     if attempt == self.config.attempts:
@@ -170,13 +180,20 @@ class AsyncSaver:
 
     def _attempt(self, state: Pieces, progress: TrainingProgress) -> Path:
         """Write beside, index, publish; all ranks succeed or none."""
-        ranks, checkpoints = self.ranks, self.checkpoints
-        temporary = checkpoints.path(progress.step).with_name(f"{checkpoints.path(progress.step).name}.tmp")
-        self._together(lambda: checkpoints.make_room(temporary) if ranks.leads else None, temporary)
-        part = self._together(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
-        parts = ranks.collect(part)
-        final = self._together(lambda: self._publish(temporary, parts, progress) if ranks.leads else None, temporary)
-        final = ranks.same(final)
+        ranks, checkpoints, channel = self.ranks, self.checkpoints, self.channel
+        final = checkpoints.path(progress.step)
+        temporary = final.with_name(f"{final.name}.tmp")
+        room = _tried(lambda: checkpoints.make_room(temporary), temporary) if ranks.leads else None
+        raised(channel.same(room))
+        part = _tried(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
+        index = channel.joined(part, _joined)
+        problem = None
+        if index is not None:  # on rank 0
+            published = _tried(lambda: self._publish(temporary, raised(index), progress), temporary)
+            if isinstance(published, Exception):
+                shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
+                problem = published
+        raised(channel.same(problem))
         if ranks.leads:
             self.prune()
         return final
@@ -189,25 +206,32 @@ class AsyncSaver:
         except OSError as error:
             self.say(f"warning: an old checkpoint could not be removed ({error}); tried again after the next save")
 
-    def _publish(self, temporary: Path, parts: list[ShardFile], progress: TrainingProgress) -> Path:
-        index = write_index(temporary, parts)
-        return self.checkpoints.publish(temporary, [*(part.record for part in parts), index], progress, self.about)
+    def _publish(self, temporary: Path, index: Index, progress: TrainingProgress) -> Path:
+        written = write_index(temporary, index)
+        return self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
 
-    def _together(self, action: Callable[[], T], temporary: Path) -> T:
-        """Do `action` on every rank; if it fails on one, fail on all, and leave no half checkpoint behind."""
-        problem: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            problem = error
-        problems = [found for found in self.ranks.gather(problem and _picklable(problem, temporary))
-                    if found is not None]
-        if not problems:
-            return result
-        if self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise problems[0] from problem
+
+def _tried(action: Callable[[], T], temporary: Path) -> T | Exception:
+    """What `action` gives, or why it failed, as other ranks are told."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        return _picklable(error, temporary)
+
+
+def raised(found: T | Exception) -> T:
+    """What a rank was told, or raise it."""
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _joined(parts: Sequence[Index | Exception]) -> Index | Exception:
+    """The index of several ranks' files, or why there is none: of several reasons, the first rank's."""
+    try:
+        return Index.joined([raised(part) for part in parts])
+    except Exception as error:  # noqa: BLE001 - handed on
+        return error
 
 
 def _picklable(error: Exception, temporary: Path) -> Exception:

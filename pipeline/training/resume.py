@@ -48,9 +48,17 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
         engine.load(reader, updates)
         generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
         for device in {"cpu", ranks.device.type}:
-            name = f"random.{device}.{ranks.rank}"
-            if name in reader.names("random."):  # another number of ranks may have been there
-                generators[device](reader.read(name))
+            if (state := _generator(reader, device, ranks.rank)) is not None:
+                generators[device](state)
+
+
+def _generator(reader: CheckpointReader, device: str, rank: int) -> torch.Tensor | None:
+    """The state of a rank's generator; None where another number of ranks was there, or another device."""
+    table, names = f"random.{device}", reader.names("random.")
+    if table in names and rank < reader.shape(table)[0]:
+        return reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0]
+    of_its_own = f"{table}.{rank}"  # as before there was a table
+    return reader.read(of_its_own) if of_its_own in names else None
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:

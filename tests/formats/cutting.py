@@ -2,6 +2,7 @@
 
 import random
 
+from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 
 
@@ -37,4 +38,5 @@ def write_checkpoint(folder, tensors, ranks=3, cuts=4, seed=0):
             owned[chance.randrange(ranks)].setdefault(name, []).append(piece(tensor, offset, size))
     folder.mkdir(parents=True, exist_ok=True)
     parts = [write_part(folder / f"rank-{rank:05d}.safetensors", pieces) for rank, pieces in enumerate(owned)]
-    return [*(part.record for part in parts), write_index(folder, parts)]
+    index = Index.joined(parts)
+    return [*index.files, write_index(folder, index)]

@@ -18,15 +18,8 @@ import pipeline.formats.sharded_tensors as checkpoint
 import pipeline.formats.tensor_file as tensor_file
 from pipeline.errors import UserError, is_full_disk
 from pipeline.files import sha256_file
-from pipeline.formats.sharded_tensors import (
-    INDEX,
-    CheckpointReader,
-    TensorShard,
-    rectangles,
-    whole,
-    write_index,
-    write_part,
-)
+from pipeline.formats.shard_index import Index, rectangles
+from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, whole, write_index, write_part
 from tests.formats.cutting import cut, part_of, piece, write_checkpoint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -132,7 +125,7 @@ def test_a_rank_may_own_nothing(tmp_path):
     tensor = torch.randn(3, 4)
     parts = [write_part(tmp_path / "0.safetensors", {"x": whole(tensor)}), write_part(tmp_path / "1.safetensors", {}),
              write_part(tmp_path / "2.safetensors", {"x": TensorShard(torch.zeros(0, 4), (3, 0), (3, 4))})]
-    write_index(tmp_path, pickle.loads(pickle.dumps(parts)))
+    write_index(tmp_path, Index.joined(pickle.loads(pickle.dumps(parts))))
     assert load_file(tmp_path / "1.safetensors") == load_file(tmp_path / "2.safetensors") == {}
     with CheckpointReader(tmp_path) as reader:
         assert torch.equal(reader.read("x"), tensor)
@@ -145,7 +138,8 @@ def open_files():
 def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_OPEN_FILES", 2)
     tensor = torch.randn(7, 3)
-    write_index(tmp_path, [write_part(tmp_path / str(row), {"x": piece(tensor, (row, 0), (1, 3))}) for row in range(7)])
+    write_index(tmp_path, Index.joined(write_part(tmp_path / str(row), {"x": piece(tensor, (row, 0), (1, 3))})
+                                       for row in range(7)))
     before = open_files()
     with CheckpointReader(tmp_path) as reader:
         for _ in range(2):
@@ -165,9 +159,9 @@ def test_holes_and_overlaps_are_refused(shape, cuts, seed):
         missing = [entry for number, entry in enumerate(pieces) if number != victim]
         for wrong in ([*pieces, pieces[victim]], missing, [*missing, missing[0]] if missing else []):
             part = write_part(path, {"x": [piece(tensor, *entry) for entry in wrong]})
-            if part.entries:
+            if part.tensors:
                 with pytest.raises(ValueError, match=r"x .* do not cover it exactly once"):
-                    write_index(Path(name), [part])
+                    write_index(Path(name), part)
         assert not (Path(name) / INDEX).exists()
 
 
@@ -176,10 +170,10 @@ def test_an_overlap_that_hides_a_hole_is_found(tmp_path):
     tensor = torch.zeros(4, 2)
     parts = [write_part(tmp_path / str(n), {"x": piece(tensor, (0, 0), (2, 2))}) for n in range(2)]
     with pytest.raises(ValueError, match=r"the element at \[0, 0\] lies in 2 of 2"):
-        write_index(tmp_path, parts)
+        write_index(tmp_path, Index.joined(parts))
     scalars = [write_part(tmp_path / str(n), {"s": whole(torch.tensor(1.0))}) for n in range(2)]
     with pytest.raises(ValueError, match="lies in 2 of 2"):
-        write_index(tmp_path, scalars)
+        write_index(tmp_path, Index.joined(scalars))
 
 
 def test_ranks_that_disagree_are_refused(tmp_path):
@@ -187,7 +181,7 @@ def test_ranks_that_disagree_are_refused(tmp_path):
     parts = [write_part(tmp_path / "0", {"x": piece(tensor, (0, 0), (2, 2))}),
              write_part(tmp_path / "1", {"x": piece(tensor.double(), (2, 0), (2, 2))})]
     with pytest.raises(ValueError, match=r"F32 .* in one part, F64 .* in 1"):
-        write_index(tmp_path, parts)
+        write_index(tmp_path, Index.joined(parts))
 
 
 def test_pieces_that_cannot_be_are_refused(tmp_path):
@@ -244,8 +238,8 @@ def test_a_damaged_index_is_named(tmp_path, damage):
 def test_a_form_of_the_future_is_refused(tmp_path):
     write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})
     content = json.loads((tmp_path / INDEX).read_text())
-    (tmp_path / INDEX).write_text(json.dumps({**content, "version": 2}))
-    with pytest.raises(UserError, match="form 2"):
+    (tmp_path / INDEX).write_text(json.dumps({**content, "version": 3}))
+    with pytest.raises(UserError, match="form 3"):
         CheckpointReader(tmp_path)
 
 

@@ -9,6 +9,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.loader import pack
+from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.initial_values import drawn
@@ -84,5 +85,5 @@ def store(ranks, engine, folder):
               for name, pieces in engine.state_shards().items()}
     parts = ranks.collect(write_part(folder / f"rank-{ranks.rank:05}.safetensors", pieces))
     if ranks.leads:
-        write_index(folder, parts)
+        write_index(folder, Index.joined(parts))
     ranks.barrier()

@@ -20,7 +20,8 @@ from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.data.loader import Batch
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, rectangles
+from pipeline.formats.shard_index import rectangles
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.parallel.initial_values import InitialValues
 from pipeline.parallel.ranks import Ranks
 from pipeline.parallel.zero import spread_by_zero

@@ -1,0 +1,40 @@
+"""The channel of the hosts: a tree through the store, without a socket from every rank to every other."""
+
+import pytest
+import torch
+
+from pipeline.parallel.host_channel import HostChannel
+from pipeline.parallel.ranks import Ranks
+from tests.parallel.groups import end_groups, run_case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end():
+    yield
+    end_groups()
+
+
+@pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])
+def test_what_all_say_arrives_in_order_and_nothing_is_left(ranks, arity):
+    found = run_case(ranks, "channel", {"body": "tests.parallel.channel_case:talk", "arity": arity})
+    assert found["joined"] == [list(range(ranks))] * 2 and found["alike"] and found["first"] == ("go", 0)
+    assert found["opened"] <= 1, "to the store"
+    assert found["widest"] == min(arity, ranks) and found["left"] == []
+
+
+def test_a_rank_that_is_not_heard_is_named():
+    found = run_case(5, "channel", {"body": "tests.parallel.channel_case:never_heard"})
+    assert "Rank 0 waited for rank 1 in the channel of the hosts" in found["said"] and "timeout" in found["said"]
+
+
+def test_a_save_calls_no_collective_and_writes_a_file_for_each_rank(tmp_path):
+    found = run_case(5, "channel", {"body": "tests.parallel.channel_case:collectives_of_a_save",
+                                    "folder": str(tmp_path)})
+    assert found["called"] == []
+    assert found["rows"] == [rank for rank in range(5) for _ in range(2)] and found["generators"] == 5
+    assert found["files"] == ["COMPLETE.json", "index.json", *(f"rank-{rank:05}.safetensors" for rank in range(5))]
+
+
+def test_one_rank_alone_needs_no_store():
+    channel = HostChannel(Ranks(0, 1, torch.device("cpu")))
+    assert channel.same("x") == "x" and channel.joined(3, lambda values: sum(values) + len(values)) == 4

@@ -1,0 +1,1 @@
+"""What grows with ranks, measured on one machine without that many (python -m tools.at_scale)."""

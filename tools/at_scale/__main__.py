@@ -1,0 +1,36 @@
+"""What grows with ranks, measured on one machine: benchmarks/RESULTS.md has the figures.
+
+    python -m tools.at_scale index --ranks 10000                        # an 8B's checkpoint, sharded over all of them
+    python -m tools.at_scale index --ranks 16384 --layout fsdp --tensor 8 --replicate 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from model.presets import preset
+from tools.at_scale.index import measure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.at_scale", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["index"])
+    parser.add_argument("--model", default="llama3_8b", help="preset of the shape (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--layout", choices=["fsdp", "zero3"], default="fsdp")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--replicate", type=int, default=1)
+    options = parser.parse_args(arguments)
+    model = preset(options.model)
+    if model.vocab_size is None:
+        model = model.model_copy(update={"vocab_size": 128_256})
+    for line in measure(model, options.ranks, options.layout, options.tensor, options.replicate):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
