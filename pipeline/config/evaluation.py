@@ -20,9 +20,9 @@ class ConvertConfig(Section):
     """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
     a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
     check_memory_gb: float = execution(16.0, gt=0)
-    """Memory for the model that transformers loads for that comparison; the float64 pass holds one layer at a time, 8
-    bytes a parameter. Of a model that needs more in float32, as many layers as fit are compared, at least one; that
-    every exported tensor is the checkpoint's, bit for bit, is checked at any size, one tensor at a time."""
+    """Up to so much memory in float32, transformers loads the whole export for that comparison, as a user would. Of a
+    larger model its network is given the weights of one block at a time, as our own passes always are: all layers are
+    compared at any size, in 12 bytes a parameter of the largest block or embedding."""
 
 
 class EvaluateConfig(Section):
