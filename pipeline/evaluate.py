@@ -7,6 +7,8 @@ rank holds the whole model and takes its share of the work; rank 0 writes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 if TYPE_CHECKING:
     from model.llama import Llama
     from pipeline.contract.input_check import Expected
+    from pipeline.evaluation.compressing import Baselines
+    from pipeline.evaluation.heldout import Chosen
     from pipeline.evaluation.kept import Kept
     from pipeline.parallel.ranks import Ranks
     from pipeline.tokenization.base import Tokenizer
@@ -41,17 +45,19 @@ def evaluate(work: Work) -> None:
         inputs = work.check(_read_here(work, ranks))
         model, tokenizer = _load(work, ranks)
         kept = Kept(work, ranks)
-        heldout = kept.get(
-            "held-out text", {**kept.inputs("shard", "encode", "convert"),
-                              **kept.settings("heldout_tokens", "sequence_length", "dtype", "baseline_mb")},
-            lambda: measure_heldout(work, ranks, model))
-        texts = kept.get(
-            "continuations", {**kept.inputs("tokenizer", "convert"),
-                              **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
-            lambda: continue_prompts(work, ranks, model, tokenizer))
-        tasks = measure_tasks(work, ranks, kept, model, tokenizer)
-        if work.config.evaluate.contamination:
-            look_for_items(work, ranks, kept, tasks)
+        with baselines_beside(work, ranks, kept) as (compared, of_what):
+            heldout = kept.get(
+                "held-out text", {**kept.inputs("encode", "convert"),
+                                  **kept.settings("heldout_tokens", "sequence_length", "dtype")},
+                lambda: measure_heldout(work, ranks, model))
+            texts = kept.get(
+                "continuations", {**kept.inputs("tokenizer", "convert"),
+                                  **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
+                lambda: continue_prompts(work, ranks, model, tokenizer))
+            tasks = measure_tasks(work, ranks, kept, model, tokenizer)
+            if work.config.evaluate.contamination:
+                look_for_items(work, ranks, kept, tasks)
+            heldout["baselines"] = kept.get("baselines", of_what, compared.result)
         inputs.wait()
         if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
             kept.forget()
@@ -103,36 +109,52 @@ def _load(work: Work, ranks: Ranks) -> tuple[Llama, Tokenizer]:
     return model, tokenizer
 
 
-def measure_heldout(work: Work, ranks: Ranks, model: Llama) -> dict[str, Any]:
-    """Bits per byte and perplexity of each source and overall, with the baselines on the same bytes."""
-    from pipeline.evaluation.baselines import baselines
-    from pipeline.evaluation.bits_per_byte import HeldoutBatches, measure, overall
-    from pipeline.evaluation.heldout import read_heldout, training_byte_counts
-    from pipeline.evaluation.results import heldout_entry
+@contextmanager
+def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Baselines, dict[str, Any]]]:
+    """The baselines, begun beside all that follows unless they were computed before, and all that decides them."""
+    from pipeline.evaluation.compressing import Baselines
+    from pipeline.evaluation.heldout import wanted_text
 
     settings, shard, encode = work.config.evaluate, work.input("shard"), work.input("encode")
-    sources = [source.name for source in work.config.shard.sources]
-    read = {source: read_heldout(shard, encode, source, settings.heldout_tokens) for source in sources}
-    read = {source: pair for source, pair in read.items() if pair[1]}
-    if not read:
+    decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
+    wanted = None
+    if not kept.has("baselines", decides):
+        wanted = ranks.by_leader(lambda: {source: wanted_text(shard, encode, source, chosen)
+                                          for source, chosen in _chosen(work).items()}, share=False)
+    with Baselines(ranks, shard, wanted or {}, train_bytes=int(settings.baseline_mb * 1e6),
+                   most=int(settings.compressed_mb * 1e6)) as begun:
+        yield begun, decides
+
+
+def _chosen(work: Work) -> dict[str, Chosen]:
+    """By source, the held-out documents to measure on."""
+    from pipeline.evaluation.heldout import choose, heldout_shards
+
+    found = {source.name: choose(heldout_shards(work.input("encode"), source.name),
+                                 work.config.evaluate.heldout_tokens) for source in work.config.shard.sources}
+    if not any(map(len, found.values())):
         raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
                         f"(now {work.config.shard.heldout_share}), or give more documents.")
-    counts = sum(ranks.gather(training_byte_counts(*shard, int(settings.baseline_mb * 1e6), ranks.rank, ranks.world)))
-    texts = {source: text for source, (_, text) in read.items()}
-    if len(texts) > 1:
-        texts[""] = b"".join(texts.values())  # all sources together; no source has an empty name
-    names = list(texts)[ranks.rank::ranks.world]
-    compared = {name: found for part in ranks.gather({name: baselines(texts[name], counts) for name in names})
-                for name, found in part.items()}
-    batches = HeldoutBatches({source: tokens for source, (tokens, _) in read.items()}, batch=settings.batch,
-                             length=window_length(work, model), rank=ranks.rank, world=ranks.world)
+    return {source: chosen for source, chosen in found.items() if len(chosen)}
+
+
+def measure_heldout(work: Work, ranks: Ranks, model: Llama) -> dict[str, Any]:
+    """By source what its held-out text costs, and of how much that is; see `results.heldout_results`. Every rank reads
+    the documents of its own batches."""
+    from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+    from pipeline.evaluation.heldout import ChosenDocuments, heldout_shards
+    from pipeline.evaluation.results import heldout_counts
+
+    chosen = ranks.by_leader(lambda: _chosen(work))
+    texts = {source: HeldoutText(ChosenDocuments(heldout_shards(work.input("encode"), source), documents),
+                                 int(documents.text_bytes.sum()), documents.lengths.tolist())
+             for source, documents in chosen.items()}
+    batches = HeldoutBatches(texts, batch=work.config.evaluate.batch, length=window_length(work, model),
+                             rank=ranks.rank, world=ranks.world)
     found = measure(lambda tokens, labels, documents, positions: model(
         tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device)
-    documents = {source: len(tokens.documents) for source, (tokens, _) in read.items()}
-    whole = compared[""] if len(read) > 1 else next(iter(compared.values()))
-    return {"sources": {source: heldout_entry(found[source], documents[source], compared[source]) for source in read},
-            "overall": heldout_entry(overall(found), sum(documents.values()), whole),
-            "without_heldout_text": [source for source in sources if source not in read]}
+    return {"sources": {source: heldout_counts(found[source], documents) for source, documents in chosen.items()},
+            "without_heldout_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 
 
 def window_length(work: Work, model: Llama) -> int:

@@ -28,8 +28,10 @@ class ConvertConfig(Section):
 class EvaluateConfig(Section):
     """Stage 6: held-out bits per byte, tasks, continuations."""
 
-    heldout_tokens: int | None = Field(None, gt=0)
-    """Held-out tokens per source to measure on (whole documents, the first ones); null: all of them."""
+    heldout_tokens: int | None = Field(4_194_304, gt=0)
+    """Held-out tokens per source to measure on: whole documents in the order of their keys, which are hashes, so that
+    every run on the same text shards and vocabulary takes the same; null: all of them. How many of how many were
+    measured stands beside the result. Another number measures this part again, and nothing else."""
     sequence_length: int | None = Field(None, gt=0)
     """Tokens per window of held-out text; null: the model's context_length. Give the length it was trained with,
     where that is shorter."""
@@ -38,6 +40,9 @@ class EvaluateConfig(Section):
     decimal or so, which is why it belongs to the identity of the results."""
     baseline_mb: float = Field(1000.0, gt=0)
     """Training text in MB that the unigram byte baseline is fitted on, spread evenly over the shards."""
+    compressed_mb: float = added(64.0, gt=0)
+    """Held-out text in MB that gzip and xz are given, of each source and of all together: whole documents, the first
+    ones. A process of its own compresses them, beside the ranks' work."""
     batch: int = execution(16, gt=0)
     """Sequences per forward pass."""
     tasks: list[str] = []

@@ -79,6 +79,11 @@ class TokenShard:
         return self._read(self.record["keys_offset"], np.dtype((np.void, KEY_BYTES)), self._checked(index),
                           index + 1)[0].tobytes().hex()
 
+    def document_keys(self) -> NDArray[np.uint64]:
+        """The keys of all documents, (documents, 2): each as two numbers that sort as its hexadecimal digits do."""
+        return self._read(self.record["keys_offset"], np.dtype(">u8"), 0, 2 * self.documents).astype(
+            np.uint64).reshape(-1, 2)
+
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """Where each document begins, and the end of the last: documents + 1 token positions. Read once."""

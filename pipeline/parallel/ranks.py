@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,22 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
+        """What `function` gives on rank 0, a picklable value, on every rank; without `share` None on the others.
+
+        Raises UserError, on every rank, where it does on rank 0.
+        """
+        value, problem = None, None
+        if self.leads:
+            try:
+                value = function()
+            except UserError as error:
+                problem = error
+        given, problem = self.same((value if share else None, problem))
+        if problem is not None:
+            raise problem
+        return given if share else value
 
     def apart(self) -> Ranks:
         """The same ranks with a channel of their own on the hosts, for a thread that talks while training does."""
