@@ -45,6 +45,13 @@ class EvaluateConfig(Section):
     ones. A process of its own compresses them, beside the ranks' work."""
     batch: int = execution(16, gt=0)
     """Sequences per forward pass."""
+    dp_shard: int | None = execution(None, gt=0)
+    """Over how many neighbouring ranks the weights are sharded (FSDP2), which then gather one block at a time for every
+    forward pass; null: 1, each rank the whole, where that fits `memory_gb`, else as few as do. Results are the same to
+    the last bit. Texts are slow that way: each new token gathers all weights once."""
+    memory_gb: float | None = execution(None, gt=0)
+    """Memory in GB that weights may take on one rank; null: 60% of what is free on the rank that has least, of its GPU,
+    or of its share of the host."""
     tasks: list[str] = []
     """lm-evaluation-harness tasks by name, found under `task_folders`."""
     task_folders: list[str] = execution(default_factory=lambda: ["configs/tasks"])

@@ -214,13 +214,17 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
     assert "Measured on " in page and f"of {results['heldout']['overall']['of_tokens']:,} tokens)" in page
 
 
-def test_two_ranks_write_the_same_bytes(small_run, evaluated):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
+    """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = {name: (folder / name).read_bytes() for name in ("results.json", "results.md")}
-    ended = run_ranks(small_run, 2, "--force")
+    ended = run_ranks(small_run, 2, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}")
     assert ended.returncode == 0, ended.stderr
     assert {name: (folder / name).read_bytes() for name in alone} == alone
-    assert json.loads((folder / "manifest.json").read_text())["counts"]["ranks"] == 2
+    counts = json.loads((folder / "manifest.json").read_text())["counts"]
+    assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
+    assert ("weights sharded over 2 ranks (FSDP2" in ended.stdout) == (shards == 2)
 
 
 def test_again_it_is_up_to_date(small_run, evaluated, capsys):
