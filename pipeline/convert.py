@@ -91,20 +91,11 @@ def _prove(work: Work, folder: Path, config: ModelConfig, reader: CheckpointRead
     compared = compare_tensors(folder, config, [name.removeprefix(PREFIX) for name in reader.names(PREFIX)], read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _heldout(work)
-    layers = layers_that_fit(config, work.config.convert.check_memory_gb * 1e9)
-    found = compare_logits(folder, config, read, ids, layers)
-    work.say(f"transformers loads it ({layers} of {config.layers} layers): {found.sentence}")
+    whole = 4 * config.parameter_count <= work.config.convert.check_memory_gb * 1e9
+    found = compare_logits(folder, config, read, ids, whole)
+    work.say(f"transformers {'loads it' if whole else 'computes it block by block'} ({config.layers} layers): "
+             f"{found.sentence}")
     return {**found.counts(), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
-
-
-def layers_that_fit(config: ModelConfig, memory: float) -> int:
-    """How many layers of a model, with its embedding and output matrices, take at most `memory` bytes in float32.
-
-    At least one.
-    """
-    one = config.model_copy(update={"layers": 1}).parameter_count
-    layer = config.model_copy(update={"layers": 2}).parameter_count - one
-    return max(1, min(config.layers, 1 + int((memory / 4 - one) // layer)))
 
 
 def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any]:

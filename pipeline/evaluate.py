@@ -1,12 +1,14 @@
 """Stage 6: measure the exported model: held-out bits per byte beside baselines, tasks, continuations of prompts.
 
 What is loaded is the Hugging Face folder of the stage convert, so that the deliverable is what is measured. Every
-rank holds the whole model and takes its share of the work; rank 0 writes.
+rank holds the whole model, or its shard where that is too large, and takes its share of the work; rank 0 writes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,10 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 if TYPE_CHECKING:
     from model.llama import Llama
     from pipeline.contract.input_check import Expected
+    from pipeline.evaluation.compressing import Baselines
+    from pipeline.evaluation.heldout import Chosen
     from pipeline.evaluation.kept import Kept
+    from pipeline.evaluation.placing import Placed
     from pipeline.parallel.ranks import Ranks
     from pipeline.tokenization.base import Tokenizer
 
@@ -39,25 +44,27 @@ def evaluate(work: Work) -> None:
     try:
         RankAgreement.gather(ranks, work)  # refuses ranks that do not run the same thing
         inputs = work.check(_read_here(work, ranks))
-        model, tokenizer = _load(work, ranks)
+        placed, tokenizer = _load(work, ranks)
         kept = Kept(work, ranks)
-        heldout = kept.get(
-            "held-out text", {**kept.inputs("shard", "encode", "convert"),
-                              **kept.settings("heldout_tokens", "sequence_length", "dtype", "baseline_mb")},
-            lambda: measure_heldout(work, ranks, model))
-        texts = kept.get(
-            "continuations", {**kept.inputs("tokenizer", "convert"),
-                              **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
-            lambda: continue_prompts(work, ranks, model, tokenizer))
-        tasks = measure_tasks(work, ranks, kept, model, tokenizer)
-        if work.config.evaluate.contamination:
-            look_for_items(work, ranks, kept, tasks)
+        with baselines_beside(work, ranks, kept) as (compared, of_what):
+            heldout = kept.get(
+                "held-out text", {**kept.inputs("encode", "convert"),
+                                  **kept.settings("heldout_tokens", "sequence_length", "dtype")},
+                lambda: measure_heldout(work, ranks, placed))
+            texts = kept.get(
+                "continuations", {**kept.inputs("tokenizer", "convert"),
+                                  **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
+                lambda: continue_prompts(work, ranks, placed, tokenizer))
+            tasks = measure_tasks(work, ranks, kept, placed, tokenizer)
+            if work.config.evaluate.contamination:
+                look_for_items(work, ranks, kept, tasks)
+            heldout["baselines"] = kept.get("baselines", of_what, compared.result)
         inputs.wait()
         if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
             kept.forget()
             raise UserError(problems[0])
         if ranks.leads:
-            _write(work, ranks, model, {"heldout": heldout, "tasks": tasks, "continuations": texts}, kept.seconds)
+            _write(work, ranks, placed, {"heldout": heldout, "tasks": tasks, "continuations": texts}, kept.seconds)
         ranks.barrier()  # the others end when the stage is committed
     finally:
         stop_ranks()
@@ -73,66 +80,78 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
     return files[ranks.rank::ranks.world]
 
 
-def _load(work: Work, ranks: Ranks) -> tuple[Llama, Tokenizer]:
-    """The exported model on this rank's device, in evaluation mode, and its tokenizer."""
+def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:
+    """The exported model, whole or sharded over ranks, and its tokenizer."""
     import torch
 
-    from model.attention.backend import Where
-    from model.attention.choosing import choose
-    from pipeline.formats.weights import HuggingFaceWeights, load_model
+    from pipeline.evaluation.placing import place
+    from pipeline.formats.weights import HuggingFaceWeights
     from pipeline.tokenization.kinds import load_tokenizer
 
-    folder = work.input("convert")[0] / "hf"
+    folder, settings = work.input("convert")[0] / "hf", work.config.evaluate
+    if ranks.world % (settings.dp_shard or 1):
+        raise UserError(f"evaluate.dp_shard is {settings.dp_shard}, which does not divide the {ranks.world} "
+                        f"rank{'s' * (ranks.world > 1)} of the stage. Give another, or null.")
+    tokenizer = load_tokenizer(work.input("tokenizer")[0])
     try:
         with HuggingFaceWeights(folder) as weights:
-            model = load_model(weights, ranks.device, getattr(torch, work.config.evaluate.dtype))
+            vocabulary = weights.config.vocab_size or 0
+            if vocabulary < tokenizer.used:
+                raise UserError(f"The model in {folder} knows {vocabulary} ids, but the vocabulary has "
+                                f"{tokenizer.used}. They are not of the same run.")
+            return place(weights, ranks, getattr(torch, settings.dtype), dp_shard=settings.dp_shard,
+                         memory_gb=settings.memory_gb, say=work.say), tokenizer
     except UserError as error:
         raise UserError(f"{error} The stage convert made them: run it again with --force.") from error
-    config = model.config
-    where = Where(ranks.device, model.norm.weight.dtype, compiled=False, head_dim=config.head_dim,
-                  windowed=config.sliding_window is not None)
-    attention = choose("auto", where)
-    model.backend = attention.backend
-    if ranks.leads and attention.fallback:
-        work.say(attention.fallback)
-    tokenizer = load_tokenizer(work.input("tokenizer")[0])
-    assert config.vocab_size is not None
-    if config.vocab_size < tokenizer.used:
-        raise UserError(f"The model in {folder} knows {config.vocab_size} ids, but the vocabulary has "
-                        f"{tokenizer.used}. They are not of the same run: run convert again with --force.")
-    return model, tokenizer
 
 
-def measure_heldout(work: Work, ranks: Ranks, model: Llama) -> dict[str, Any]:
-    """Bits per byte and perplexity of each source and overall, with the baselines on the same bytes."""
-    from pipeline.evaluation.baselines import baselines
-    from pipeline.evaluation.bits_per_byte import HeldoutBatches, measure, overall
-    from pipeline.evaluation.heldout import read_heldout, training_byte_counts
-    from pipeline.evaluation.results import heldout_entry
+@contextmanager
+def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Baselines, dict[str, Any]]]:
+    """The baselines, begun beside all that follows unless they were computed before, and all that decides them."""
+    from pipeline.evaluation.compressing import Baselines
+    from pipeline.evaluation.heldout import wanted_text
 
     settings, shard, encode = work.config.evaluate, work.input("shard"), work.input("encode")
-    sources = [source.name for source in work.config.shard.sources]
-    read = {source: read_heldout(shard, encode, source, settings.heldout_tokens) for source in sources}
-    read = {source: pair for source, pair in read.items() if pair[1]}
-    if not read:
+    decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
+    wanted = None
+    if not kept.has("baselines", decides):
+        wanted = ranks.by_leader(lambda: {source: wanted_text(shard, encode, source, chosen)
+                                          for source, chosen in _chosen(work).items()}, share=False)
+    with Baselines(ranks, shard, wanted or {}, train_bytes=int(settings.baseline_mb * 1e6),
+                   most=int(settings.compressed_mb * 1e6)) as begun:
+        yield begun, decides
+
+
+def _chosen(work: Work) -> dict[str, Chosen]:
+    """By source, the held-out documents to measure on."""
+    from pipeline.evaluation.heldout import choose, heldout_shards
+
+    found = {source.name: choose(heldout_shards(work.input("encode"), source.name),
+                                 work.config.evaluate.heldout_tokens) for source in work.config.shard.sources}
+    if not any(map(len, found.values())):
         raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
                         f"(now {work.config.shard.heldout_share}), or give more documents.")
-    counts = sum(ranks.gather(training_byte_counts(*shard, int(settings.baseline_mb * 1e6), ranks.rank, ranks.world)))
-    texts = {source: text for source, (_, text) in read.items()}
-    if len(texts) > 1:
-        texts[""] = b"".join(texts.values())  # all sources together; no source has an empty name
-    names = list(texts)[ranks.rank::ranks.world]
-    compared = {name: found for part in ranks.gather({name: baselines(texts[name], counts) for name in names})
-                for name, found in part.items()}
-    batches = HeldoutBatches({source: tokens for source, (tokens, _) in read.items()}, batch=settings.batch,
-                             length=window_length(work, model), rank=ranks.rank, world=ranks.world)
-    found = measure(lambda tokens, labels, documents, positions: model(
-        tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device)
-    documents = {source: len(tokens.documents) for source, (tokens, _) in read.items()}
-    whole = compared[""] if len(read) > 1 else next(iter(compared.values()))
-    return {"sources": {source: heldout_entry(found[source], documents[source], compared[source]) for source in read},
-            "overall": heldout_entry(overall(found), sum(documents.values()), whole),
-            "without_heldout_text": [source for source in sources if source not in read]}
+    return {source: chosen for source, chosen in found.items() if len(chosen)}
+
+
+def measure_heldout(work: Work, ranks: Ranks, placed: Placed) -> dict[str, Any]:
+    """By source what its held-out text costs, and of how much that is; see `results.heldout_results`. Every rank reads
+    the documents of its own batches."""
+    from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+    from pipeline.evaluation.heldout import ChosenDocuments, heldout_shards
+    from pipeline.evaluation.results import heldout_counts
+
+    chosen = ranks.by_leader(lambda: _chosen(work))
+    texts = {source: HeldoutText(ChosenDocuments(heldout_shards(work.input("encode"), source), documents),
+                                 int(documents.text_bytes.sum()), documents.lengths.tolist())
+             for source, documents in chosen.items()}
+    batches = HeldoutBatches(texts, batch=work.config.evaluate.batch, length=window_length(work, placed.model),
+                             rank=ranks.rank, world=ranks.world)
+    with placed.together:
+        found = measure(lambda tokens, labels, documents, positions: placed.model(
+            tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device)
+    return {"sources": {source: heldout_counts(found[source], documents) for source, documents in chosen.items()},
+            "without_heldout_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 
 
 def window_length(work: Work, model: Llama) -> int:
@@ -140,7 +159,7 @@ def window_length(work: Work, model: Llama) -> int:
     return work.config.evaluate.sequence_length or model.config.context_length
 
 
-def measure_tasks(work: Work, ranks: Ranks, kept: Kept, model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
+def measure_tasks(work: Work, ranks: Ranks, kept: Kept, placed: Placed, tokenizer: Tokenizer) -> dict[str, Any]:
     """Results of the lm-evaluation-harness tasks that are configured, each kept as soon as it is there.
 
     Raises:
@@ -153,8 +172,8 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, model: Llama, tokenizer:
     from pipeline.evaluation.running import TaskRunner
 
     settings, results, failed = work.config.evaluate, {}, []
-    harness = HarnessModel(model, tokenizer, batch=settings.batch, rank=ranks.rank, world=ranks.world,
-                           length=window_length(work, model))
+    harness = HarnessModel(placed.model, tokenizer, batch=settings.batch, rank=ranks.rank, world=ranks.world,
+                           length=window_length(work, placed.model), placed=placed)
     log = work.folder / "lm_eval.log"
     decide = {**kept.inputs("tokenizer", "convert"),
               **kept.settings("sequence_length", "dtype", "task_limit", "bootstrap_iters")}
@@ -188,29 +207,33 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
         start = end
 
 
-def continue_prompts(work: Work, ranks: Ranks, model: Llama, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def continue_prompts(work: Work, ranks: Ranks, placed: Placed, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What the model writes after each prompt; the prompts are shared out over the ranks."""
     from model.generate import generate
 
-    settings, context = work.config.evaluate, model.config.context_length
-    written: dict[int, dict[str, Any]] = {}
-    for number in range(ranks.rank, len(settings.prompts), ranks.world):
-        prompt = settings.prompts[number]
+    settings, model = work.config.evaluate, placed.model
+    asked = []
+    for number, prompt in enumerate(settings.prompts):
         ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        room = min(settings.prompt_tokens, context - len(ids))
+        room = min(settings.prompt_tokens, model.config.context_length - len(ids))
         if room < 1:
             raise UserError(f"evaluate.prompts.{number} has {len(ids)} tokens, which leaves no room in the model's "
-                            f"context of {context}. Shorten it.")
-        new, = generate(model, [ids], room, temperature=settings.temperature, top_p=settings.top_p,
-                        seed=settings.seed + number, stop_ids={tokenizer.eos_id})
-        written[number] = {"prompt": prompt, "text": tokenizer.decode(new), "tokens": len(new),
-                           "ended": len(new) < room}
+                            f"context of {model.config.context_length}. Shorten it.")
+        asked.append((number, prompt, ids, room))
+    written: dict[int, dict[str, Any]] = {}
+    with placed.together:
+        for number, prompt, ids, room in asked[ranks.rank::ranks.world]:
+            new, = generate(model, [ids], room, temperature=settings.temperature, top_p=settings.top_p,
+                            seed=settings.seed + number, stop_ids={tokenizer.eos_id})
+            written[number] = {"prompt": prompt, "text": tokenizer.decode(new), "tokens": len(new),
+                               "ended": len(new) < room}
     return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]
 
 
-def _write(work: Work, ranks: Ranks, model: Llama, found: dict[str, Any], seconds: dict[str, float]) -> None:
+def _write(work: Work, ranks: Ranks, placed: Placed, found: dict[str, Any], seconds: dict[str, float]) -> None:
     from pipeline.evaluation.results import as_json, as_markdown, say_results
 
+    model = placed.model
     results = as_json(work.config, model.config, window_length(work, model), found)
     write_json(work.folder / "results.json", results)
     write_text(work.folder / "results.md", as_markdown(results))
@@ -220,7 +243,8 @@ def _write(work: Work, ranks: Ranks, model: Llama, found: dict[str, Any], second
     total = results["heldout"]["overall"]
     work.commit(outputs, {"bits_per_byte": total["bits_per_byte"], "heldout_tokens": total["targets"],
                           "heldout_bytes": total["bytes"], "tasks": len(results["tasks"]), "ranks": ranks.world,
-                          "device": str(ranks.device.type), "device_name": ranks.device_name, "seconds": seconds})
+                          "dp_shard": placed.shards, "device": str(ranks.device.type),
+                          "device_name": ranks.device_name, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -20,16 +20,18 @@ class ConvertConfig(Section):
     """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
     a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
     check_memory_gb: float = execution(16.0, gt=0)
-    """Memory for the model that transformers loads for that comparison; the float64 pass holds one layer at a time, 8
-    bytes a parameter. Of a model that needs more in float32, as many layers as fit are compared, at least one; that
-    every exported tensor is the checkpoint's, bit for bit, is checked at any size, one tensor at a time."""
+    """Up to so much memory in float32, transformers loads the whole export for that comparison, as a user would. Of a
+    larger model its network is given the weights of one block at a time, as our own passes always are: all layers are
+    compared at any size, in 12 bytes a parameter of the largest block or embedding."""
 
 
 class EvaluateConfig(Section):
     """Stage 6: held-out bits per byte, tasks, continuations."""
 
-    heldout_tokens: int | None = Field(None, gt=0)
-    """Held-out tokens per source to measure on (whole documents, the first ones); null: all of them."""
+    heldout_tokens: int | None = Field(4_194_304, gt=0)
+    """Held-out tokens per source to measure on: whole documents in the order of their keys, which are hashes, so that
+    every run on the same text shards and vocabulary takes the same; null: all of them. How many of how many were
+    measured stands beside the result. Another number measures this part again, and nothing else."""
     sequence_length: int | None = Field(None, gt=0)
     """Tokens per window of held-out text; null: the model's context_length. Give the length it was trained with,
     where that is shorter."""
@@ -38,8 +40,18 @@ class EvaluateConfig(Section):
     decimal or so, which is why it belongs to the identity of the results."""
     baseline_mb: float = Field(1000.0, gt=0)
     """Training text in MB that the unigram byte baseline is fitted on, spread evenly over the shards."""
+    compressed_mb: float = added(64.0, gt=0)
+    """Held-out text in MB that gzip and xz are given, of each source and of all together: whole documents, the first
+    ones. A process of its own compresses them, beside the ranks' work."""
     batch: int = execution(16, gt=0)
     """Sequences per forward pass."""
+    dp_shard: int | None = execution(None, gt=0)
+    """Over how many neighbouring ranks the weights are sharded (FSDP2), which then gather one block at a time for every
+    forward pass; null: 1, each rank the whole, where that fits `memory_gb`, else as few as do. Results are the same to
+    the last bit. Texts are slow that way: each new token gathers all weights once."""
+    memory_gb: float | None = execution(None, gt=0)
+    """Memory in GB that weights may take on one rank; null: 60% of what is free on the rank that has least, of its GPU,
+    or of its share of the host."""
     tasks: list[str] = []
     """lm-evaluation-harness tasks by name, found under `task_folders`."""
     task_folders: list[str] = execution(default_factory=lambda: ["configs/tasks"])

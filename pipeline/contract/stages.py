@@ -128,8 +128,8 @@ STAGES = {stage.name: stage for stage in (
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
           files="pipeline.evaluation.tasks:input_files", renews="pipeline.evaluation.tasks:only_kept_differs",
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
-                "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/data/text_shards.py",
-                "pipeline/data/token_shards.py", "pipeline/data/shard_table.py")),
+                "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
+                "pipeline/data/text_shards.py", "pipeline/data/token_shards.py", "pipeline/data/shard_table.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
           code=("pipeline/reporting",)),
 )}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +44,41 @@ def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
     refuse_changed(expected)
 
 
-def read_shard(folder: Path, record: dict[str, Any]) -> Iterator[Document]:
+def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | None = None) -> Iterator[Document]:
     """The documents of a shard of which the manifest has `record`, in order.
+
+    only: numbers of documents, from 0; the others are passed over, and their number is not checked.
 
     Raises:
         UserError: the shard is torn, a text is not the one that was written, or their number is another.
     """
     path, count = folder / record["path"], 0
-    for document in read_documents(path):
+    for document in read_documents(path, only):
         if not key_fits(document):
             raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash that "
                             f"its name {document.key} says. {_MEND}")
         count += 1
         yield document
-    if count != record["docs"]:
+    if count != (record["docs"] if only is None else len(only)):
         raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {_MEND}")
 
 
-def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of one shard, in order, one in memory at a time.
+def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[Document]:
+    """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0.
 
     Raises:
         UserError: naming the file and the place at which it is torn or not a text shard.
     """
-    place, end = "its beginning", 0
+    place, end, number = "its beginning", 0, -1
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 # tarfile would keep every member that it has met.
                 tar.members.clear()  # type: ignore[attr-defined]
                 place, end = f"the member {member.name}", member.offset_data + -(-member.size // _BLOCK) * _BLOCK
-                yield _document(tar, member)
+                number += 1
+                if only is None or number in only:
+                    yield _document(tar, member)
         place = f"byte {end}"
         _check_end(path, end)
     except FileNotFoundError:

@@ -35,12 +35,14 @@ class HeldoutText:
     """The documents of one source to measure on.
 
     Attributes:
-        documents: ids of each document, from BOS to EOS.
+        documents: ids of each document, from BOS to EOS; may be read when they are asked for.
         text_bytes: UTF-8 bytes of their original text.
+        lengths: tokens of each, where that is known without reading them.
     """
 
     documents: Sequence[np.ndarray]
     text_bytes: int
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class HeldoutBatch:
 
 class HeldoutBatches:
     """This rank's share of the batches; every rank has the same number of them, because a sharded model needs all
-    ranks in each forward pass.
+    ranks in each forward pass. Documents are read for the batch that holds them, so a rank holds what it is measuring.
 
     Args:
         texts: held-out documents by source.
@@ -109,7 +111,7 @@ class HeldoutBatches:
         self._windows: list[tuple[str, list[TextPiece]]] = []
         self.targets: dict[str, int] = {}
         for name, text in self.texts.items():
-            lengths = [len(document) for document in text.documents]
+            lengths = text.lengths or [len(document) for document in text.documents]
             self.targets[name] = sum(max(0, count - 1) for count in lengths)
             self._windows += [(name, pieces) for pieces in pack_windows(lengths, length)]
 

@@ -1,8 +1,8 @@
 """Our model as the lm-evaluation-harness sees one.
 
-Every rank holds the whole model and tells the harness that it is alone: the harness then runs the same requests in
-the same order everywhere, and they are dealt out to the ranks here. (Its own way of sharing work lets a rank without
-documents fail, and others wait for it forever.)
+Every rank tells the harness that it is alone: the harness then runs the same requests in the same order everywhere,
+and they are dealt out to the ranks here, which hold the whole model or share it. (Its own way of sharing work lets a
+rank without documents fail, and others wait for it forever.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from model.generation.sampling import Sampling
 from model.generation.writer import stream
 from model.llama import Llama
 from pipeline.errors import UserError
+from pipeline.evaluation.placing import Placed
 from pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
@@ -45,11 +46,13 @@ class HarnessModel(TemplateLM):
         batch: most sequences in a forward pass.
         rank, world: this process among all.
         length: tokens per forward pass; None: the model's context.
+        placed: how the model lies on the ranks, where it is sharded over them.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, *, batch: int, rank: int = 0, world: int = 1,
-                 length: int | None = None) -> None:
+                 length: int | None = None, placed: Placed | None = None) -> None:
         super().__init__()
+        self.placed = placed or Placed(model)
         self.model, self._tokenizer, self.batch = model, tokenizer, batch
         self.length = length or model.config.context_length
         self.share = (rank, world)
@@ -211,10 +214,27 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
-        """Results of `function` in the order of `work`, each made by one rank, on every rank."""
+        """Results of `function` in the order of `work`, each made by one rank, on every rank. What fails on one fails
+        on all, which would else wait for it."""
         rank, world = self.share
-        parts = self.everywhere([function(item) for item in work[rank::world]])
-        return [parts[number % world][number // world] for number in range(len(work))]
+        made: list[Result] = []
+        problem: Exception | None = None
+        try:
+            with self.placed.together:
+                made = [function(item) for item in work[rank::world]]
+        except Exception as error:
+            if self.placed.broken or world == 1:
+                raise
+            problem = error
+        told = problem if problem is None or isinstance(problem, UserError) else RuntimeError(
+            f"{type(problem).__name__} on rank {rank}: {problem}")  # others' errors cannot always be sent
+        parts = self.everywhere((made, told))
+        if problem is not None:
+            raise problem
+        for _, failed in parts:
+            if failed is not None:
+                raise failed
+        return [parts[number % world][0][number // world] for number in range(len(work))]
 
     def everywhere(self, value: Any) -> list[Any]:
         """A picklable value of every rank, in rank order, on every rank."""

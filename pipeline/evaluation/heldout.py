@@ -1,8 +1,10 @@
-"""The held-out documents as tokens and as the bytes they came from, and the training text's byte counts."""
+"""Which held-out documents are measured, their tokens, which are read when a batch is made of them, and their texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +16,128 @@ from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import byte_counts
-from pipeline.evaluation.bits_per_byte import HeldoutText
 
 
-def read_heldout(shard: tuple[Path, Manifest], encode: tuple[Path, Manifest], source: str,
-                 tokens: int | None) -> tuple[HeldoutText, bytes]:
-    """The first held-out documents of a source, up to `tokens` tokens (None: all): ids, and the joined text.
+@dataclass(frozen=True)
+class Chosen:
+    """The documents of one source to measure on, in the order in which they lie in the shards.
+
+    Attributes:
+        shards, places: (documents,) each: in which token shard of the source one lies, and its number in it.
+        lengths: tokens of each, BOS and EOS with them.
+        text_bytes: UTF-8 bytes of the original text of each.
+        of_documents, of_tokens: how many the source has in all.
+    """
+
+    shards: np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+    text_bytes: np.ndarray
+    of_documents: int
+    of_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
+    """Documents of a source until they have `tokens` tokens (None: all); at least one, if there is any.
+
+    Taken in the order of their keys, which are hashes of the text: the same documents wherever they are measured, those
+    that training looks at first, and a choice that favours no part of the corpus.
+    """
+    numbers = np.repeat(np.arange(len(shards)), [shard.documents for shard in shards])
+    places = np.concatenate([np.arange(shard.documents) for shard in shards] or [np.zeros(0, np.int64)])
+    lengths = np.concatenate([np.diff(shard.offsets) for shard in shards] or [np.zeros(0, np.int64)])
+    taken = np.arange(len(places))
+    if tokens is not None and len(places):
+        keys = np.concatenate([shard.document_keys() for shard in shards])
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in order
+        before = np.cumsum(lengths[order]) - lengths[order]
+        taken = np.sort(order[before < tokens])
+    text_bytes = [shards[numbers[one]].document_bytes(int(places[one])) for one in taken]
+    return Chosen(numbers[taken], places[taken], lengths[taken], np.asarray(text_bytes, np.int64), len(places),
+                  int(lengths.sum()))
+
+
+class ChosenDocuments(Sequence[np.ndarray]):
+    """The ids of chosen documents, each read from its shard when it is asked for, and not kept."""
+
+    def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
+        self._shards, self._chosen = shards, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The document of this number, from BOS to EOS."""
+        return self._shards[self._chosen.shards[number]].document_tokens(int(self._chosen.places[number]))
+
+
+def heldout_shards(encode: tuple[Path, Manifest], source: str) -> list[TokenShard]:
+    """The token shards of a source's held-out documents."""
+    return open_shards(encode[0], encode[1].outputs, "heldout", source)
+
+
+@dataclass(frozen=True)
+class TextWanted:
+    """Documents of one source whose text is to be read, in order: number among the source's, key, UTF-8 bytes, and what
+    to call it in an error."""
+
+    documents: list[tuple[int, str, int, str]]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(size for _, _, size, _ in self.documents)
+
+
+def wanted_text(shard: tuple[Path, Manifest], encode: tuple[Path, Manifest], source: str, chosen: Chosen) -> TextWanted:
+    """What is to be read of a source's text; UserError if the token shards have more or fewer documents."""
+    shards = heldout_shards(encode, source)
+    texts = sum(record["docs"] for record in shard_records(shard[1], "heldout", source))
+    if texts != chosen.of_documents:
+        raise UserError(f"{encode[0]} holds {'fewer' if texts > chosen.of_documents else 'more'} held-out documents of "
+                        f"{source} than {shard[0]}. Run the stage encode again with --force.")
+    starts = np.cumsum([0, *(each.documents for each in shards)])
+    found = []
+    for number, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True):
+        found.append((int(starts[number] + place), shards[number].document_key(int(place)), int(size),
+                      f"Document {place} of {shards[number].path}"))
+    return TextWanted(found)
+
+
+def read_texts(folder: Path, manifest: Manifest, source: str, wanted: TextWanted) -> Iterator[bytes]:
+    """The text of each wanted document, one in memory at a time; what lies between them is passed over.
 
     Raises:
-        UserError: the token shards are not of these text shards.
+        UserError: the token shards are not of these text shards: bits per byte would be of something else.
     """
-    texts = _texts(*shard, source)
-    documents: list[np.ndarray] = []
-    joined: list[bytes] = []
-    total = 0
-    for token_shard in open_shards(encode[0], encode[1].outputs, "heldout", source):
-        for number in range(token_shard.documents):
-            if tokens is not None and total >= tokens:
-                return HeldoutText(documents, sum(len(part) for part in joined)), b"".join(joined)
-            joined.append(_check(next(texts, None), token_shard, number))
-            documents.append(token_shard.document_tokens(number))
-            total += len(documents[-1])
-    if next(texts, None) is not None:
-        raise UserError(f"{encode[0]} holds fewer held-out documents of {source} than {shard[0]}. "
-                        f"Run the stage encode again with --force.")
-    return HeldoutText(documents, sum(len(part) for part in joined)), b"".join(joined)
+    records = sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"]))
+    ends = np.cumsum([record["docs"] for record in records])
+    of_record: dict[int, list[tuple[int, str, int, str]]] = defaultdict(list)
+    for entry in wanted.documents:
+        of_record[int(np.searchsorted(ends, entry[0], side="right"))].append(entry)
+    for number, documents in sorted(of_record.items()):
+        first = int(ends[number]) - records[number]["docs"]
+        read = read_shard(folder, records[number], {place - first for place, *_ in documents})
+        for (_, key, size, name), document in zip(documents, read, strict=True):  # both in order
+            text = document.text.encode()
+            if (document.key, len(text)) != (key, size):
+                raise UserError(f"{name} was made of another text ({key}) than the text shards have there "
+                                f"({document.key}). Run the stage encode again with --force.")
+            yield text
 
 
-def _texts(folder: Path, manifest: Manifest, source: str) -> Iterator[tuple[str, bytes]]:
-    """Key and text of each held-out document, in the order in which they were encoded."""
-    for record in sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"])):
-        for document in read_shard(folder, record):
-            yield document.key, document.text.encode()
-
-
-def _check(found: tuple[str, bytes] | None, shard: TokenShard, number: int) -> bytes:
-    """The text, if these tokens were made of it: otherwise bits per byte would be of something else."""
-    if found is None or (found[0], len(found[1])) != (shard.document_key(number), shard.document_bytes(number)):
-        raise UserError(f"Document {number} of {shard.path} was made of another text "
-                        f"({shard.document_key(number)}) than the text shards have there "
-                        f"({found[0] if found else 'none'}). Run the stage encode again with --force.")
-    return found[1]
-
-
-def training_byte_counts(folder: Path, manifest: Manifest, max_bytes: int, rank: int, world: int) -> np.ndarray:
-    """This rank's part of the byte counts of the training text: (256,) int64.
+def training_byte_counts(folder: Path, manifest: Manifest, max_bytes: int) -> np.ndarray:
+    """The byte counts of the training text: (256,) int64.
 
     Of each shard the first documents are read, until it has given its equal share of `max_bytes`.
     """
     records: list[dict[str, Any]] = shard_records(manifest, "train")
     share = max_bytes / max(1, len(records))
     counts = np.zeros(256, np.int64)
-    for record in records[rank::world]:
+    for record in records:
         taken = 0
         for document in read_shard(folder, record):
             text = document.text.encode()

@@ -47,11 +47,9 @@ class KeptParts:
         Every rank calls this. decides: all that the result depends on, as JSON, besides the code and the libraries that
         measure: another of those measures again, so that it is known what made each part.
         """
-        path = self.folder / f"{quote(name, safe=' ')}.json"
-        key = sha256_json([decides, self._made_by])
-        record = self.ranks.same(_read(path) if self.ranks.leads else None)
-        kept = record is not None and record.get("key") == key
-        if not kept:
+        path, key, record = self._look(name, decides)
+        kept = record is not None
+        if record is None:
             began = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
             record = {"key": key, "seconds": round(time.monotonic() - began, 3), "value": value}
@@ -62,6 +60,17 @@ class KeptParts:
         if self.ranks.leads:
             self.say(f"{name}: {'measured before, kept' if kept else format(record['seconds'], '.1f') + ' s'}")
         return record["value"]
+
+    def has(self, name: str, decides: dict[str, Any]) -> bool:
+        """Whether `get` would take the part from disk. Every rank asks."""
+        return self._look(name, decides)[2] is not None
+
+    def _look(self, name: str, decides: dict[str, Any]) -> tuple[Path, str, dict[str, Any] | None]:
+        """A part's file, its identity, and its record if it was measured of the same."""
+        path = self.folder / f"{quote(name, safe=' ')}.json"
+        key = sha256_json([decides, self._made_by])
+        record = self.ranks.same(_read(path) if self.ranks.leads else None)
+        return path, key, record if record is not None and record.get("key") == key else None
 
     def forget(self) -> None:
         """Remove what was measured in this attempt: its inputs were not what their digests say."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from pipeline.config.tree import Config
 from pipeline.evaluation.baselines import MEANING
-from pipeline.evaluation.bits_per_byte import Measurement
+from pipeline.evaluation.bits_per_byte import Measurement, overall
+from pipeline.evaluation.compressing import OVERALL
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.heldout import Chosen
 
 FORMAT = 1
 DIGITS = 6
@@ -34,11 +38,36 @@ DEFINITIONS = {
 }
 
 
-def heldout_entry(found: Measurement, documents: int, compared: dict[str, float]) -> dict[str, Any]:
+def heldout_counts(found: Measurement, chosen: Chosen) -> dict[str, Any]:
+    """What was measured of a source, as it is kept: exact, without baselines."""
+    return {"nats": found.nats, "targets": found.targets, "bytes": found.text_bytes, "documents": len(chosen),
+            "tokens": int(chosen.lengths.sum()), "of_documents": chosen.of_documents, "of_tokens": chosen.of_tokens}
+
+
+def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
+    """The section `heldout` of results.json. found: `sources`, by name what `heldout_counts` has; `baselines`, what
+    `compressing.compare` gives; `without_heldout_text`, sources that have none."""
+    sources, compared = found["sources"], found["baselines"]
+    measured = {name: Measurement(counts["nats"], counts["targets"], counts["bytes"])
+                for name, counts in sources.items()}
+    together = {key: sum(counts[key] for counts in sources.values()) for key in AMOUNTS}
+    whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
+    return {"sources": {name: _heldout_entry(measured[name], counts, compared[name])
+                        for name, counts in sources.items()},
+            "overall": _heldout_entry(overall(measured), together, whole),
+            "without_heldout_text": found["without_heldout_text"]}
+
+
+AMOUNTS = ("documents", "tokens", "of_documents", "of_tokens")
+"""Of held-out text: what was measured, and what there is."""
+
+
+def _heldout_entry(found: Measurement, counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
     """One source, or all of them."""
-    return {"documents": documents, "bytes": found.text_bytes, "targets": found.targets, "nats": rounded(found.nats),
-            "bits_per_byte": rounded(found.bits_per_byte), "loss": rounded(found.loss),
-            "perplexity": rounded(found.perplexity),
+    return {"documents": counts["documents"], "bytes": found.text_bytes, "targets": found.targets,
+            **{key: counts[key] for key in AMOUNTS[1:]},
+            "nats": rounded(found.nats), "bits_per_byte": rounded(found.bits_per_byte), "loss": rounded(found.loss),
+            "perplexity": rounded(found.perplexity), "compressed_bytes": compared["compressed_bytes"],
             "baselines": {name: rounded(compared[name]) for name in COMPARED}, "entropy": rounded(compared["entropy"])}
 
 
@@ -55,7 +84,7 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
-        "heldout": {**found["heldout"], "window": window}, "tasks": tasks,
+        "heldout": {**heldout_results(found["heldout"]), "window": window}, "tasks": tasks,
         "continuations": found["continuations"],
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed,
                      "max_tokens": settings.prompt_tokens},
@@ -82,8 +111,14 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
     """The story of the stage in a few lines."""
     total = results["heldout"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
-    yield (f"{total['bits_per_byte']:.4f} bits per byte on {total['documents']} held-out documents "
+    yield (f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} "
            f"({total['bytes']:,} bytes); {others}")
+    for name, entry in results["heldout"]["sources"].items():
+        if entry["documents"] < entry["of_documents"]:
+            yield f"{name}: measured on {_share(entry)}; evaluate.heldout_tokens=null takes all"
+        if entry["compressed_bytes"] < entry["bytes"]:
+            yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
+                   f"bytes (evaluate.compressed_mb)")
     for source in results["heldout"]["without_heldout_text"]:
         yield f"the source {source} has no held-out document and was not measured"
     for name, task in results["tasks"].items():
@@ -95,6 +130,14 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
                    f"lm-evaluation-harness counts them as answered wrongly")
         if task["contexts_truncated"]:
             yield f"{name}: {task['contexts_truncated']} contexts were too long and lost their beginning"
+
+
+def _share(entry: dict[str, Any]) -> str:
+    """How much of the held-out text was measured, in words."""
+    if entry["documents"] == entry["of_documents"]:
+        return f"all {entry['documents']:,} held-out documents"
+    return (f"{entry['documents']:,} of {entry['of_documents']:,} held-out documents ({entry['tokens']:,} of "
+            f"{entry['of_tokens']:,} tokens)")
 
 
 def metric_text(entry: dict[str, Any]) -> str:
@@ -118,7 +161,8 @@ def as_markdown(results: dict[str, Any]) -> str:
                  f"**{entry['bits_per_byte']:.4f}**", *(f"{entry['baselines'][other]:.4f}" for other in COMPARED),
                  "n/a" if entry["perplexity"] is None else f"{entry['perplexity']:.2f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
+    lines += ["", f"Measured on {_share(held['overall'])}.", "",
+              *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
     if results["tasks"]:
         lines += ["## Tasks", "", "| task | version | items | few-shot | metric | value ± standard error | chance | "
                   "bits per byte of the right answers |", "|---|---|---:|---:|---|---:|---:|---:|"]

@@ -62,7 +62,9 @@ class TaskRunner:
         try:
             with _messages_in(self.log):
                 result = self._measure(task_file)
-        except Exception as error:  # noqa: BLE001 - whatever the harness or a task's own code make of the user's files
+        except Exception as error:  # whatever the harness or a task's own code make of the user's files
+            if self.model.placed.broken:
+                raise
             reason = _reason(error)
         outcomes = self.model.everywhere((result, reason))
         for _, reason in outcomes:

@@ -171,16 +171,17 @@ def go_offline() -> None:
 
 
 def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether two fingerprints of the stage evaluate differ in nothing but which tasks are asked for, and whether their
-    items are looked for in the training text.
+    """Whether two fingerprints of the stage evaluate differ in nothing but which tasks are asked for, whether their
+    items are looked for in the training text, and how much held-out text is measured and compressed.
 
-    Each task's result is kept under the identity of its own inputs, so what both ask for need not be measured again.
+    Each part's result is kept under the identity of its own inputs, so what both ask for need not be measured again.
     """
     tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
     def rest(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        evaluate = {**fingerprint["config"]["evaluate"], "tasks": None, "contamination": None}
+        evaluate = {**fingerprint["config"]["evaluate"], "tasks": None, "contamination": None, "heldout_tokens": None,
+                    "compressed_mb": None}
         return {**fingerprint, "config": {**fingerprint["config"], "evaluate": evaluate},
                 "files": {name: digest for name, digest in fingerprint["files"].items() if name.startswith(both)}}
     return rest(old) == rest(new)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Weights(ABC):
             raise ValueError(f"A rectangle {size} at {start} does not lie in {name}, {whole}.")
         return self._read(name, start, size)
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

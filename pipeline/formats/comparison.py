@@ -7,19 +7,17 @@ checkpoint's weights, which never sees the export, and with what single precisio
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ModelConfig
-from model.llama import Llama
 from model.rope import RotaryTable, Rotation, rotary_frequencies
 from pipeline.errors import UserError, listed
+from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
 from pipeline.formats.huggingface import read_config, read_tensors
 
 FACTOR = 10.0
@@ -27,9 +25,6 @@ FACTOR = 10.0
 below 4 (measured for logits up to 96, contexts up to 4,096); a wrong weight or layout is off by many thousands."""
 
 _DEFECT = "This is a defect of the export, of the disk or of the installed transformers; nothing was committed."
-
-Read = Callable[[str], Tensor]
-"""One of the checkpoint's weights by our name, rounded to the type of the export."""
 
 SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_length", "rope_theta", "rope_scaling",
          "norm_eps", "tied_embeddings", "qk_norm", "layer_kinds")
@@ -96,7 +91,7 @@ class Agreement:
     """How far the training model and transformers, in float32, are from a float64 forward pass of the checkpoint.
 
     Attributes:
-        tokens_compared, layers_compared: on what. Layers beyond those have had their tensors compared only.
+        tokens_compared, layers_compared: on what.
         largest_logit: of the float64 pass, by magnitude.
         largest_logit_difference: between the training model and transformers.
         training_logit_error, transformers_logit_error: largest difference of a logit from the float64 pass.
@@ -163,41 +158,77 @@ class Agreement:
         return asdict(self)
 
 
-def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor, layers: int) -> Agreement:
+def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor, whole: bool) -> Agreement:
     """Judge what transformers and the training model compute in float32 by a float64 pass of the checkpoint's weights.
 
-    Our passes hold the weights of one layer at a time, in float64 at most 8 bytes a parameter of the largest layer or
-    embedding; transformers holds `layers` layers of the export, embedding and output in float32. The training model
-    never reads the export, transformers nothing else.
+    All of them go through the network together. Our passes hold one part of it at a time, 12 bytes a parameter of the
+    largest layer or embedding.
 
     Args:
         folder: the export, in Hugging Face's shape.
         read: gives one weight of the checkpoint, rounded to the export's type: that rounding is the user's wish, not a
             difference to find.
         tokens: (1, length) int64.
-        layers: compare the network with the first so many layers only.
+        whole: whether transformers loads the whole export in float32, as a user would; else it holds one part at a
+            time too. It reads nothing but the export, the training model nothing of it.
 
     Raises:
         UserError: saying what is beyond rounding, and after which part of the network the two begin to differ.
     """
-    small = config.model_copy(update={"layers": layers})
-    reference = streamed_logits(small, read, tokens, torch.float64)
+    ours = _Passes(config, read, tokens)
+    theirs, absent = transformers_pass(folder, tokens, whole, ours.step)
+    if absent:
+        raise UserError(f"transformers does not find {', '.join(absent[:8])} in {folder}. {_DEFECT}")
+    reference, single, training = (found.output for found in (ours.exact, ours.single, ours.training))
+    assert reference is not None and single is not None and training is not None
     if not bool(reference.isfinite().all()):
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
                         f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or look "
                         f"for NaN in its weights.")
-    ours = streamed_logits(small, read, tokens, torch.float32)
-    single = streamed_logits(small, read, tokens, torch.float32, SingleAngles(small))
-    theirs, report, _ = transformers_logits(folder, tokens, layers)
-    if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-        raise UserError(f"transformers does not find {', '.join(absent[:8])} in {folder}. {_DEFECT}")
-    found = agreement(reference, ours, theirs, single, tokens, layers)
+    found = agreement(reference, training, theirs, single, tokens, config.layers)
     if found.problems:
-        where = _parting(folder, small, read, tokens)
+        where = ours.parting or ("No part of transformers' model differs by more than rounding: look at the training "
+                                 "model.")
         raise UserError(f"The exported model in {folder} does not compute what the training model does, compared with "
                         f"a float64 forward pass of the checkpoint on {tokens.numel()} tokens:\n"
                         f"{listed(found.problems)}\n{where} {_DEFECT}")
     return found
+
+
+class _Passes:
+    """The checkpoint's passes, which take each part after transformers has: exact, the training model's, and wholly in
+    single precision.
+
+    Attributes:
+        parting: after which part transformers began to differ by more than rounding; None while it does not.
+    """
+
+    def __init__(self, config: ModelConfig, read: Read, tokens: Tensor) -> None:
+        self.config, self.read = config, read
+        self.exact = StreamedPass(config, tokens, torch.float64)
+        self.training = StreamedPass(config, tokens, torch.float32)
+        self.single = StreamedPass(config, tokens, torch.float32, SingleAngles(config))
+        self.parting: str | None = None
+        self._normed: Tensor | None = None  # transformers', until ours is there
+
+    def step(self, name: str, theirs: Tensor) -> None:
+        """theirs: what transformers' part of this name gave."""
+        if name == "norm":
+            self._normed = theirs
+            return
+        weights = read_part(self.config, name, self.read)
+        exact = self.exact.step(name, weights)
+        self.training.step(name, weights)
+        single = self.single.step(name, weights)
+        if self._normed is not None:
+            self._judge("norm", self._normed, exact["norm"], single["norm"])
+        self._judge(name, theirs, exact[name], single[name])
+
+    def _judge(self, name: str, theirs: Tensor, exact: Tensor, single: Tensor) -> None:
+        size, off = float(exact.abs().max()), _error(theirs, exact)
+        resolution = size * torch.finfo(torch.float32).eps
+        if self.parting is None and not off <= FACTOR * max(_error(single, exact), resolution):
+            self.parting = f"They agree before {name}; after it values up to {size:.2g} differ by {off:.1e}."
 
 
 def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, tokens: Tensor,
@@ -247,79 +278,3 @@ class SingleAngles(RotaryTable):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).float()
         angles = positions.float().unsqueeze(-1) * frequencies
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
-
-
-@torch.no_grad()
-def streamed_logits(config: ModelConfig, read: Read, tokens: Tensor, dtype: torch.dtype,
-                    table: RotaryTable | None = None, states: dict[str, Tensor] | None = None) -> Tensor:
-    """Logits of `Llama` (1, length, vocabulary) whose weights are there only while their part of it computes.
-
-    Args:
-        read: gives one weight by name; it is asked for each once a pass.
-        dtype: of weights and arithmetic, float32 or float64.
-        table: rotary angles other than the model's own.
-        states: is given the output of each part in order, by name.
-    """
-    with torch.device("meta"):
-        model = Llama(config).eval()
-    if table is not None:
-        model.rotary_table = table
-    for name, part in _parts(model):
-        source = "tok_embeddings" if name == "output" and config.tied_embeddings else name
-
-        def load(module: nn.Module, _: Any, source: str = source) -> None:
-            module.load_state_dict({key: read(f"{source}.{key}").to(dtype) for key in module.state_dict()}, assign=True)
-
-        def drop(module: nn.Module, _: Any, output: Tensor, name: str = name) -> None:
-            module.to("meta")
-            if states is not None:
-                states[name] = output
-        part.register_forward_pre_hook(load)
-        part.register_forward_hook(drop)
-    logits: Tensor = model(tokens)
-    return logits
-
-
-def _parts(model: Llama) -> list[tuple[str, nn.Module]]:
-    return [("tok_embeddings", model.tok_embeddings),
-            *((f"layers.{index}", layer) for index, layer in enumerate(model.layers)),
-            ("norm", model.norm), ("output", model.output)]
-
-
-@torch.no_grad()
-def transformers_logits(folder: Path, tokens: Tensor, layers: int,
-                        states: bool = False) -> tuple[Tensor, dict[str, Any], tuple[Tensor, ...]]:
-    """What transformers computes of the export in float32: logits, its loading report, and the outputs of all parts
-    before the last if `states` are asked for."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-    disable_progress_bar()
-    set_verbosity_error()  # of a model of fewer layers, the others' weights are reported as left over
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    each = {key: content[key][:layers] for key in ("layer_types", "no_rope_layers") if key in content}
-    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, num_hidden_layers=layers, **each,
-                                                      output_loading_info=True)
-    model, report = found
-    output = model.eval()(tokens, output_hidden_states=states)
-    return output.logits.float(), report, tuple(output.hidden_states or ())
-
-
-def _parting(folder: Path, config: ModelConfig, read: Read, tokens: Tensor) -> str:
-    """After which part of the network transformers begins to differ from the checkpoint's model by more than rounding.
-
-    Its hidden states are the embedding, each layer's output but the last's, and the last normed.
-    """
-    exact: dict[str, Tensor] = {}
-    rounded: dict[str, Tensor] = {}
-    streamed_logits(config, read, tokens, torch.float64, states=exact)
-    streamed_logits(config, read, tokens, torch.float32, SingleAngles(config), states=rounded)
-    logits, _, hidden = transformers_logits(folder, tokens, config.layers, states=True)
-    seen = [name for name in exact if name != f"layers.{config.layers - 1}"]
-    for name, theirs in zip(seen, (*hidden, logits), strict=True):
-        size = float(exact[name].abs().max())
-        off = _error(theirs, exact[name])
-        if not off <= FACTOR * max(_error(rounded[name], exact[name]), size * torch.finfo(torch.float32).eps):
-            through = f"layers.{config.layers - 1} and norm" if name == "norm" else name
-            return f"They agree before {through}; after it values up to {size:.2g} differ by {off:.1e}."
-    return "No part of transformers' model differs by more than rounding: look at the training model."

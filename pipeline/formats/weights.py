@@ -108,10 +108,19 @@ class HuggingFaceWeights(Weights):
         for file in self._files:
             file.close()
 
+    def stored(self, theirs: str) -> Tensor:
+        """The tensor that has this name in the files, as it lies there. Raises as `read`."""
+        layout = self._where[theirs].layouts[theirs]
+        return self._filled(theirs, (0,) * len(layout.shape), layout.shape)
+
     def _rows(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        file, target = self._where[self._their[name]], torch.empty(shape, dtype=self.dtype(name))
+        return self._filled(self._their[name], offset, shape)
+
+    def _filled(self, theirs: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        file = self._where[theirs]
+        target = torch.empty(shape, dtype=file.layouts[theirs].dtype)
         try:
-            file.read_into(target, self._their[name], offset)
+            file.read_into(target, theirs, offset)
         except (DamagedFileError, OSError) as error:
             raise UserError(f"The weights in {self.path} cannot be read: {error}.") from error
         return target

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from pipeline.errors import UserError
 from pipeline.parallel.host_memory import keep_freed_memory
 
-T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -73,18 +72,21 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, which alone calls it, on every rank; so is a UserError that it raises."""
+    def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
+        """What `function` gives on rank 0, a picklable value, on every rank; without `share` None on the others.
+
+        Raises UserError, on every rank, where it does on rank 0.
+        """
         value, problem = None, None
         if self.leads:
             try:
-                value = make()
+                value = function()
             except UserError as error:
                 problem = error
-        value, problem = self.same((value, problem))
+        given, problem = self.same((value if share else None, problem))
         if problem is not None:
             raise problem
-        return value
+        return given if share else value
 
 
 def allow_open_files() -> None:

@@ -86,7 +86,7 @@ class Session:
         train = self.config.train
         self.lay_out()
         # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
-        table = self.ranks.first(lambda: read_shard_table(work))
+        table = self.ranks.by_leader(lambda: read_shard_table(work))
         with self.watchdog.paused(self.ranks.barrier):
             refuse_cut_shards(work.input("encode")[0], table, self.ranks)
         self.data = open_training_data(work, table)

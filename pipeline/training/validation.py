@@ -31,7 +31,7 @@ class Validation:
 
     def __init__(self, work: Work, grid: Grid, table: ShardTable) -> None:
         train, self.grid = work.config.train, grid
-        texts = grid.ranks.first(lambda: heldout_texts(work, table))
+        texts = grid.ranks.by_leader(lambda: heldout_texts(work, table))
         self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
                                       length=train.sequence_length, batch=train.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
@@ -92,7 +92,7 @@ class Samples:
     def __init__(self, work: Work, grid: Grid) -> None:
         self.train, self.split, self.leads = work.config.train, grid.tensor, grid.ranks.leads
         self.compiled = compiles(self.train, grid.ranks.device)
-        self.prompts = grid.ranks.first(lambda: self._prompts(work))
+        self.prompts = grid.ranks.by_leader(lambda: self._prompts(work))
 
     def _prompts(self, work: Work) -> list[tuple[str, list[int]]]:
         """The prompts and their ids; none where what the vocabulary needs is missing. For one rank, which also puts

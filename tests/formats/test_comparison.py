@@ -11,13 +11,13 @@ import pipeline.formats.huggingface as huggingface
 from model.config import ModelConfig
 from model.llama import Llama, initialise
 from pipeline.errors import UserError
+from pipeline.formats.block_by_block import StreamedPass, parts_of, read_part
 from pipeline.formats.comparison import (
     FACTOR,
     agreement,
     compare_config,
     compare_logits,
     compare_tensors,
-    streamed_logits,
 )
 from tests.formats.exporting import write_state
 
@@ -44,13 +44,13 @@ def exported(folder, weights, config=CONFIG, dtype=torch.float32):
     return folder
 
 
-def judged(folder, weights, config=CONFIG, dtype=torch.float32, layers=None):
+def judged(folder, weights, config=CONFIG, dtype=torch.float32, whole=True):
     """All that convert asks of a folder: its agreement, or UserError."""
     def read(name):
         return weights[name].to(dtype)
     compare_config(folder, config)
     assert compare_tensors(folder, config, list(weights), read) == len(weights)
-    return compare_logits(folder, config, read, IDS, layers or config.layers)
+    return compare_logits(folder, config, read, IDS, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,25 +66,32 @@ def test_a_sharp_model_passes(tmp_path, dtype, tied):
     assert found.transformers_loss_error < 0.01 < found.token_loss
 
 
-def test_a_fresh_model_passes_with_fewer_layers_too(tmp_path):
-    model = Llama(CONFIG)
-    initialise(model, CONFIG, seed=5)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    found = judged(exported(tmp_path, weights), weights, layers=2)
-    assert found.layers_compared == 2 and found.largest_logit_difference < 1e-5
+@pytest.mark.parametrize("changes", [
+    {}, {"tied_embeddings": True}, {"qk_norm": True, "sliding_window": 64, "full_attention_interval": 2},
+    {"no_rope_layer_interval": 2, "sliding_window": 64}], ids=["Llama", "tied", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_by_block_transformers_computes_what_it_computes_whole(tmp_path, changes, dtype):
+    """Every figure is equal to the last bit, so the proof is as strong for a model that nobody can load."""
+    config = CONFIG.model_copy(update=changes)
+    weights = sharp(config)
+    whole, streamed = (judged(exported(tmp_path / str(each), weights, config, dtype), weights, config, dtype, each)
+                       for each in (True, False))
+    assert whole == streamed and whole.layers_compared == 3
+    assert whole.transformers_logit_error > 0
 
 
-def test_streamed_logits_are_the_models():
+def test_streamed_passes_are_the_models():
     weights = sharp()
     model = Llama(CONFIG)
     model.load_state_dict(weights)
-    states = {}
-    with torch.no_grad():
-        assert torch.equal(model.eval()(IDS), streamed_logits(CONFIG, weights.__getitem__, IDS, torch.float32))
-        exact = streamed_logits(CONFIG, weights.__getitem__, IDS, torch.float64, states=states)
-        assert exact.dtype == torch.float64 and torch.equal(model.double()(IDS), exact)
-    assert list(states) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
-    assert torch.equal(states["output"], exact)
+    for dtype in (torch.float32, torch.float64):
+        streamed, states = StreamedPass(CONFIG, IDS, dtype), {}
+        for name in parts_of(CONFIG):
+            states.update(streamed.step(name, read_part(CONFIG, name, weights.__getitem__)))
+        with torch.no_grad():
+            assert torch.equal(model.to(dtype).eval()(IDS), streamed.output) and streamed.output.dtype == dtype
+        assert list(states) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"]
+        assert torch.equal(states["output"], streamed.output)
 
 
 def edited(change):
@@ -172,18 +179,20 @@ def believed(**values):
     return plant
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("plant", "message"), [
     (same_order, "They agree before layers.0; after it"),
     (crossed, "They agree before layers.0; after it"),
     (believed(**THETA), "They agree before layers.0; after it"),
     (believed(rms_norm_eps=1e-3), "They agree before layers.0; after it"),
 ])
-def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_path, monkeypatch, plant, message):
+def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_path, monkeypatch, plant, message,
+                                                                            whole):
     """Writer and reader of one program agree on anything; what transformers makes of it is the proof."""
     weights = sharp()
     plant(exported(tmp_path, weights), monkeypatch)
     with pytest.raises(UserError, match=r"(?s)transformers' logits are off by up to .*" + message):
-        judged(tmp_path, weights)
+        judged(tmp_path, weights, whole=whole)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path):
@@ -191,7 +200,7 @@ def test_numbers_that_are_none_are_refused(tmp_path):
     weights["norm.weight"][3] = float("inf")
     exported(tmp_path, weights)
     with pytest.raises(UserError, match="logits that are NaN or infinite"):
-        compare_logits(tmp_path, CONFIG, weights.__getitem__, IDS, 3)
+        compare_logits(tmp_path, CONFIG, weights.__getitem__, IDS, whole=False)
 
 
 def test_each_side_is_judged():

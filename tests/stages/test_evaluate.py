@@ -178,13 +178,53 @@ def test_the_comparison_has_the_stages_figures(small_run, evaluated, tmp_path, c
         results["tasks"]["words"]["answer_bits_per_byte"], abs=1e-5)
 
 
-def test_two_ranks_write_the_same_bytes(small_run, evaluated):
+def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, copied, tmp_path, capsys):
+    """The documents that training looks at first; their texts, in order, are what the baselines are of. Another amount
+    costs the figures of held-out text only, and is asked for without --force."""
+    from pipeline.data.token_shards import open_shards
+    from pipeline.training.validation import some_documents
+    run = Run(load_config(small_run))
+    limit = 200
+    assert stage_main("evaluate", evaluate, [*copied, "evaluate.heldout_tokens=null"]) == 0
+    everything = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    assert everything == evaluated[1], "the default takes all of so little"
+    capsys.readouterr()
+    assert stage_main("evaluate", evaluate, [*copied, f"evaluate.heldout_tokens={limit}",
+                                             "evaluate.compressed_mb=0.0001"]) == 0
+    told = capsys.readouterr().out
+    assert told_of(told, "held-out text") == told_of(told, "baselines") == "measured"
+    assert told_of(told, "task words") == told_of(told, "continuations") == "kept"
+    results = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    for source in ("code", "prose"):
+        entry = results["heldout"]["sources"][source]
+        shards = open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "heldout", source)
+        chosen = {bytes(ids[1:-1].astype("uint8")) for ids in some_documents(shards, limit).documents}
+        texts = [document.text.encode() for record in shard_records(run.finished("shard"), "heldout", source)
+                 for document in read_shard(run.stage_folder("shard"), record)]
+        assert 0 < len(chosen) < len(texts) and entry["documents"] == len(chosen) and entry["of_documents"] == len(
+            texts)
+        assert entry["bytes"] == sum(map(len, chosen)) and limit <= entry["tokens"] < entry["of_tokens"]
+        given = b""
+        for text in texts:
+            given += text if text in chosen and len(given) < 100 else b""
+        assert entry["compressed_bytes"] == len(given) < entry["bytes"]
+        assert entry["baselines"]["gzip -9"] == pytest.approx(8 * len(gzip.compress(given, 9)) / len(given), abs=1e-6)
+        assert f"{source}: measured on {len(chosen):,} of {len(texts):,} held-out documents" in told
+    page = (tmp_path / "copy/evaluate/results.md").read_text()
+    assert "Measured on " in page and f"of {results['heldout']['overall']['of_tokens']:,} tokens)" in page
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
+    """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = {name: (folder / name).read_bytes() for name in ("results.json", "results.md")}
-    ended = run_ranks(small_run, 2, "--force")
+    ended = run_ranks(small_run, 2, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}")
     assert ended.returncode == 0, ended.stderr
     assert {name: (folder / name).read_bytes() for name in alone} == alone
-    assert json.loads((folder / "manifest.json").read_text())["counts"]["ranks"] == 2
+    counts = json.loads((folder / "manifest.json").read_text())["counts"]
+    assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
+    assert ("weights sharded over 2 ranks (FSDP2" in ended.stdout) == (shards == 2)
 
 
 def test_again_it_is_up_to_date(small_run, evaluated, capsys):

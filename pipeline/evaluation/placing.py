@@ -1,0 +1,110 @@
+"""The model that is measured, on this rank's device: whole where that fits, else over as few ranks as can hold it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from model.attention.backend import Where
+from model.attention.choosing import choose
+from model.config import ModelConfig
+from model.llama import Llama
+from pipeline.config.parallel import ParallelConfig
+from pipeline.formats.base import Weights
+from pipeline.formats.huggingface import parameter_shapes
+from pipeline.formats.weights import load_model
+from pipeline.parallel.free_memory import free_memory
+from pipeline.parallel.ranks import Ranks
+
+SHARE = 0.6
+"""Of the free memory, what weights may take: activations, logits and caches need the rest."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model to be called.
+
+    Attributes:
+        model: in evaluation mode, without gradients.
+        shards: neighbouring ranks that hold it together; 1: each holds all of it.
+        together: to be entered around all calls: what ranks that share a model need in order to keep in step.
+    """
+
+    model: Llama
+    shards: int = 1
+    together: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call failed here for which others wait, so that this rank cannot go on with them."""
+        return bool(getattr(self.together, "broken", False))
+
+
+def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int | None = None,
+          memory_gb: float | None = None, say: Callable[[str], None] = lambda text: None) -> Placed:
+    """The model with these weights on every rank of a stage; all of them call this together.
+
+    Args:
+        dp_shard: over how many neighbouring ranks it is spread, which divide all; None: as few as the memory allows.
+        memory_gb: what weights may take on one rank; None: SHARE of what is free on the rank that has least.
+        say: told how it lies; called on rank 0.
+
+    Raises UserError where the weights cannot be read.
+    """
+    config = weights.config
+    allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(ranks.device)))
+    shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
+    attention = choose("auto", Where(ranks.device, dtype, compiled=False, head_dim=config.head_dim,
+                                     windowed=config.sliding_window is not None))
+    if ranks.leads:
+        if attention.fallback:
+            say(attention.fallback)
+        for line in _words(config, dtype, allowed, shards):
+            say(line)
+    if shards == 1:
+        model = load_model(weights, ranks.device, dtype)
+        model.backend = attention.backend
+        return Placed(model)
+    from pipeline.parallel.forward_only import InStep, sharded
+    from pipeline.parallel.grid import Grid
+
+    grid = Grid(ranks, ParallelConfig(dp_shard=shards, dp_replicate=ranks.world // shards))
+    model = sharded(config, lambda name, shape, offset, size: weights.read(name, offset, size), grid, dtype,
+                    attention.backend)
+    return Placed(model, shards, InStep(model, grid.mesh["shard"].get_group(), ranks.device))
+
+
+def needed(config: ModelConfig, dtype: torch.dtype, shards: int) -> int:
+    """Bytes of weights on one rank: its share and, where they are sharded, the two largest units that follow each
+    other, once more while they are gathered."""
+    sizes: dict[str, int] = {}
+    for name, shape in parameter_shapes(config).items():
+        unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
+        sizes[unit] = sizes.get(unit, 0) + math.prod(shape) * dtype.itemsize
+    whole = sum(sizes.values())
+    return whole if shards == 1 else -(-whole // shards) + 2 * sum(sorted(sizes.values())[-2:])
+
+
+def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) -> int:
+    """The fewest ranks, of those that divide `world`, over which the weights take `allowed` bytes at most on each; all
+    of them where none is enough."""
+    return next((shards for shards in range(1, world + 1)
+                 if world % shards == 0 and needed(config, dtype, shards) <= allowed), world)
+
+
+def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int) -> list[str]:
+    whole, here = (needed(config, dtype, count) / 1e9 for count in (1, shards))
+    if shards == 1:
+        return []
+    found = [f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole they "
+             f"take {whole:.3g} of the {allowed / 1e9:.3g} GB that weights may take here. Every new token of a text "
+             f"gathers all of them once"]
+    if here > allowed / 1e9:
+        found.append(f"that is more than the {allowed / 1e9:.3g} GB that weights may take on a rank: memory may run "
+                     f"out; more ranks, or evaluate.dtype=bfloat16, would need less")
+    return found

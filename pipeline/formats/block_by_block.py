@@ -1,0 +1,143 @@
+"""One forward pass by several programs at once, a part of the network after the other.
+
+Of our own passes only the weights of the part that computes are in memory; of transformers' too, where the model is too
+large to be loaded. What one part has computed is carried to the next and compared there, so that a model of any size is
+compared in all its layers, and in one reading of its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.llama import Llama, Part
+from model.rope import RotaryTable
+from pipeline.formats.huggingface import parameter_shapes
+from pipeline.formats.weights import HuggingFaceWeights
+
+Read = Callable[[str], Tensor]
+"""One of the checkpoint's weights by our name, rounded to the type of the export."""
+
+
+def parts_of(config: ModelConfig) -> dict[str, Part]:
+    """The network in parts that compute one after the other: embedding, each layer, norm with output matrix."""
+    count = config.layers
+    # NOTE: a part predicts if none follows, so the last layer is told of one more.
+    return {"tok_embeddings": Part(range(0), count + 1),
+            **{f"layers.{layer}": Part(range(layer, layer + 1), count + 1) for layer in range(count)},
+            "output": Part(range(count, count), count)}
+
+
+def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
+    """The weights of one of `parts_of`, by our names; a tied output matrix is the embedding."""
+    if name == "output":
+        matrix = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
+        return {"norm.weight": read("norm.weight"), "output.weight": read(matrix)}
+    return {key: read(key) for key in parameter_shapes(config) if key.startswith(f"{name}.")}
+
+
+class StreamedPass:
+    """`Llama`'s own forward pass without gradients, one of `parts_of` at a time.
+
+    Args:
+        tokens: (1, length) int64.
+        dtype: of weights and arithmetic, float32 or float64.
+        table: rotary angles other than the model's own.
+
+    Attributes:
+        output: of the last part that computed: (1, length, dim), in the end logits (1, length, vocabulary).
+    """
+
+    def __init__(self, config: ModelConfig, tokens: Tensor, dtype: torch.dtype,
+                 table: RotaryTable | None = None) -> None:
+        self.config, self.tokens, self.dtype = config, tokens, dtype
+        self.table = table or RotaryTable(config)
+        self.output: Tensor | None = None
+        self._parts = parts_of(config)
+
+    @torch.no_grad()
+    def step(self, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the next part; by name what it gave, the last one's norm by itself."""
+        with torch.device("meta"):
+            model = Llama(self.config, self._parts[name]).eval()
+        model.rotary_table = self.table
+        given = {key: weight.to(self.dtype) for key, weight in weights.items()}
+        model.load_state_dict(given, strict=False, assign=True)  # what else it has would fail on the meta device
+        found: dict[str, Tensor] = {}
+        if name == "output":
+            model.norm.register_forward_hook(lambda module, inputs, output: found.update(norm=output))
+        self.output = found[name] = model(self.tokens, hidden=self.output)
+        return found
+
+
+@torch.no_grad()
+def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
+                      after: Callable[[str, Tensor], None]) -> tuple[Tensor, list[str]]:
+    """What transformers computes of an export in float32: its logits, and the weights that it did not find.
+
+    Args:
+        folder: in Hugging Face's shape.
+        tokens: (1, length) int64.
+        whole: have it load the model, as a user would. Else its loader only matches the names, and each part of its
+            network is given its weights when it computes, and loses them after.
+        after: told the output of each part, by our names: tok_embeddings, layers.0 ..., norm, output.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    where = {} if whole else {"device_map": {"": "meta"}}
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **where)
+    model, report = found
+    model.eval()
+    parts = {"tok_embeddings": model.model.embed_tokens,
+             **{f"layers.{number}": layer for number, layer in enumerate(model.model.layers)},
+             "norm": model.model.norm, "output": model.lm_head}
+    absent = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if absent:
+        return torch.empty(0), absent
+    if whole:
+        _watch(parts, after)
+        return model(tokens).logits.float(), []
+    with HuggingFaceWeights(folder) as weights:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its angles are no weights
+        _stream(parts, _names(model, parts, folder), weights)
+        _watch(parts, after)
+        return model(tokens).logits.float(), []
+
+
+def _watch(parts: Mapping[str, nn.Module], after: Callable[[str, Tensor], None]) -> None:
+    def tell(module: nn.Module, inputs: Any, output: Any, name: str) -> None:
+        after(name, output[0] if isinstance(output, tuple) else output)
+    for name, part in parts.items():
+        part.register_forward_hook(partial(tell, name=name))
+
+
+def _stream(parts: Mapping[str, nn.Module], names: Mapping[str, str], weights: HuggingFaceWeights) -> None:
+    """Give each part its weights, from the files and by transformers' own names, while it computes."""
+    def load(module: nn.Module, _: Any, prefix: str) -> None:
+        module.load_state_dict({key: weights.stored(f"{prefix}.{key}").float() for key in module.state_dict()},
+                               assign=True)
+
+    def drop(module: nn.Module, *_: Any) -> None:
+        module.to("meta")
+    for name, part in parts.items():
+        part.register_forward_pre_hook(partial(load, prefix=names[name]))
+        part.register_forward_hook(drop)
+
+
+def _names(model: nn.Module, parts: Mapping[str, nn.Module], folder: Path) -> dict[str, str]:
+    """Under which name transformers has each part; a tied output matrix is the embedding."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    names = {name: modules[id(part)] for name, part in parts.items()}
+    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"):
+        names["output"] = names["tok_embeddings"]
+    return names

@@ -1,0 +1,65 @@
+"""How much memory a rank may still take: of its GPU, or of the host that it shares with others."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+_OF_GROUP = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Limit and use, as the second and the first kind of control groups name them."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this rank could still allocate on its device. Ranks on one host's CPUs share what it has, or what the
+    job's control group allows, evenly; a limit of the process (`ulimit -v`, `ulimit -d`) is its own."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min([_of_host() // ranks_here, *(left // ranks_here for left in _of_groups()), *_of_process()])
+
+
+def _of_host() -> int:
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _of_groups() -> Iterator[int]:
+    """What each control group around this process leaves."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        place = CGROUPS / "memory" / path[1:] if kinds else CGROUPS / path[1:]
+        for folder in (place, *place.parents):
+            if folder == CGROUPS.parent:
+                break
+            for limit, used in _OF_GROUP:
+                try:
+                    yield int((folder / limit).read_text()) - int((folder / used).read_text())
+                except (OSError, ValueError):  # no such file, or "max"
+                    continue
+
+
+def _of_process() -> Iterator[int]:
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(kind)
+        used = _kilobytes(Path("/proc/self/status"), name)
+        if soft != resource.RLIM_INFINITY and used is not None:
+            yield max(0, soft - used)
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    """Bytes that a file of the kernel's says of `name`; None where it says nothing."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -1,0 +1,101 @@
+"""Which held-out documents are measured, who reads them, and how long anybody waits for the baselines."""
+
+import json
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from pipeline.data.token_shards import TokenShard, write_shard
+from pipeline.errors import UserError
+from pipeline.evaluation import compressing
+from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
+from pipeline.evaluation.compressing import Baselines
+from pipeline.evaluation.heldout import ChosenDocuments, choose
+from pipeline.training.validation import some_documents
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards of one source; a token's value says its document."""
+    draw = np.random.default_rng(0)
+    found, number = [], 0
+    for name in ("a", "b"):
+        lengths = draw.integers(2, 30, 20)
+        tokens = [np.full(length, number + at, np.uint16) for at, length in enumerate(lengths)]
+        keys = [draw.bytes(16).hex() for _ in lengths]
+        record = write_shard(tmp_path / name, tokens, [int(length) * 3 for length in lengths], keys, dtype="uint16",
+                             metadata={})
+        found.append(TokenShard(tmp_path / name, {**record, "source": "s", "bytes": (tmp_path / name).stat().st_size}))
+        number += len(lengths)
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 50, 200, 400])
+def test_training_and_evaluation_take_the_same_documents(shards, limit):
+    chosen, looked_at = choose(shards, limit), some_documents(shards, limit)
+    taken = {int(document[0]) for document in ChosenDocuments(shards, chosen)}
+    assert taken == {int(document[0]) for document in looked_at.documents} and len(taken) == len(chosen) < 40
+    assert chosen.text_bytes.sum() == looked_at.text_bytes and limit <= chosen.lengths.sum() < chosen.of_tokens
+    assert (chosen.of_documents, chosen.of_tokens) == (40, sum(shard.token_count for shard in shards))
+    assert sorted(taken) == [int(document[0]) for document in ChosenDocuments(shards, chosen)], "as they lie there"
+
+
+def test_all_of_them(shards):
+    for limit in (None, 10**9):
+        assert [int(document[0]) for document in ChosenDocuments(shards, choose(shards, limit))] == list(range(40))
+    assert len(choose([], None)) == len(choose([], 5)) == 0
+
+
+def test_a_rank_reads_what_it_measures(shards, monkeypatch):
+    chosen = choose(shards, None)
+    text = HeldoutText(ChosenDocuments(shards, chosen), 1, chosen.lengths.tolist())
+    read = []
+    original = TokenShard.document_tokens
+    monkeypatch.setattr(TokenShard, "document_tokens", lambda self, index: read.append(
+        int(original(self, index)[0])) or original(self, index))
+    of_rank = []
+    for rank in range(4):
+        batches = HeldoutBatches({"s": text}, length=32, batch=2, rank=rank, world=4)
+        assert not read, "making them reads nothing"
+        assert sum(len(batch.windows) for batch in batches) > 0
+        of_rank.append(set(read))
+        read.clear()
+    assert set().union(*of_rank) == set(range(40)) and sum(map(len, of_rank)) == 40, "each document by one rank"
+
+
+class OneRank:
+    """All ranks there are; counts how often they meet."""
+
+    leads, meetings = True, 0
+
+    def same(self, value):
+        self.meetings += 1
+        return json.loads(json.dumps(value))
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Function: baselines whose process is a future that the test fulfils."""
+    monkeypatch.setattr(compressing, "ASKED_EVERY", 0.02)
+
+    def make():
+        made = Baselines(OneRank(), None, {}, 1, 1)
+        made._future = Future()
+        return made
+    return make
+
+
+def test_who_waits_for_the_baselines_meets_the_others_again_and_again(begun):
+    with begun() as compared:
+        threading.Timer(0.3, compared._future.set_result, [{"s": {"gzip -9": 2.5}}]).start()
+        assert compared.result() == {"s": {"gzip -9": 2.5}}
+    assert compared.ranks.meetings > 4, "a collective that waits for all of it would be one meeting"
+
+
+def test_what_goes_wrong_beside_is_told_everywhere(begun):
+    with begun() as compared:
+        compared._future.set_exception(UserError("Document 3 was made of another text."))
+        with pytest.raises(UserError, match="Document 3 was made"):
+            compared.result()

@@ -1,0 +1,57 @@
+"""A model that no rank holds is called like one that each holds: equal to the last bit, whoever has what to do."""
+
+import math
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from pipeline.evaluation.placing import fewest, needed
+from tests.parallel.forward_only_calls import write
+from tests.parallel.groups import run_case
+
+BODY = "tests.parallel.forward_only_calls:"
+
+
+@pytest.mark.parametrize(("ranks", "dp_shard", "dtype", "changes"), [
+    (2, 2, "float32", {}), (2, 2, "bfloat16", {"tied_embeddings": True}), (4, 2, "float32", {}),
+    (4, 4, "float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2})])
+def test_shared_or_whole_the_model_computes_the_same(tmp_path, ranks, dp_shard, dtype, changes):
+    """Logits of every shape, and texts with caches, from ranks that call it 0, 3 or 6 times."""
+    found = run_case(ranks, "forward only", {"body": f"{BODY}calls", "folder": str(write(tmp_path, **changes)),
+                                             "dp_shard": dp_shard, "dtype": dtype})
+    for rank, here in enumerate(found["ranks"]):
+        assert here["equal"] == [True] * 3 * (rank % 3) and here["texts"], (rank, here)
+        assert here["held"] <= found["parameters"] / dp_shard * 1.05
+        assert here["read"] <= found["parameters"] / dp_shard * 1.2, "each rank reads its rows"
+    assert sum(here["written"] for here in found["ranks"]) > 5
+
+
+def test_one_rank_fails_and_the_other_ends_its_work(tmp_path):
+    found = run_case(2, "forward only", {"body": f"{BODY}one_fails", "folder": str(write(tmp_path))})
+    assert found["ranks"] == [(4, None, False), (1, "a text that cannot be read", False)]
+
+
+def test_the_harness_answers_the_same(tmp_path):
+    found = run_case(2, "forward only", {"body": f"{BODY}answers", "folder": str(write(tmp_path, vocab_size=512))})
+    assert found == {"equal": True, "ranks": 1}
+
+
+def test_as_few_ranks_as_the_memory_allows():
+    config = ModelConfig(dim=256, layers=8, heads=4, kv_heads=2, ffn_dim=512, vocab_size=1024, context_length=64)
+    size = 4 * config.parameter_count
+    assert needed(config, torch.float32, 1) == size == 2 * needed(config, torch.bfloat16, 1)
+    assert fewest(config, torch.float32, size, 8) == 1 and fewest(config, torch.float32, size - 1, 8) > 1
+    for world in (6, 8):
+        for allowed in (size * 0.4, size * 0.7, size * 0.9):
+            found = fewest(config, torch.float32, allowed, world)
+            assert world % found == 0
+            assert found == world or needed(config, torch.float32, found) <= allowed
+            assert found == 1 or all(needed(config, torch.float32, fewer) > allowed for fewer in range(1, found)
+                                     if world % fewer == 0)
+    assert fewest(config, torch.float32, 1, 8) == 8, "nothing is enough: what takes least"
+    # Two units that follow each other are whole on a rank, once more while they are gathered.
+    unit = 1024 * 256
+    layer = config.model_copy(update={"layers": 2}).parameter_count - config.model_copy(update={
+        "layers": 1}).parameter_count
+    assert needed(config, torch.float32, 2) == math.ceil(size / 2) + 2 * 4 * (layer + max(unit, layer))
