@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,7 @@ class Ranks:
     """This process among all: its number, how many there are, and its device.
 
     patience: how long it waits for others in a collective, before torch ends the process and says in which group.
+    memory: within what its weights are given memory; in a rehearsal they get none (pipeline/rehearsal/world.py).
     """
 
     rank: int
@@ -32,6 +35,7 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: the group of all that was made first
     patience: timedelta = PATIENCE
+    memory: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def leads(self) -> bool:
