@@ -104,7 +104,8 @@ def needs_fsdp2(grid: Grid, precision: torch.dtype) -> bool:
 
 def _placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
     """The model on this rank's device, with its initial weights where they are given."""
-    model.to_empty(device=grid.ranks.device)
+    with grid.ranks.memory():
+        model.to_empty(device=grid.ranks.device)
     if initial is not None:
         fill(model, initial, grid)
     return model

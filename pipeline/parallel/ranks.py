@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,12 +27,14 @@ class Ranks:
     """This process among all: its number, how many there are, and its device.
 
     patience: how long it waits for others in a collective, before torch ends the process and says in which group.
+    memory: within what its weights are given memory; in a rehearsal they get none (pipeline/rehearsal/world.py).
     """
 
     rank: int
     world: int
     device: torch.device
     patience: timedelta = PATIENCE
+    memory: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def leads(self) -> bool:

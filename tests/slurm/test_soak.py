@@ -9,7 +9,7 @@ import pytest
 from pipeline.files import read_lines
 from tests.slurm.clusters import kinds
 from tests.tools.chaos_line import chaos
-from tools.chaos_faults import order
+from tools.chaos.faults import order
 
 SEED = 41
 """Begins with a killed rank, a damaged checkpoint and a lost node."""

@@ -13,8 +13,8 @@ import pytest
 
 from tests.tools.chaos_line import chaos
 from tools import chaos as soak
-from tools.chaos_faults import FAULTS, Missed, order
-from tools.chaos_run import SoakRun
+from tools.chaos.faults import FAULTS, Missed, order
+from tools.chaos.run import SoakRun
 from tools.slurm_lab import Lab
 
 SEED = 41

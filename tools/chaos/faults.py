@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from pipeline.records.checkpoints import MARKER
-from tools.chaos_run import SoakRun
+from tools.chaos.run import SoakRun
 
 Fault = Callable[[SoakRun, Random], str]
 SIZES = (1, 2, 4)

@@ -41,8 +41,8 @@ from pipeline.files import read_lines
 from pipeline.records.goodput import goodput
 from pipeline.records.metrics import read_metrics
 from tools.audit import audit
-from tools.chaos_faults import FAULTS, Missed, order
-from tools.chaos_run import SoakRun, Stuck
+from tools.chaos.faults import FAULTS, Missed, order
+from tools.chaos.run import SoakRun, Stuck
 from tools.slurm_lab import Lab, missing_programs
 
 NODES = 4

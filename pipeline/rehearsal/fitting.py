@@ -1,0 +1,91 @@
+"""Whether a rehearsed step fits a GPU, and what would make it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config.checks import problems, rank_problems
+from pipeline.config.partial import UnknownSettingError
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+from pipeline.rehearsal.apart import rehearse_apart
+from pipeline.rehearsal.report import Rehearsal, gigabytes
+
+TIGHT = 0.9
+"""Of a GPU's memory: beyond it, what is not rehearsed may be too much."""
+TRIED, ENOUGH = 6, 2
+"""Ways that are rehearsed, at most, and those that fit after which no more are."""
+LONG = 32768
+"""Tokens of a sequence from which it is split over ranks rather than the products are."""
+
+
+def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
+    """Whether a rank fits a GPU of so many bytes, and a sentence that says so: with the largest item, and for what does
+    not fit with ways that do, each of them rehearsed."""
+    size, has = gigabytes(found.peak.bytes), gigabytes(int(memory))
+    if found.peak.bytes <= TIGHT * memory:
+        return True, f"{size} of {has} GB: it fits"
+    if found.peak.bytes <= memory:
+        return True, (f"{size} of {has} GB: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
+                      f"takes some GB as well")
+    largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
+    item = next(item for item in found.peak.items if item.kind == largest)
+    said = (f"rank {found.rank:,} would hold {size} GB where a GPU has {has}. Most of it are {largest}, "
+            f"{gigabytes(found.peak.kinds[largest])} GB, above all {item}.")
+    fitting, tried = [], []
+    for settings in list(ways(config, found, largest))[:TRIED]:
+        try:
+            again = rehearse_apart(changed(config, settings), found.ranks, [found.rank], gpu=gpu)[0]
+        except UserError:
+            continue
+        text = f"{' '.join(f'{key}={value}' for key, value in settings.items())} ({gigabytes(again.peak.bytes)} GB)"
+        tried.append(text)
+        if again.peak.bytes <= TIGHT * memory:
+            fitting.append(text)
+        if len(fitting) == ENOUGH:
+            break
+    if fitting:
+        return False, f"{said} Rehearsed as well, and fitting: {', or '.join(fitting)}."
+    return False, f"{said} " + (f"Rehearsed as well, and not fitting: {', '.join(tried)}. More of it together, or more "
+                                f"ranks, hold less." if tried else "Take more ranks.")
+
+
+def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, object]]:
+    """Settings that would hold less: one for itself, those that cost least time first, then several together."""
+    train, parallel = config.train, config.parallel
+    single: list[dict[str, object]] = []
+    if largest in ("activations", "received") and train.micro_batch > 1:
+        single.append({"train.micro_batch": train.micro_batch // 2})
+    if largest not in ("activations", "logits", "received"):
+        single += [{f"parallel.{name}": less} for name, less in
+                   (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]
+    kinds = ("none", "selective", "full")
+    checkpointing: list[dict[str, object]] = [{"train.activation_checkpointing": kind} for kind in
+                                              kinds[kinds.index(train.activation_checkpointing) + 1:]]
+    if largest in ("activations", "received"):
+        single += checkpointing
+    long = train.sequence_length >= LONG
+    split: list[dict[str, object]] = [{f"parallel.{name}": size} for size in (2, 4, 8, 16) for name in
+                                      (("cp", "tp") if long else ("tp", "cp")) if size > getattr(parallel, name)]
+    together: dict[str, object] = dict(checkpointing[-1]) if checkpointing else {}
+    for settings in (*single, *split[:2], *({**together, **way} for way in (split[2:] if together else split))):
+        if possible(config, settings, found.ranks):
+            yield settings
+
+
+def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
+    """Whether the settings can be had on so many ranks."""
+    try:
+        other = changed(config, settings)
+        return not problems(other) and not rank_problems(other, ranks)
+    except (UnknownSettingError, ValueError):
+        return False
+
+
+def changed(config: Config, settings: dict[str, object]) -> Config:
+    """The configuration with other values, by `section.key`."""
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return config

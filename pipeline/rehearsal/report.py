@@ -1,0 +1,129 @@
+"""What a rehearsal found, for programs and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.tree import Config
+from pipeline.parallel.stages import stage_layers
+from pipeline.rehearsal.memory import KINDS, Peak
+from pipeline.rehearsal.traffic import Channel, Traffic
+
+RESULT = "pipeline/training/engines/fsdp.py"
+"""Where every step reads its loss, norm and whether it was applied, in one transfer after its last operation."""
+
+
+@dataclass
+class Rehearsal:
+    """One step of one rank.
+
+    Attributes:
+        waits: places where the host waits for the device before the step's result, and how often in the rehearsed part.
+        masks: places where a mask of all pairs of tokens is made, with its shape.
+        notes: what is rehearsed otherwise than it will run.
+    """
+
+    rank: int
+    ranks: int
+    layers: str
+    peak: Peak
+    traffic: Traffic
+    waits: dict[str, int]
+    masks: dict[str, tuple[int, ...]]
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        channels = [{**asdict(channel), "calls": self.traffic.calls[channel], "bytes": self.traffic.bytes[channel]}
+                    for channel in sorted(self.traffic.calls)]
+        return {"rank": self.rank, "ranks": self.ranks, "layers": self.layers, "peak_bytes": self.peak.bytes,
+                "kinds": self.peak.kinds, "largest": [asdict(item) for item in self.peak.items[:10]],
+                "collectives": channels, "host_waits": self.waits, "dense_masks": self.masks, "notes": self.notes}
+
+
+def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:
+    """Which layers a rank has."""
+    held = stage_layers(shape, parallel.stages)
+    return ", ".join(f"{held[stage].start}-{held[stage].stop - 1}" for stage in parallel.stages_of(pipeline_rank))
+
+
+def ends_and_middle(config: Config, ranks: int) -> list[int]:
+    """The first rank of the first, a middle and the last rank of a pipeline; of ranks without one, the first: it holds
+    the most, as parts that do not come out even are larger on the first ranks."""
+    each = ranks // config.parallel.pp
+    return [place * each for place in sorted({0, config.parallel.pp // 2, config.parallel.pp - 1})]
+
+
+def bubble(parallel: ParallelConfig, plan: BatchPlan) -> float | None:
+    """Time lost by waiting in a pipeline, of the time used, if all stages take equally long; None: not known."""
+    if parallel.pp == 1:
+        return 0.0
+    if parallel.pp_schedule == "zbv":
+        return None
+    return (parallel.pp - 1) / (plan.accumulation * (parallel.stages // parallel.pp))
+
+
+def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
+    """A page for the terminal."""
+    ranks, parallel = found[0].ranks, config.parallel
+    plan, sizes = BatchPlan.of(config.train, parallel, ranks), parallel.sizes(ranks)
+    layout = " x ".join(f"{name} {size}" for name, size in zip(
+        ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
+    page = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}", f"batch      {plan}"]
+    if parallel.pp > 1:
+        lost = bubble(parallel, plan)
+        text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
+        page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
+    page += ["", *table(["memory at its peak, GB", *(f"rank {one.rank:,}" for one in found)], [
+        ["layers", *(one.layers for one in found)],
+        *([kind, *(gigabytes(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
+        ["all", *(gigabytes(one.peak.bytes) for one in found)]])]
+    page += [f"largest on rank {fullest(found).rank:,}: {'; '.join(map(str, fullest(found).peak.items[:3]))}", ""]
+    channels = sorted({channel for one in found for channel in one.traffic.calls})
+    page += table(["collectives of the step", "ranks", *(f"rank {one.rank:,}" for one in found)],
+                  [[f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
+                    *(_counted(one, channel) for one in found)] for channel in channels])
+    page += ["each with its calls and GB: what a rank gives or gets, whichever is more", ""]
+    return page + judgements(found)
+
+
+def judgements(found: Sequence[Rehearsal]) -> list[str]:
+    """Waits, masks and notes, each once."""
+    waits = {place: count for one in found for place, count in one.waits.items()}
+    masks = {place: shape for one in found for place, shape in one.masks.items()}
+    return [f"waits      {_places(waits) or 'none: the host reads nothing but the result of the step'}",
+            f"masks      {_places(masks) or 'none of all pairs of tokens'}",
+            *(f"note       {text}" for text in dict.fromkeys(note for one in found for note in one.notes)),
+            "note       CUDA's context, NCCL's buffers, kernels' own scratch and gaps between pieces come on top"]
+
+
+def _places(places: dict[str, Any]) -> str:
+    return "; ".join(f"{place}: {what}" for place, what in places.items())
+
+
+def _counted(one: Rehearsal, channel: Channel) -> str:
+    calls = one.traffic.calls.get(channel, 0)
+    return f"{calls:,} x, {gigabytes(one.traffic.bytes[channel])}" if calls else "-"
+
+
+def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
+    """The one that holds the most."""
+    return max(found, key=lambda one: one.peak.bytes)
+
+
+def gigabytes(size: int) -> str:
+    """Bytes in GB, as memory and traffic of GPUs are compared."""
+    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}"
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns under their headings, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
+    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                  zip(row[1:], widths[1:], strict=True))]).rstrip()
+            for row in (heading, *rows)]

@@ -1,0 +1,160 @@
+"""One optimizer step of the real engine on one rank, watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+import model.loss
+from model.attention.backend import Where
+from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
+from pipeline.config.checks import rank_problems, vocabulary_size
+from pipeline.config.tree import Config
+from pipeline.data.loader import Batch
+from pipeline.errors import UserError, listed
+from pipeline.parallel.grid import Grid, own
+from pipeline.parallel.ranks import Ranks
+from pipeline.rehearsal import attention
+from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
+from pipeline.rehearsal.traffic import Traffic
+from pipeline.rehearsal.watch import Watch
+from pipeline.rehearsal.world import fake_world
+from pipeline.training.engines.build import build_engine
+from pipeline.training.engines.engine import Engine
+from pipeline.training.guards import StepLimits
+from pipeline.training.precision import DTYPES
+
+ENOUGH = 3
+"""Micro-batches that are computed of a step without a pipeline: the first, one between, and the last. All between are
+alike: their traffic counts so often, and memory is at its peak by then."""
+
+
+def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_micro_batches: bool = False) -> Rehearsal:
+    """What a step of rank `rank` of `ranks` would tell others, hold and wait for.
+
+    gpu: as on GPUs, with their kernel for attention; else as on CPUs. all_micro_batches: compute each of them.
+
+    Raises:
+        UserError: the configuration does not fit the ranks, or cannot be rehearsed.
+    """
+    if not 0 <= rank < ranks:
+        raise UserError(f"There is no rank {rank} among {ranks}: they count from 0 to {ranks - 1}.")
+    decided, shape, notes = rehearsable(config, ranks, gpu)
+    with fake_world(rank, ranks) as world, as_on_gpus() if gpu else no_change():
+        found = take_step(decided, shape, world, all_micro_batches)
+    found.notes[:0] = notes
+    return found
+
+
+def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, ModelConfig, list[str]]:
+    """The configuration as it is rehearsed, the network with its vocabulary, and what to say of both.
+
+    Raises:
+        UserError: with everything for which it cannot be rehearsed.
+    """
+    words = config.model.vocab_size or vocabulary_size(config)
+    found = [] if config.parallel.engine == "fsdp2" else [
+        "parallel.engine is 'deepspeed', which is not rehearsed: it places weights by itself, with kernels of its own. "
+        "Take parallel.engine=fsdp2, or start without a rehearsal."]
+    if words is None:
+        found.append("The vocabulary's size is not known before the tokenizer is there. Set model.vocab_size.")
+    if found := found or rank_problems(config, ranks):
+        raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
+    train, notes = config.train, []
+    shape = config.model.model_copy(update={"vocab_size": words})
+    precision = train.precision if train.precision != "auto" else "bf16" if gpu else "fp32"
+    if precision == "fp8":
+        precision = "bf16"
+        notes.append("fp8 is rehearsed as bf16, which keeps as much for the backward pass")
+    name = train.attention
+    if gpu and name in ("auto", "varlen"):
+        lack = attention.FlashKernel().refusal(Where(torch.device("cpu"), DTYPES[precision], False, shape.head_dim,
+                                                     shape.sliding_window is not None, config.parallel.cp > 1))
+        if not lack:
+            name = attention.NAME
+        else:
+            name = "by_document" if train.compile is False else "sdpa"
+            notes.append(f"varlen {lack}: attention is rehearsed as {name}")
+    elif gpu and name == "flex":
+        name = attention.NAME
+        notes.append("flex is rehearsed as varlen: both keep the output and its log-sum-exp, flex its blocks besides")
+    if train.compile or (gpu and train.compile is None):
+        notes.append("blocks are rehearsed uncompiled: compiled, they keep less between forward and backward pass")
+    if config.parallel.async_tp:
+        notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
+    train = train.model_copy(update={"compile": False, "precision": precision, "attention": name})
+    parallel = config.parallel.model_copy(update={"async_tp": False})
+    return config.model_copy(update={"train": train, "parallel": parallel}), shape, notes
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Sizes that the model chooses by its device, as on GPUs."""
+    with mock.patch.object(model.loss, "CHUNK_TOKENS_CPU", model.loss.CHUNK_TOKENS_ACCELERATOR):
+        yield
+
+
+@contextmanager
+def no_change() -> Iterator[None]:
+    """As on CPUs."""
+    yield
+
+
+def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batches: bool = False) -> Rehearsal:
+    """A step of the real engine on `ranks`, there or not: what is measured and what is rehearsed take this way.
+
+    config: with a precision other than auto and fp8, uncompiled.
+    """
+    grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
+    precision = DTYPES[config.train.precision]
+    engine = build_engine(config, shape, grid, precision, plan.accumulation, None)
+    engine.proven = True  # what is looked at once in an attempt is no part of a step
+    whole = all_micro_batches or grid.pipeline > 1 or plan.accumulation <= ENOUGH
+    count = plan.accumulation if whole else ENOUGH
+    assert shape.vocab_size is not None
+    watch = Watch((shape.vocab_size // grid.tensor, shape.dim), plan.sequence_length // grid.context)
+    sections = [Traffic.none() for _ in range(count)]
+    with ranks.memory(), watch:
+        _name_state(engine, watch)
+        engine.before_update = lambda: _name_gradients(engine, watch)
+        engine.step(_batches(plan, grid, count, watch, sections), count, plan.tokens, config.train.lr, StepLimits())
+        _name_state(engine, watch)
+    traffic = Traffic.none()
+    for number, section in enumerate(sections):
+        traffic.add(section, plan.accumulation - count + 1 if number == 1 and not whole else 1)
+    notes = [] if whole else [f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
+                              f"those between count as the second"]
+    waits = {place: calls for place, calls in watch.waits.items() if not place.startswith(RESULT)}
+    return Rehearsal(ranks.rank, ranks.world, layers_of(shape, config.parallel, grid.pipeline_rank),
+                     watch.memory.peak(), traffic, waits, watch.masks, notes)
+
+
+def _batches(plan: BatchPlan, grid: Grid, count: int, watch: Watch, sections: list[Traffic]) -> Iterator[Batch]:
+    """Micro-batches of sequences that are one document each, which is the most that attention can have to hold."""
+    length = plan.sequence_length // grid.context
+    for number in range(count):
+        watch.traffic = sections[number]
+        tokens = torch.zeros(plan.micro_batch, length, dtype=torch.int64)
+        documents = torch.zeros_like(tokens, dtype=torch.int32)
+        positions = torch.arange(length).expand(plan.micro_batch, length).contiguous()
+        yield Batch(tokens, torch.zeros_like(tokens), documents, positions, tokens.numel(),
+                    ((plan.sequence_length,),) * plan.micro_batch)
+
+
+def _name_state(engine: Engine, watch: Watch) -> None:
+    """Weights and moments; the latter are made if they are not there, as a session does before it begins."""
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            watch.memory.name(own(parameter.detach()), "weights")
+            for state in engine.optimizer.state(name).values():  # type: ignore[attr-defined]
+                watch.memory.name(state, "moments")
+
+
+def _name_gradients(engine: Engine, watch: Watch) -> None:
+    for parameter in engine.model.parameters():
+        if parameter.grad is not None:
+            watch.memory.name(own(parameter.grad), "gradients")

@@ -1,0 +1,89 @@
+"""What ranks tell each other: every collective that torch dispatches, with its group and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+NAMESPACES = ("c10d", "_c10d_functional")
+NAMES = {"allgather_": "all-gather", "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
+         "all_gather_into_tensor_out": "all-gather", "allgather_into_tensor_coalesced_": "all-gather",
+         "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter",
+         "reduce_scatter_tensor": "reduce-scatter", "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+         "allreduce_": "all-reduce", "all_reduce": "all-reduce", "all_reduce_": "all-reduce",
+         "alltoall_base_": "all-to-all", "alltoall_": "all-to-all", "all_to_all_single": "all-to-all",
+         "broadcast_": "broadcast", "broadcast": "broadcast", "send": "send", "recv_": "receive"}
+"""torch's operators as the field calls them. One that is not here is called as torch does."""
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """A kind of collective in a group. group: an axis of the grid, `weights` (shard and context), `copy`, or `all
+    ranks`. ranks: in the group."""
+
+    group: str
+    operation: str
+    ranks: int
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes by channel.
+
+    The bytes of a call are what this rank gives or gets, whichever is more: the gathered whole of an all-gather, what
+    goes into a reduce-scatter, the tensor of any other.
+    """
+
+    calls: Counter[Channel]
+    bytes: Counter[Channel]
+
+    @classmethod
+    def none(cls) -> Traffic:
+        """Of nothing."""
+        return cls(Counter(), Counter())
+
+    def add(self, other: Traffic, times: int = 1) -> None:
+        """Count `other` in, so many times."""
+        for channel in other.calls:
+            self.calls[channel] += times * other.calls[channel]
+            self.bytes[channel] += times * other.bytes[channel]
+
+    def note(self, operator: Any, arguments: Iterable[Any], result: Any) -> None:
+        """Count a call of one of torch's operators, if it is a collective."""
+        name = operator._schema.name.partition("::")[2]
+        group = next(filter(None, map(_group, arguments)), None)
+        if group is None or "barrier" in name:
+            assert name not in NAMES, f"{operator} has a group that is not found"
+            return  # waiting for one that was counted
+        channel = Channel(_described(group), NAMES.get(name, name), group.size())
+        self.calls[channel] += 1
+        self.bytes[channel] += max(map(_bytes, (*arguments, result)))
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator was given: as an object, boxed, or by name."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
+        return _resolve_process_group(argument)  # type: ignore[arg-type]  # torch has a type of its own for names
+    if type(argument).__name__ in ("ScriptObject", "FakeScriptObject") and "ProcessGroup" in str(argument):
+        return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def _described(group: dist.ProcessGroup) -> str:
+    """An axis as the grid calls it."""
+    text = group.group_desc
+    return "all ranks" if text == "default_pg" else text.removeprefix("mesh_") or group.group_name
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,154 @@
+"""Looks at every operator of a step as torch dispatches it, on real tensors and on fakes alike."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.errors import UserError
+from pipeline.rehearsal.memory import Memory
+from pipeline.rehearsal.traffic import NAMESPACES, Traffic
+
+HOUSE = Path(__file__).resolve().parents[2]
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""What is memory of its own. All else (DTensor, tensors on their way) wraps these, and says so when asked first."""
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
+"""Operators whose result the host has to wait for."""
+REDUCED = {"chunk_cat"}
+GATHERED = {"all_gather_copy_in", "split_with_sizes_copy"}
+"""FSDP2's own operators: what goes into a reduction; what goes into a gathering and comes out of it."""
+ONCE = {"_warmup_p2p"}
+"""What torch's pipelines do before a first step alone."""
+ROOM = {"_create_act_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
+"""Where torch's pipelines make room for what is to come."""
+DENSE_FROM = 512
+"""Tokens from which a mask of all pairs is a burden. Shorter sequences may be cheapest so."""
+
+
+class Watch(TorchDispatchMode):
+    """Enter it after the model is placed, and around the steps.
+
+    Args:
+        head: (words, width) of the output matrix on this rank.
+        tokens: of a sequence on this rank.
+
+    Attributes:
+        memory, traffic: what it saw. waits: where the host waited for the device, and how often. masks: where a mask of
+            all pairs of tokens was made, with its shape.
+    """
+
+    def __init__(self, head: tuple[int, int], tokens: int) -> None:
+        super().__init__()
+        self.head, self.tokens = head, tokens
+        self.memory, self.traffic = Memory(), Traffic.none()
+        self.waits: Counter[str] = Counter()
+        self.masks: dict[str, tuple[int, ...]] = {}
+        self._following: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Watch:
+        self._following = self.memory.following()
+        self._following.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert self._following is not None
+        self._following.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # what it wraps comes by next
+        name = operator._schema.name.partition("::")[2]
+        if name in WAITING:
+            if not any(frame.f_code.co_name in ONCE for frame in frames()):
+                self.waits[place()] += 1
+            if name == "_local_scalar_dense" and isinstance(arguments[0], FakeTensor):
+                return 1 if not arguments[0].dtype.is_floating_point else 1.0  # any number would do
+        for tensor in tensors(arguments):
+            self._look_at(tensor)
+        try:
+            result = operator(*arguments, **options or {})
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise UserError(f"The rehearsal ends at {place()}: {operator} cannot tell what it returns before the "
+                            f"device has computed it, so the host would wait for the device there, in every step. Take "
+                            f"another way (of train.attention, for one), or start without a rehearsal.") from None
+        except RuntimeError as error:
+            if "found two different devices" not in str(error):
+                raise
+            raise UserError(f"The rehearsal ends at {place()}: tensors on two devices meet in {operator}. "
+                            f"{error}") from None
+        if operator.namespace in NAMESPACES:
+            self._collective(name, operator, [*arguments, *(options or {}).values()], result)
+        for tensor in tensors(result):
+            self._look_at(tensor)
+        if operator.namespace == "fsdp" and name in REDUCED | GATHERED:
+            kind = "gradients" if name in REDUCED else "gathered"
+            for tensor in tensors([arguments, [*(options or {}).values()]]):
+                self.memory.name(tensor, kind)
+        return result
+
+    def _collective(self, name: str, operator: Any, arguments: list[Any], result: Any) -> None:
+        if not any(frame.f_code.co_name in ONCE for frame in frames()):
+            self.traffic.note(operator, arguments, result)
+        if name == "_reduce_scatter_base_":
+            for tensor in tensors(arguments):
+                self.memory.name(tensor, "gradients")
+
+    def _look_at(self, tensor: Tensor) -> None:
+        """Note a tensor's storage if it is memory that was not seen before."""
+        if tensor.device.type == "meta" or self.memory.knows(tensor):
+            return
+        attends, kind = False, ""
+        for frame in frames():
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            if file.endswith("distributed/tensor/_sharding_prop.py"):
+                return  # DTensor asks for the shape of a result; nothing is computed
+            if file.endswith("model/loss.py") and not kind:
+                kind = self._of_the_loss(tensor)
+            if "distributed/pipelining/" in file and function in ROOM:
+                kind = "received"
+            attends = attends or function in ("prepare", "attend")
+        self.memory.hold(tensor, kind)
+        if attends and self.tokens >= DENSE_FROM and tensor.dim() > 1 and min(tensor.shape[-2:]) >= self.tokens:
+            self.masks.setdefault(place(), tuple(tensor.shape))
+
+    def _of_the_loss(self, tensor: Tensor) -> str:
+        if tuple(tensor.shape) == self.head:
+            return "gradients"
+        return "logits" if tensor.dim() == 2 and tensor.shape[-1] == self.head[0] else "activations"
+
+
+def frames() -> Iterator[FrameType]:
+    """Those of the caller's, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place() -> str:
+    """The innermost line of ours, outside of this package, as "file:line (function)"."""
+    for frame in frames():
+        file = Path(frame.f_code.co_filename)
+        if HOUSE in file.parents and "rehearsal" not in file.parts and ".venv" not in file.parts:
+            return f"{file.relative_to(HOUSE)}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return "outside of Drover"
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All plain ones in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors(inner)

@@ -1,0 +1,55 @@
+"""What ranks that are there tell each other and hold in a step: measured by the rehearsal's recorder on real tensors,
+and by torch's profiler of what its allocator gives and takes."""
+
+import contextlib
+from unittest import mock
+
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.config.tree import Config
+from pipeline.rehearsal import attention, step
+from tests.model.varlen_on_cpu import NAME
+
+MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
+
+
+def config_of(**settings):
+    """A small run in bfloat16, of four sequences for each rank that has its own."""
+    model, train = {**MODEL, **settings.pop("model", {})}, settings.pop("train", {})
+    return Config.model_validate({"model": model, **settings, "train": {
+        "sequence_length": 512, "batch_tokens": 8 * 512, "micro_batch": 1, "precision": "bf16", "steps": 2,
+        "warmup_steps": 1, **train}})
+
+
+def summary(found):
+    """What a rank found, for a pipe."""
+    return {"calls": dict(found.traffic.calls), "bytes": dict(found.traffic.bytes), "peak": found.peak.bytes,
+            "kinds": found.peak.kinds, "waits": dict(found.waits), "items": found.peak.items[:12]}
+
+
+def measured(ranks, gpu=True, **settings):
+    """Of every rank, on rank 0; `allocated`: the most that torch's allocator had given out in a step, beyond what was
+    there before it. gpu: with the kernel of GPUs, by its stand-in, whose own temporaries no GPU has."""
+    with mock.patch.object(attention, "NAME", NAME), step.as_on_gpus() if gpu else contextlib.nullcontext():
+        decided, shape, _ = step.rehearsable(config_of(**settings), ranks.world, gpu)
+        found = summary(step.take_step(decided, shape, ranks, all_micro_batches=True))
+        with profiled() as watching:
+            step.take_step(decided, shape, ranks, all_micro_batches=True)
+    return {"ranks": ranks.gather({**found, "allocated": most(watching)})}
+
+
+@contextlib.contextmanager
+def profiled():
+    """torch's profiler of memory."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
+        yield watching
+
+
+def most(watching):
+    """The largest sum of what was given less what was taken back."""
+    events = [event for event in watching.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = high = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        high = max(high, total)
+    return high

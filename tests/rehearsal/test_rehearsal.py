@@ -1,0 +1,87 @@
+"""Rehearsals alone: what stands in for many micro-batches, what is found and refused, and the shipped large runs."""
+
+import pytest
+
+from model.attention.sdpa import Sdpa
+from pipeline.config.loading import load_config
+from pipeline.errors import UserError
+from pipeline.rehearsal.apart import rehearse_apart
+from pipeline.rehearsal.fitting import changed, verdict
+from pipeline.rehearsal.report import ends_and_middle, lines
+from tests.conftest import REPOSITORY
+from tests.rehearsal.measured import config_of, summary
+
+
+class Waits(Sdpa):
+    """The dense mask, and a look at the device in every layer."""
+
+    name = "waits"
+
+    def attend(self, q, k, v, prepared):
+        """See Backend."""
+        assert not q.sum().isnan().item()
+        return super().attend(q, k, v, prepared)
+
+
+def test_three_micro_batches_stand_for_all():
+    config = config_of(train={"batch_tokens": 12 * 512}, parallel={"reshard": "never", "reduce": "last"})
+    [some], [every] = (rehearse_apart(config, 2, [1], all_micro_batches=whole) for whole in (False, True))
+    assert summary(some) == summary(every)
+    assert "of 6 micro-batches" in some.notes[-1] and not any("micro-batches" in note for note in every.notes)
+
+
+def test_what_makes_a_step_slow_is_named():
+    config = config_of(train={"attention": f"{__name__}:Waits"})
+    [found] = rehearse_apart(config, 2, [0])
+    assert list(found.masks.values())[0][-2:] == (512, 512)
+    assert any("attention/sdpa.py" in place and "dense_mask" in place for place in found.masks)
+    [(place, _)] = found.waits.items()
+    assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
+    page = "\n".join(lines(config, [found]))
+    assert place in page and "dense_mask" in page
+
+
+def test_a_plain_step_waits_for_nothing_and_has_no_mask():
+    config = config_of()
+    [found] = rehearse_apart(config, 2, [0])
+    assert not found.waits and not found.masks
+    assert "none: the host reads nothing but the result of the step" in "\n".join(lines(config, [found]))
+
+
+@pytest.mark.parametrize("settings, ranks, rank, text", [
+    ({"parallel": {"engine": "deepspeed"}}, 2, 0, "deepspeed', which is not rehearsed"),
+    ({"model": {"vocab_size": None}, "tokenizer": {"kind": "tiktoken", "path": "there"}}, 2, 0, "Set model.vocab_size"),
+    ({}, 3, 0, "not divisible"),
+    ({}, 2, 2, "There is no rank 2 among 2"),
+])
+def test_what_cannot_be_rehearsed_is_refused_in_a_paragraph(settings, ranks, rank, text):
+    with pytest.raises(UserError, match=text):
+        rehearse_apart(config_of(**settings), ranks, [rank])
+
+
+def test_what_does_not_fit_is_told_with_what_does():
+    config = config_of(train={"micro_batch": 4})
+    [found] = rehearse_apart(config, 2, [0])
+    assert verdict(config, found, 2 * found.peak.bytes) [0]
+    tight, text = verdict(config, found, 1.05 * found.peak.bytes)
+    assert tight and "not rehearsed" in text
+    fits, text = verdict(config, found, 0.8 * found.peak.bytes)
+    assert not fits and "Most of it are activations" in text and "and fitting: train.micro_batch=2 (" in text
+
+
+@pytest.mark.parametrize("name, ranks, layers, groups", [
+    ("llama3_70b", 1024, 8, {"pipeline": 4, "shard": 32, "tensor": 8}),
+    ("llama3_405b", 16384, 32, {"pipeline": 16, "shard": 128, "tensor": 8}),
+])
+def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
+    """With fewer layers, one for each stage, and two micro-batches for each of a pipeline's ranks: the ranks, the
+    groups and every layer's shapes are those of the run."""
+    config = load_config(REPOSITORY / f"configs/{name}.yaml")
+    pp = config.parallel.pp
+    config = changed(config, {"model.layers": layers, "train.batch_tokens": pp * ranks // pp // 8 * 8192,
+                              "parallel.pp_stages": 2})
+    numbers = ends_and_middle(config, ranks)
+    assert numbers == [0, ranks // 2, ranks - ranks // pp]
+    for one in rehearse_apart(config, ranks, numbers):
+        assert {channel.group: channel.ranks for channel in one.traffic.calls} == {"all ranks": ranks, **groups}
+        assert 0 < one.peak.bytes < 40e9 and not one.waits and not one.masks

@@ -1,0 +1,1 @@
+"""A soak of the whole launcher under faults: `python -m tools.chaos`."""

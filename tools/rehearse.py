@@ -1,0 +1,98 @@
+"""One training step of any number of ranks, without their machines: what a rank tells others, holds and waits for.
+
+    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128
+    python -m tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
+    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+
+The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
+pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
+minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do: these were
+rehearsed too. Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed. docs/training.md tells more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from pipeline.config.loading import load_config
+from pipeline.config.tree import Config
+from pipeline.errors import UserError
+
+PUBLISHED = (("configs/llama3_8b.yaml", 64), ("configs/llama3_70b.yaml", 1024), ("configs/llama3_405b.yaml", 16384))
+"""The rows of --table."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.rehearse", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this one; may be repeated")
+    parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU: say whether it fits, or what would")
+    parser.add_argument("--cpu", action="store_true", help="as on CPU ranks, with their kernels and precision")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--table", action="store_true", help="the table of docs/training.md, in Markdown (minutes)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.table:
+            print(markdown([row(load_config(path, options.overrides), ranks) for path, ranks in PUBLISHED]))
+            return 0
+        if options.config is None or options.ranks is None:
+            raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
+        return rehearsed(load_config(options.config, options.overrides), options)
+    except UserError as error:
+        print(f"drover stops here: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def rehearsed(config: Config, options: argparse.Namespace) -> int:
+    """Rehearse and print; the exit status."""
+    from pipeline.rehearsal.apart import rehearse_apart
+    from pipeline.rehearsal.fitting import verdict
+    from pipeline.rehearsal.report import ends_and_middle, fullest, lines
+
+    numbers = options.rank or ends_and_middle(config, options.ranks)
+    found = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
+    fits, text = True, ""
+    if options.memory is not None:
+        fits, text = verdict(config, fullest(found), options.memory * 1e9, gpu=not options.cpu)
+    if options.json:
+        print(json.dumps({"fits": fits, "verdict": text, "ranks": [one.as_json() for one in found]}, indent=1))
+    else:
+        print("\n".join([*lines(config, found), *([f"memory     {text}"] if text else [])]))
+    return 0 if fits else 1
+
+
+def row(config: Config, ranks: int) -> Sequence[str]:
+    """A layout's line in the table: of the rank that holds the most among those rehearsed."""
+    from pipeline.config.batch import BatchPlan
+    from pipeline.rehearsal.apart import rehearse_apart
+    from pipeline.rehearsal.report import bubble, ends_and_middle, fullest, gigabytes
+
+    most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
+    kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
+    for channel, size in traffic.bytes.items():
+        sums[channel.group] = sums.get(channel.group, 0) + size
+    lost = bubble(config.parallel, BatchPlan.of(config.train, config.parallel, ranks))
+    return (f"`{config.name}`, {ranks:,}", f"{most.rank:,}", gigabytes(most.peak.bytes),
+            *(gigabytes(kinds[kind]) for kind in kinds),
+            "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
+            f"{sum(traffic.calls.values()):,}", "?" if lost is None else f"{lost:.0%}")
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The table with its heading."""
+    from pipeline.rehearsal.memory import KINDS
+
+    heading = ("configuration, ranks", "fullest rank", "peak, GB", *KINDS, "collectives of a step by group, GB",
+               "calls", "pipeline waits")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
