@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--document", type=int, default=1000, help="tokens of a document on average")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sample")
-    parser.add_argument("--batch", type=int, default=64, help="samples that are asked for at once")
+    parser.add_argument("--batch", type=int, default=16, help="samples that are asked for at once")
     options = parser.parse_args(arguments)
     if options.encode is not None:
         measure(options.encode, options.samples, options.length, options.batch)

@@ -17,6 +17,7 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.state import STOP
 from pipeline.errors import UserError
 from pipeline.files import write_text
+from pipeline.records.rank_files import rank_files
 
 POLL_S = 0.5
 BLOCK = 1 << 16
@@ -119,7 +120,7 @@ def _files(run_folder: Path, stage: str, rank: int, start: str | None) -> list[P
         return []
     if source.is_file():
         return [source] if rank == 0 else []
-    return [path for suffix in ("out", "err") if (path := source / f"rank{rank}.{suffix}").is_file()]
+    return [path for suffix in ("out", "err") for path in rank_files(source, f"rank{rank}.{suffix}")]
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
@@ -129,7 +130,7 @@ def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
     asked = f"rank {rank} of {stage}" + (f", start {start}" if start else "")
     source = folder / start if start else folder / "latest"
     if source.is_dir():
-        ranks = sorted({int(name) for path in source.glob("rank*.*") if (name := path.stem[4:]).isdigit()})
+        ranks = sorted({int(name) for path in rank_files(source, "rank*.*") if (name := path.stem[4:]).isdigit()})
         return (f"There is no log of {asked}: {source.resolve()} holds "
                 f"{'the ranks ' + ', '.join(map(str, ranks)) if ranks else 'no log yet'}.")
     if starts:

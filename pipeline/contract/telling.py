@@ -12,6 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -69,10 +70,11 @@ class Channel:
         """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
         if self._said or (status and not self._agent and "SLURM_STEP_ID" in os.environ):
             return  # srun ends the others of a step in which one failed
-        self._send({"end": status})
-        until = time.monotonic() + LISTEN_S
-        while not self._agent and self.store.add(f"{self._key}/heard", 0) < self.world - 1 and time.monotonic() < until:
-            time.sleep(FIRST_LOOK_S)
+        with suppress(RuntimeError):  # where nobody can be reached, why this rank ends counts more
+            self._send({"end": status})
+            until = time.monotonic() + LISTEN_S
+            while not self._agent and self._heard() < self.world - 1 and time.monotonic() < until:
+                time.sleep(FIRST_LOOK_S)
 
     def listen(self, name: str) -> Work | Ended:
         """What rank 0 says; for the others.
@@ -94,6 +96,10 @@ class Channel:
             load_plugins(plugins, Path(), "what rank 0 told")
         run = ToldRun(Config.model_validate(said["config"]), said["inputs"])
         return Work(run, name, said["fingerprint"], said["drift"])
+
+    def _heard(self) -> int:
+        """How many of the others know that rank 0 ends."""
+        return int(self.store.add(f"{self._key}/heard", 0))
 
     def _send(self, what: Mapping[str, Any]) -> None:
         self._said = True

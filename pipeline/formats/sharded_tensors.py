@@ -119,22 +119,31 @@ def _key(name: str, offset: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offset))}"
 
 
+def read_index(folder: Path) -> bytes:
+    """The content of a checkpoint's index; nothing where it cannot be read, which a reader then tells."""
+    try:
+        return (folder / INDEX).read_bytes()
+    except OSError:
+        return b""
+
+
 class CheckpointReader:
     """Reads rectangles of the tensors of a checkpoint's folder, from whatever pieces they lie in.
 
-    Close it, or use it in a `with`. One thread at a time. `mend` says what helps against damage.
+    Close it, or use it in a `with`. One thread at a time. `mend` says what helps against damage. `index`: what
+    `read_index` gave somebody who read it for all.
 
     Raises:
         UserError: the index or a part is missing, torn or too short: now, or when something of it is read.
         KeyError: a tensor that the checkpoint does not have.
     """
 
-    def __init__(self, folder: Path, mend: str = "Run the train stage again: it continues from the newest sound one."
-                 ) -> None:
+    def __init__(self, folder: Path, mend: str = "Run the train stage again: it continues from the newest sound one.",
+                 index: bytes | None = None) -> None:
         self.folder, self._mend = folder, mend
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
-            content = json.loads((folder / INDEX).read_bytes())
+            content = json.loads((folder / INDEX).read_bytes() if index is None else index)
             self._files: list[str] = content["files"]
             self._tensors: dict[str, dict[str, Any]] = content["tensors"]
             version = content["version"]

@@ -4,7 +4,8 @@
                                          /rank<R>.stacks   all its threads
                                          /rank<R>.flight.* its last collectives, as torch's flight recorder has them
 
-Of the last two only the first `IN_FULL` ranks write any: thousands of ranks write into one folder at once.
+Of the last two only the first `IN_FULL` ranks write any. Many ranks write into a folder for each node, `node<N>/`, in
+that of the start (`pipeline.records.rank_files`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from pipeline.console import spelled
 from pipeline.files import read_json, write_json
+from pipeline.records.rank_files import rank_files
 
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""
@@ -83,13 +85,13 @@ def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
 
 def count_records(folder: Path) -> int:
     """How many ranks have written where they are."""
-    return sum(path.stem[4:].isdigit() for path in folder.glob("rank*.json"))
+    return sum(path.stem[4:].isdigit() for path in rank_files(folder, "rank*.json"))
 
 
 def read_hang(folder: Path) -> list[HungRank]:
     """What the ranks of one start wrote, in their order; a torn file counts as none."""
     found = []
-    for path in folder.glob("rank*.json"):
+    for path in rank_files(folder, "rank*.json"):
         try:
             record = read_json(path)
             found.append(HungRank(**{**record, "stack": tuple(record["stack"])}))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import UserError
-from pipeline.formats.sharded_tensors import CheckpointReader
+from pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress, read_marker
 from pipeline.training.engines.engine import Engine
@@ -44,7 +44,7 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
 
 def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
     """Weights, optimizer state and generators from a checkpoint that any engine on any number of ranks has written."""
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path, index=ranks.first(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
         generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
         for device in {"cpu", ranks.device.type}:

@@ -24,6 +24,7 @@ from pipeline.console import duration
 from pipeline.contract.stage_work import Work
 from pipeline.files import write_note
 from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
+from pipeline.records.rank_files import own_folder
 from pipeline.training.rank_agreement import node_name
 
 SLOWEST = 10
@@ -32,8 +33,9 @@ TOGETHER_S = 30.0
 """For the other ranks to write too, because a launcher ends them all once one has ended."""
 REST_S = 2.0
 """After that, for what ranks write beside their records."""
-LISTING = 64
-"""Every so manyth rank looks whether all have written, and leaves `COMPLETE` in the folder if so."""
+LISTING, LOOKERS = 64, 16
+"""Every so manyth rank looks whether all have written, and leaves `COMPLETE` in the folder if so; of very many ranks
+about so many do."""
 WRITING_S = 20.0
 """Longest time for writing: the file system may be what hangs."""
 
@@ -135,7 +137,7 @@ class Watchdog:
     def _wait_for_the_others(self) -> None:
         until, complete = time.monotonic() + TOGETHER_S, self.folder / COMPLETE
         while time.monotonic() < until and not complete.is_file():
-            if self.rank % LISTING == 0 and count_records(self.folder) >= self._ranks:
+            if self.rank % max(LISTING, self._ranks // LOOKERS) == 0 and count_records(self.folder) >= self._ranks:
                 complete.touch()
             else:
                 time.sleep(1)
@@ -145,16 +147,16 @@ class Watchdog:
         print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "
               f"step {self.step}. Where it was is in {self.folder}; it ends now (status {HUNG_STATUS}).",
               file=sys.stderr, flush=True)
-        name = f"rank{self.rank}"
-        write_note(self.folder / f"{name}.json", {
+        name, place = f"rank{self.rank}", own_folder(self.folder, self._ranks)
+        write_note(place / f"{name}.json", {
             "rank": self.rank, "node": node_name(), "step": self.step, "silent_s": round(silent, 3),
             "at": round(time.time(), 3), "stack": main_stack()})
         if self.rank >= IN_FULL:
             return
-        with open(self.folder / f"{name}.stacks", "w", encoding="utf-8") as file:
+        with open(place / f"{name}.stacks", "w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         for kind, content in flight_records().items():
-            (self.folder / f"{name}.flight.{kind}").write_bytes(content)
+            (place / f"{name}.flight.{kind}").write_bytes(content)
 
 
 def main_stack() -> list[str]:

@@ -3,7 +3,8 @@
     srun ... python -m launch.slurm.job.rank -- python -m launch.slurm.job.node_trial FOLDER RUN_FOLDER SECONDS
 
 One task per rank, as training will have them. The first task of a node looks at the node; all measure. Each writes
-`FOLDER/rank-<r>.json` twice: before it meets the others, and at the end. `launch.slurm.job.preflight` judges.
+`FOLDER/rank-<r>.json` (of many ranks `FOLDER/node<n>/rank-<r>.json`) twice: before it meets the others, and at the end.
+`launch.slurm.job.preflight` judges.
 
 For tests, DROVER_PREFLIGHT_FAULT="n3:disk" makes a node fail: disk, shm, gpu (its own), space, folder (of the run
 folder), clock, slow, link (late in every exchange), network (stays away from the others), silent (writes nothing).
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 from launch.slurm.job.rank import visible_gpus
 from pipeline.files import write_note
+from pipeline.records.rank_files import own_folder
 
 SMI_S = 15.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded; a node whose driver does not
@@ -170,7 +172,7 @@ def try_node(folder: Path, run_folder: Path, limit_s: float) -> None:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
         if fault in ("disk", SPACE, FOLDER, SHARED_MEMORY, GPU):
             report.problems.append(Problem(fault, f"made to fail: {fault}"))
-    path = folder / f"rank-{rank}.json"
+    path = own_folder(folder, int(os.environ["WORLD_SIZE"])) / f"rank-{rank}.json"
     write_note(path, asdict(report))
     if fault == "network":
         time.sleep(limit_s)

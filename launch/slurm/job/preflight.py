@@ -8,7 +8,6 @@ that they share, and so has what they see in the shared run folder.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from launch.slurm.job.srun import run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import few, named
 from pipeline.files import read_json
+from pipeline.records.rank_files import rank_files
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time for the trial where `launch.preflight_s` says nothing: all ranks import from one file system at once."""
@@ -238,10 +238,9 @@ class Arrivals:
         now = time.monotonic()
         if now < self._next:
             return
-        with os.scandir(self._folder) as entries:
-            found = {entry.name: entry for entry in entries if entry.name.startswith("rank-")}
-        ranks = {int(name[5:-5]) for name in found if name.endswith(".json")}
-        newest = max((_written_ns(entry) for name, entry in found.items() if name.endswith(".json")), default=0)
+        found = list(rank_files(self._folder, "rank-*.json"))
+        ranks = {int(path.stem[5:]) for path in found}
+        newest = max(map(_written_ns, found), default=0)
         if ranks != self._ranks or newest > self._newest:
             self._ranks, self._newest, self._last = ranks, newest, now
         self._next = now + 1 + len(ranks) / 1000
@@ -264,9 +263,9 @@ class Arrivals:
             and self.quiet_s >= 2 * max(QUIET_S, self.lasted_s)
 
 
-def _written_ns(entry: os.DirEntry[str]) -> int:
+def _written_ns(path: Path) -> int:
     try:
-        return entry.stat().st_mtime_ns
+        return path.stat().st_mtime_ns
     except OSError:
         return 0
 
@@ -274,7 +273,7 @@ def _written_ns(entry: os.DirEntry[str]) -> int:
 def read_reports(folder: Path) -> list[Report]:
     """What the ranks wrote so far."""
     found = []
-    for path in sorted(folder.glob("rank-*.json")):
+    for path in sorted(rank_files(folder, "rank-*.json")):
         try:
             record = read_json(path)
             found.append(Report(**{**record, "problems": [Problem(*problem) for problem in record["problems"]]}))

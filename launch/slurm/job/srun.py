@@ -16,6 +16,7 @@ from pathlib import Path
 from launch.processes import end_with_parent, kill_tree
 from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
+from pipeline.records.rank_files import FLAT, node_folders, rank_files
 
 POLL_S = 0.25
 WAIT_S = 30
@@ -120,12 +121,15 @@ class StepEnd:
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
-    """srun's command line for one task per rank; each rank's output in a file of its own in `folder`.
+    """srun's command line for one task per rank; each rank's output in a file of its own in `folder`, of many ranks in
+    a folder for each node, which is made here: Slurm makes none.
 
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
-    place = str(folder).replace("%", "%%")
+    for made in node_folders(folder, spec.ranks, spec.nodes):
+        made.mkdir(parents=True, exist_ok=True)
+    place = str(folder).replace("%", "%%") + ("/node%n" if spec.ranks > FLAT else "")
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--unbuffered",
@@ -145,7 +149,7 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
             status = process.poll()
             said.take(reader.read())
             broken = broken or (time.monotonic() if _ENDED.search(said.text) else 0.0)
-            made = made or any(folder.glob("rank*.err"))
+            made = made or any(folder.glob("rank*.err")) or any(folder.glob("node*0/rank*.err"))  # of every tenth node
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
             if status is None and (not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S)):
                 # srun answers SIGTERM by killing its tasks at once.
@@ -187,7 +191,8 @@ def last_lines(path: Path, count: int = 25, size: int = 20_000) -> list[str]:
 def last_words(folder: Path, end: StepEnd, count: int) -> list[str]:
     """The last lines of the first failing rank's errors."""
     rank = end.first.first_task if end.first else 0
-    return [f"rank {rank}: {line}" for line in last_lines(folder / f"rank{rank}.err", count)]
+    return [f"rank {rank}: {line}" for path in rank_files(folder, f"rank{rank}.err")
+            for line in last_lines(path, count)]
 
 
 class _Lines:

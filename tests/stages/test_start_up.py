@@ -1,0 +1,154 @@
+"""What the ranks of a training ask the file system for when they start: rank 0 reads the run, and tells the others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+
+import pytest
+
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.telling import Channel, Ended, asked
+from pipeline.data.shard_table import ShardTable
+from pipeline.errors import UserError
+from pipeline.training.rank_agreement import Member, RankAgreement, with_code
+from pipeline.training.training_data import SHOWN, refuse_cut_shards
+from tests.conftest import run_stage
+
+WATCHING = '''
+import os, sys
+place = os.environ["WATCH_FOLDER"] + f"/rank{os.environ.get('RANK', '0')}"
+def note(kind, path):
+    if isinstance(path, (str, bytes, os.PathLike)) and "/runs/" in os.fsdecode(path):
+        with_own = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(with_own, f"{kind} {os.fsdecode(path)}\\n".encode())
+        os.close(with_own)
+def hook(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove") and arguments:
+        note(event, arguments[0])
+def counting(name):
+    plain = getattr(os, name)
+    def call(path, *rest, **more):
+        note(name, path)
+        return plain(path, *rest, **more)
+    setattr(os, name, call)
+sys.addaudithook(hook)
+for name in ("stat", "lstat", "access"):
+    counting(name)
+'''
+"""A plugin that every rank imports: it writes down what the rank touches of runs."""
+
+
+def touched(folder, rank):
+    """What a rank did, as (kind, path inside of the run), until its first save."""
+    path = folder / f"rank{rank}"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = [line.partition(" ")[::2] for line in lines]
+    first_save = next((number for number, (_, path) in enumerate(found) if "step-" in path), len(found))
+    return [(kind, path.partition("/runs/")[2].partition("/")[2]) for kind, path in found[:first_save]]
+
+
+def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encoded):
+    plugin = tmp_path / "watching_files.py"
+    plugin.write_text(WATCHING)
+    run_stage("train", fresh, f"plugins=[{plugin}]", "train.steps=4", "train.batch_tokens=1536", ranks=3,
+              WATCH_FOLDER=str(tmp_path), LOCAL_WORLD_SIZE="3")
+    shards = {f"encode/{record['path']}" for record in read_manifest(encoded.parent / "runs/mini/encode").outputs}
+    looked: Counter[str] = Counter()
+    for rank in range(3):
+        mine = touched(tmp_path, rank)
+        sizes = [path for kind, path in mine if kind == "stat" and path in shards]
+        looked.update(sizes)
+        assert len(sizes) <= len(shards) // 3 + 1
+        if rank:
+            assert {path for _, path in mine} <= shards  # and nothing else of any run
+    assert set(looked) == shards and set(looked.values()) == {1}
+    manifests = Counter(path for kind, path in touched(tmp_path, 0) if path.endswith("encode/manifest.json"))
+    assert manifests, "rank 0 is watched as well"
+
+
+def test_a_finished_stage_is_left_alone_by_every_rank(tmp_path, fresh):
+    run_stage("train", fresh, "train.steps=4", ranks=2)
+    before = (fresh.parent / "runs/mini/train/manifest.json").read_bytes()
+    said = run_stage("train", fresh, "train.steps=4", ranks=2)
+    assert said.stdout.count("up to date") == 1
+    refused = run_stage("train", fresh, "train.steps=4", "train.lr=0.5", ranks=2, expect=2)
+    assert refused.stderr.count("neither served nor overwritten") == 1
+    assert (fresh.parent / "runs/mini/train/manifest.json").read_bytes() == before
+
+
+def channels(monkeypatch, world=3):
+    """A channel of each rank, in one process; rank 0's has the store."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    found = []
+    for rank in range(world):
+        for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        found.append(Channel.of("train"))
+    return found
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeypatch, status):
+    first, *others = channels(monkeypatch)
+    ending = threading.Thread(target=first.end, args=(status,))
+    ending.start()
+    assert others[0].listen("train") == Ended(status)
+    ending.join(0.5)
+    assert ending.is_alive()  # one has not heard it
+    assert others[1].listen("train") == Ended(status)
+    ending.join(10)
+    assert not ending.is_alive()
+
+
+def test_who_is_alone_or_reads_for_itself_needs_no_channel(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Channel.of("train") is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Channel.of("train") is not None and Channel.of("evaluate") is None
+
+
+def test_command_lines_that_differ_are_told_apart():
+    assert asked({"config": "a", "overrides": ["x=1"]}) == asked({"overrides": ["x=1"], "config": "a"})
+    assert asked({"config": "a", "overrides": ["x=1"]}) != asked({"config": "a", "overrides": ["x=2"]})
+
+
+def test_the_first_rank_of_a_node_hashes_the_code_for_those_in_the_same_folder():
+    def member(node, code, folder="/a"):
+        return Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="",
+                      world=None, folder=folder)
+    alike = with_code([member("n0", "x"), member("n0", ""), member("n1", "x"), member("n1", "")])
+    assert [found.code for found in alike] == ["x"] * 4 and not RankAgreement(alike).problem()
+    other = RankAgreement(with_code([member("n0", "x"), member("n0", ""), member("n1", "y"), member("n1", "")]))
+    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in other.problem()
+    elsewhere = RankAgreement(with_code([member("n0", "x"), member("n0", "", "/b")]))
+    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in elsewhere.problem()
+
+
+class Alone:
+    """As many ranks as there are parts, of which this one hears the others' answers."""
+
+    def __init__(self, rank, parts):
+        self.rank, self.world, self._parts = rank, len(parts), parts
+
+    def gather(self, value):
+        return [*self._parts[:self.rank], value, *self._parts[self.rank + 1:]]
+
+
+def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
+    manifest = read_manifest(encoded.parent / "runs/mini/encode")
+    table = ShardTable.of(manifest.outputs)
+    with pytest.raises(UserError, match=rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again") as told:
+        refuse_cut_shards(tmp_path, table, Alone(0, [[]] * len(table)))
+    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=f"{len(table):,} of {len(table):,} token shards are damaged"):
+        refuse_cut_shards(tmp_path, table, Alone(0, [[]]))
+    others = [[f"shard {number} is cut" for number in range(SHOWN + 2)]]
+    with pytest.raises(UserError, match=rf"^{SHOWN + 2} of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$"):
+        refuse_cut_shards(encoded.parent / "runs/mini/encode", table, Alone(0, [[], *others]))
+    refuse_cut_shards(encoded.parent / "runs/mini/encode", table, Alone(0, [[]]))
