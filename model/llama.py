@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -236,11 +237,14 @@ truncated normal draws other numbers in other versions."""
 BLOCK_VALUES = 2**20
 """Initial values that share a generator: a rank draws only the blocks of rows that it holds."""
 
+CHUNK_VALUES = 2**14
+"""So many are made at once: they stay in a cache, and are too few for torch to start threads of its own for them."""
+
 
 def initial_value(
-    name: str, shape: Sequence[int], config: ModelConfig, seed: int, rows: range | None = None
+    name: str, shape: Sequence[int], config: ModelConfig, seed: int, rows: range | None = None, workers: int = 1
 ) -> Tensor:
-    """The parameter's first value, or only some of its rows: float32, on the CPU.
+    """The parameter's first value, or only some of its rows: float32, on the CPU. workers: threads that draw.
 
     It depends on nothing but the arguments: each block of rows has a generator seeded by the SHA-256 of seed,
     name and block number, so neither ranks, order nor sharding matter. Meta has not published its scheme; this
@@ -269,14 +273,26 @@ def initial_value(
         case _:
             raise ValueError(f"There is no parameter {name!r} in a Llama.")
     height = max(1, BLOCK_VALUES // math.prod(shape[1:]))  # rows of a block
-    for start in range(rows.start // height * height, rows.stop, height):
-        stop = min(start + height, shape[0])
-        block = torch.empty(stop - start, *shape[1:], dtype=torch.float32, device="cpu")
+
+    def draw(start: int) -> None:
+        """The rows of the block that begins with row `start`: those before the wanted ones only pass by."""
+        first, last = max(start, rows.start), min(start + height, rows.stop)
         digest = hashlib.sha256(f"{seed} {name} {start // height}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-        block.uniform_(-CUT, CUT, generator=generator).erfinv_().mul_(deviation * math.sqrt(2))
-        first, last = max(start, rows.start), min(stop, rows.stop)
-        value[first - rows.start : last - rows.start] = block[first - start : last - start]
+        skipped = (first - start) * math.prod(shape[1:])
+        scratch = torch.empty(min(skipped, CHUNK_VALUES), dtype=torch.float32, device="cpu")
+        for done in range(0, skipped, CHUNK_VALUES):
+            scratch[: skipped - done].uniform_(-CUT, CUT, generator=generator)
+        for part in value[first - rows.start : last - rows.start].view(-1).split(CHUNK_VALUES):
+            part.uniform_(-CUT, CUT, generator=generator).erfinv_().mul_(deviation * math.sqrt(2))
+
+    starts = range(rows.start // height * height, rows.stop, height) if len(rows) else range(0)
+    if workers == 1 or len(starts) < 2:
+        for start in starts:
+            draw(start)
+    else:
+        with ThreadPoolExecutor(min(workers, len(starts))) as pool:
+            list(pool.map(draw, starts))
     return value
 
 

@@ -32,17 +32,19 @@ _numbers = itertools.count()
 class HostChannel:
     """Every method is called on all ranks alike, and in the same order. For one thread.
 
+    store: that all ranks have; by default the one in which they found each other.
+
     Raises:
         DistError: a rank was not heard for as long as `ranks.patience`, or the store is gone. Nothing more comes
             through the channel then.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, store: Any = None) -> None:
         self.ranks, self._done, self._said = ranks, 0, list[str]()
         if ranks.world > 1:
             # A connection of its own: who waits for an answer keeps the others of a connection from asking.
-            store: Any = _get_default_store()
-            self._store: Any = dist.PrefixStore(f"drover/hosts{next(_numbers)}", store.clone())
+            found: Any = store or _get_default_store()
+            self._store: Any = dist.PrefixStore(f"drover/hosts{next(_numbers)}", found.clone())
             self._store.set_timeout(ranks.patience)
 
     def same(self, value: T) -> T:

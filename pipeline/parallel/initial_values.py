@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from model.config import ModelConfig
@@ -14,9 +15,14 @@ InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Ten
 
 
 def drawn(config: ModelConfig, seed: int) -> InitialValues:
-    """`model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same."""
+    """`model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same.
+
+    With as many threads as torch may use on this rank (OMP_NUM_THREADS, which launches set to its share of the cores).
+    """
+    workers = torch.get_num_threads()
+
     def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]))
+        value = initial_value(name, shape, config, seed, range(offset[0], offset[0] + size[0]), workers)
         for dimension in range(1, value.dim()):
             value = value.narrow(dimension, offset[dimension], size[dimension])
         return value

@@ -1,5 +1,7 @@
 """Initial weights: a pure function of name and seed, with the documented spread."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -71,6 +73,24 @@ def test_rows_are_those_of_the_whole(monkeypatch):
     assert whole.unique().numel() > 180, "blocks must differ from each other"
     for start, stop in ((0, 23), (0, 5), (3, 4), (4, 11), (20, 23), (23, 23)):
         assert torch.equal(initial_value("output.weight", (23, 8), CONFIG, 3, range(start, stop)), whole[start:stop])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("chunk", [7, 16, 2**14])
+def test_bits_are_those_of_one_draw_for_each_block(monkeypatch, workers, chunk):
+    """As it was spelt out first: a block is drawn whole, and the wanted rows are cut from it."""
+    monkeypatch.setattr(llama, "BLOCK_VALUES", 40)
+    monkeypatch.setattr(llama, "CHUNK_VALUES", chunk)
+    blocks = []
+    for number in range(5):
+        digest = hashlib.sha256(f"3 layers.1.attention.wo.weight {number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        values = torch.empty(min(5, 23 - 5 * number), 8).uniform_(-llama.CUT, llama.CUT, generator=generator)
+        blocks.append(values.erfinv_().mul_(0.02 / 4 * 2**0.5))
+    whole = torch.cat(blocks)
+    for start, stop in ((0, 23), (2, 21), (6, 8), (11, 11), (22, 23)):
+        found = initial_value("layers.1.attention.wo.weight", (23, 8), CONFIG, 3, range(start, stop), workers)
+        assert torch.equal(found, whole[start:stop])
 
 
 def test_tied_output_is_the_embedding():

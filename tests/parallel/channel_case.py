@@ -1,13 +1,16 @@
 """What each rank does in the tests of the hosts' channel."""
 
 import os
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from pipeline.errors import UserError
 from pipeline.parallel import host_channel
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
@@ -54,6 +57,66 @@ def never_heard(ranks):
     return {"said": said}
 
 
+@contextmanager
+def counted():
+    """The names of torch's collectives that are called over all ranks; FSDP2's are of groups of the mesh."""
+    called = []
+
+    def calling(name, collective):
+        def call(*given, **named):
+            if named.get("group") is None or name == "new_group":
+                called.append(name)
+            return collective(*given, **named)
+        return call
+    names = ("all_reduce", "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "new_group",
+             "broadcast", "all_gather", "gather", "send", "recv")
+    with mock.patch.multiple(dist, **{name: calling(name, getattr(dist, name)) for name in names}):
+        yield called
+
+
+def collectives_of_a_step(ranks, parallel, folder):
+    """What a step calls over all ranks, after the first of an attempt: by part of the loop."""
+    from pipeline.config.parallel import ParallelConfig
+    from pipeline.config.training import TrainConfig
+    from pipeline.config.tree import Config
+    from pipeline.data.loader import pack
+    from pipeline.parallel.grid import Grid
+    from pipeline.parallel.initial_values import drawn
+    from pipeline.training.engines.build import build_engine
+    from pipeline.training.guard_runner import GuardRunner
+    from pipeline.training.guards import StepLimits
+    from pipeline.training.precision import DTYPES
+    from pipeline.training.session import Session
+    from pipeline.training.stop_request import StopRequest
+    from tests.parallel.train_steps import model_of, windows
+    session, found = Session.__new__(Session), {}
+    session.config = config = Config(model=model_of(), parallel=ParallelConfig(**parallel),
+                                     train=TrainConfig(precision="fp32", compile=False))
+    session.ranks, session.grid = ranks, Grid(ranks, config.parallel)
+    session.saver = SimpleNamespace(failed=False, last_save=0.0, settle=lambda: None)
+    session.tokens = SimpleNamespace(votes=lambda: (0.0, 1.0), judge=lambda *given: None)
+    session.stop = StopRequest(ranks, Path(folder), None, 0.0)
+    engine = build_engine(config, config.model, session.grid, DTYPES["fp32"], 2, drawn(config.model, 0))
+    guards = GuardRunner.__new__(GuardRunner)
+    guards.ranks, guards._names, guards._last_equal = ranks, [str(rank) for rank in range(ranks.world)], 0
+    for step in range(3):
+        batch = pack(windows(step)[:4])
+        with counted() as found["agree"]:
+            agreed = session.agree(batch)
+        with counted() as found["step"]:
+            engine.step(batch.split(2), 2, agreed.targets, 1e-3, StepLimits())
+        with counted() as found["replicas"]:
+            guards.compare_replicas(engine, step)
+    with torch.no_grad():  # on one rank: then they tell what they hold
+        weight = next(engine.replicated_weights()).tensor
+        weight.view(-1)[0] += float(ranks.leads)
+    try:
+        guards.compare_replicas(engine, 3)
+    except UserError as error:
+        found["differ"] = str(error)
+    return found
+
+
 def collectives_of_a_save(ranks, folder):
     """Which of torch's collectives the ranks call while a checkpoint is saved."""
     from pipeline.config.training import CheckpointConfig
@@ -61,17 +124,8 @@ def collectives_of_a_save(ranks, folder):
     from pipeline.records.checkpoints import TrainingProgress
     from pipeline.training.async_saver import AsyncSaver
     from pipeline.training.checkpoint import Checkpoints
-    called = []
-    names = ("all_reduce", "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "new_group",
-             "broadcast", "all_gather", "gather", "send", "recv")
-
-    def counted(name, collective):
-        def call(*given, **named):
-            called.append(name)
-            return collective(*given, **named)
-        return call
     checkpoints = Checkpoints(Path(folder), ranks, lambda text: None)
-    with mock.patch.multiple(dist, **{name: counted(name, getattr(dist, name)) for name in names}):
+    with counted() as called:
         saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(), {}, lambda text: None)
         mine = TensorShard(torch.full((2, 3), float(ranks.rank)), (2 * ranks.rank, 0), (2 * ranks.world, 3))
         saver.save({"model.w": [mine]}, TrainingProgress(step=1))

@@ -35,6 +35,15 @@ def test_a_save_calls_no_collective_and_writes_a_file_for_each_rank(tmp_path):
     assert found["files"] == ["COMPLETE.json", "index.json", *(f"rank-{rank:05}.safetensors" for rank in range(5))]
 
 
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_replicate": 2, "tp": 2}])
+def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(parallel, tmp_path):
+    """And comparing replicas has one, however many weights and ranks there are, until they differ."""
+    found = run_case(4, "steps", {"body": "tests.parallel.channel_case:collectives_of_a_step", "parallel": parallel,
+                                  "folder": str(tmp_path)})
+    assert found["agree"] == found["step"] == found["replicas"] == ["all_reduce"]
+    assert "tok_embeddings.weight: " in found["differ"] and "since step 2" in found["differ"]
+
+
 def test_one_rank_alone_needs_no_store():
     channel = HostChannel(Ranks(0, 1, torch.device("cpu")))
     assert channel.same("x") == "x" and channel.joined(3, lambda values: sum(values) + len(values)) == 4

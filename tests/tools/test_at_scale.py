@@ -52,3 +52,14 @@ def test_the_index_of_many_ranks_is_put_together_and_read(layout, capsys):
     counts = re.search(r"in ([\d,]+) pieces are ([\d,]+) runs", said).groups()
     pieces, runs = (int(count.replace(",", "")) for count in counts)
     assert runs < pieces / 4 and "rank 36, which goes on" in said
+
+
+def test_what_a_rank_draws_is_drawn(capsys):
+    assert main(["draw", "--model", "ladder_15m", "--ranks", "4", "--tensor", "2"]) == 0
+    assert re.search(r"rank 2 draws [\d,]{9,} values in", capsys.readouterr().out)
+
+
+def test_the_channel_opens_one_socket_where_a_group_opens_one_for_each_rank(capsys):
+    assert main(["channel", "--ranks", "6"]) == 0
+    group, channel = (int(count) for count in re.findall(r"(\d+) sockets a rank", capsys.readouterr().out))
+    assert channel == 1 < 5 <= group

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from pipeline.training import replicas
+from pipeline.training.engines.engine import LocalWeights
 from pipeline.training.fault_injection import flip_bit
-from pipeline.training.replicas import compare, explain, fingerprint
+from pipeline.training.replicas import addends, balanced, compare, explain, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -70,3 +71,39 @@ def test_no_majority_names_nobody_and_two_odd_ones_are_both_named():
 def test_the_explanation_says_since_when_and_what_to_do():
     text = explain([f"w{number}: x" for number in range(5)], step=400, last_equal=200)
     assert "in step 400" in text and "since step 200" in text and "(and 2 more)" in text and "w3" not in text
+
+
+def sums_of(ranks):
+    """Over ranks, each a list of (name, place, copy, copies, fingerprint)."""
+    told = [addends((LocalWeights(name, place, torch.empty(0), copy, copies), value)
+                    for name, place, copy, copies, value in held) for held in ranks]
+    assert all(0 <= limb < 2**16 for limbs in told for limb in limbs)
+    return [float(sum(limbs)) for limbs in zip(*told, strict=True)]
+
+
+def three_copies(shards=2):
+    """Two weights in shards, each in three copies, and one that all six ranks hold."""
+    return [[*((name, (shard,), copy, 3, 1000 * shard - number) for number, name in enumerate("ab")),
+             ("norm", (0,), 2 * copy + shard, 6, -(2**63))] for copy in range(3) for shard in range(shards)]
+
+
+def test_equal_copies_balance_and_any_other_does_not():
+    assert balanced(sums_of(three_copies())) and balanced([0.0] * 4)
+    for rank in range(6):
+        for weight in range(3):
+            for change in (1, -1, 2**63, 2**32, -(2**63)):
+                wrong = three_copies()
+                name, place, copy, copies, value = wrong[rank][weight]
+                wrong[rank][weight] = (name, place, copy, copies, value + change)
+                assert not balanced(sums_of(wrong)), (rank, weight, change)
+
+
+def test_changes_that_cancel_elsewhere_or_change_places_do_not_balance():
+    wrong = three_copies()
+    for rank, change in ((0, 5), (2, -5)):
+        name, place, copy, copies, value = wrong[rank][0]
+        wrong[rank][0] = (name, place, copy, copies, value + change)
+    assert not balanced(sums_of(wrong))
+    wrong = three_copies()
+    wrong[0][0], wrong[0][1] = (*wrong[0][0][:4], wrong[0][1][4]), (*wrong[0][1][:4], wrong[0][0][4])
+    assert not balanced(sums_of(wrong))

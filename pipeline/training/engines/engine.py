@@ -41,11 +41,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LocalWeights:
-    """What this rank holds of a parameter, for comparing replicas: ranks with equal `place` must hold equal bits."""
+    """What this rank holds of a parameter, for comparing replicas: ranks with equal `place` must hold equal bits, and
+    number themselves: this one is `copy` of `copies`."""
 
     name: str
     place: tuple[int, ...]
     tensor: Tensor
+    copy: int
+    copies: int
 
 
 class Engine(ABC):

@@ -125,8 +125,8 @@ class FsdpEngine(Engine):
     def replicated_weights(self) -> Iterator[LocalWeights]:
         """See Engine."""
         for name, parameter in self.model.named_parameters():
-            if self.parts[name].copies > 1:
-                yield LocalWeights(name, self.parts[name].offset, own(parameter.detach()))
+            if (part := self.parts[name]).copies > 1:
+                yield LocalWeights(name, part.offset, own(parameter.detach()), part.copy, part.copies)
 
     def free_unsharded(self) -> None:
         """See Engine."""

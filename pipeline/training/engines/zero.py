@@ -185,7 +185,7 @@ class ZeroEngine(Engine):
         """See Engine. Stage 3 has copies of nothing."""
         for name, parameter in self.names.items():
             if self.stage < 3 and self.ranks.world > 1:
-                yield LocalWeights(name, (0,) * parameter.dim(), parameter.data)
+                yield LocalWeights(name, (0,) * parameter.dim(), parameter.data, self.ranks.rank, self.ranks.world)
 
     def free_unsharded(self) -> None:
         """See Engine. DeepSpeed lets go of weights by itself."""
