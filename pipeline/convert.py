@@ -82,6 +82,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, reader: CheckpointRead
     import torch
 
     from pipeline.formats.comparison import compare_config, compare_logits, compare_tensors
+    from pipeline.parallel.host_memory import return_freed_memory
 
     def read(name: str) -> torch.Tensor:
         """What is exported: rounding to bfloat16 is the user's wish, not a difference to find."""
@@ -91,6 +92,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, reader: CheckpointRead
     compared = compare_tensors(folder, config, [name.removeprefix(PREFIX) for name in reader.names(PREFIX)], read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _heldout(work)
+    return_freed_memory()
     whole = 4 * config.parameter_count <= work.config.convert.check_memory_gb * 1e9
     found = compare_logits(folder, config, read, ids, whole)
     work.say(f"transformers {'loads it' if whole else 'computes it block by block'} ({config.layers} layers): "

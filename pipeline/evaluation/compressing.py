@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -47,23 +47,25 @@ class Baselines:
     def __init__(self, ranks: Ranks, shard: tuple[Path, Manifest], wanted: dict[str, TextWanted], train_bytes: int,
                  most: int) -> None:
         self.ranks = ranks
-        self._pool: ProcessPoolExecutor | None = None
-        self._future: Future[dict[str, dict[str, float]]] | None = None
+        self._process: SpawnProcess | None = None
+        self._answer: Connection | None = None
         if ranks.leads and wanted:
-            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start,
-                                             initargs=(os.getpid(),))
-            self._future = self._pool.submit(compare, *shard, wanted, train_bytes, most)
+            spawn = get_context("spawn")
+            self._answer, theirs = spawn.Pipe(duplex=False)
+            self._process = spawn.Process(target=_answer, args=(theirs, os.getpid(), *shard, wanted, train_bytes, most))
+            self._process.start()
+            theirs.close()  # so that its end is seen here
 
     def __enter__(self) -> Baselines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if self._pool is not None:
-            if self._future is not None and not self._future.done():
-                for process in list((getattr(self._pool, "_processes", None) or {}).values()):
-                    process.terminate()
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._process is not None:
+            self._process.terminate()
+            self._process.join()
+        if self._answer is not None:
+            self._answer.close()
 
     def result(self) -> dict[str, dict[str, float]]:
         """By source, and under OVERALL where there are several: see `compare`. Every rank asks, and gets it.
@@ -71,40 +73,34 @@ class Baselines:
         Raises:
             UserError: on every rank, what went wrong with the texts.
         """
-        while not self.ranks.same(self._done()):
+        while not self.ranks.same(self._answer is None or self._answer.poll(ASKED_EVERY)):
             pass
-        outcome, problem = self.ranks.same(self._outcome())
+        outcome, problem = self.ranks.same(self._received())
         if problem is not None:
             raise UserError(problem)
         found: dict[str, dict[str, float]] = outcome
         return found
 
-    def _done(self) -> bool | None:
-        """Whether it is, after ASKED_EVERY seconds at most; None where it is not rank 0 that is asked."""
-        if self._future is None:
+    def _received(self) -> tuple[dict[str, dict[str, float]] | None, str | None] | None:
+        if self._answer is None:
             return None
         try:
-            self._future.exception(timeout=ASKED_EVERY)
-        except TimeoutError:
-            return False
-        return True
-
-    def _outcome(self) -> tuple[dict[str, dict[str, float]] | None, str | None] | None:
-        if self._future is None:
-            return None
-        try:
-            return self._future.result(), None
-        except UserError as error:
-            return None, str(error)
-        except BrokenProcessPool:
-            return None, ("The process that computes the compression baselines was killed, as the kernel does when "
-                          "memory runs out (see dmesg): xz needs up to 0.7 GB. Lower evaluate.compressed_mb; what else "
-                          "was measured is kept.")
+            found: tuple[dict[str, dict[str, float]] | None, str | None] = self._answer.recv()
+        except EOFError:
+            return None, ("The process that computes the compression baselines died, as it does when the kernel ends "
+                          "it for want of memory (see dmesg): xz needs up to 0.7 GB. Lower evaluate.compressed_mb; "
+                          "what else was measured is kept.")
+        return found
 
 
-def _start(parent: int) -> None:
+def _answer(answer: Connection, parent: int, *given: Any) -> None:
+    """The process: send what `compare` finds, or what a user is to be told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_parent(parent)
+    try:
+        answer.send((compare(*given), None))
+    except UserError as error:
+        answer.send((None, str(error)))
 
 
 def compare(folder: Path, manifest: Manifest, wanted: dict[str, TextWanted], train_bytes: int,

@@ -19,6 +19,7 @@ from pipeline.formats.base import Weights
 from pipeline.formats.huggingface import parameter_shapes
 from pipeline.formats.weights import load_model
 from pipeline.parallel.free_memory import free_memory
+from pipeline.parallel.host_memory import return_freed_memory
 from pipeline.parallel.ranks import Ranks
 
 SHARE = 0.6
@@ -73,6 +74,8 @@ def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int |
     from pipeline.parallel.forward_only import InStep, sharded
     from pipeline.parallel.grid import Grid
 
+    if ranks.device.type == "cpu":
+        return_freed_memory()
     grid = Grid(ranks, ParallelConfig(dp_shard=shards, dp_replicate=ranks.world // shards))
     model = sharded(config, lambda name, shape, offset, size: weights.read(name, offset, size), grid, dtype,
                     attention.backend)

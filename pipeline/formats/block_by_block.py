@@ -7,7 +7,6 @@ compared in all its layers, and in one reading of its weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -80,38 +79,47 @@ class StreamedPass:
 @torch.no_grad()
 def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
                       after: Callable[[str, Tensor], None]) -> tuple[Tensor, list[str]]:
-    """What transformers computes of an export in float32: its logits, and the weights that it did not find.
+    """What transformers computes of an export in float32: its logits, and the weights that it does not find.
 
     Args:
         folder: in Hugging Face's shape.
         tokens: (1, length) int64.
-        whole: have it load the model, as a user would. Else its loader only matches the names, and each part of its
-            network is given its weights when it computes, and loses them after.
+        whole: have it load the model, as a user would. Else its network is made without weights, of which the files
+            must have each under its very name and in its shape; each part is given its own when it computes, and loses
+            them after.
         after: told the output of each part, by our names: tok_embeddings, layers.0 ..., norm, output.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
     set_verbosity_error()
-    where = {} if whole else {"device_map": {"": "meta"}}
-    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **where)
-    model, report = found
-    model.eval()
-    parts = {"tok_embeddings": model.model.embed_tokens,
-             **{f"layers.{number}": layer for number, layer in enumerate(model.model.layers)},
-             "norm": model.model.norm, "output": model.lm_head}
-    absent = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if absent:
-        return torch.empty(0), absent
     if whole:
-        _watch(parts, after)
-        return model(tokens).logits.float(), []
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = found
+        if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+            return torch.empty(0), absent
+        _watch(_their_parts(model), after)
+        return model.eval()(tokens).logits.float(), []
     with HuggingFaceWeights(folder) as weights:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+        tied = "lm_head.weight" if weights.config.tied_embeddings else ""
+        if absent := [name for name, wanted in model.state_dict().items()
+                      if name != tied and weights.stored_shape(name) != tuple(wanted.shape)]:
+            return torch.empty(0), absent
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its angles are no weights
-        _stream(parts, _names(model, parts, folder), weights)
+        parts = _their_parts(model)
+        _stream(parts, model, weights)
         _watch(parts, after)
-        return model(tokens).logits.float(), []
+        return model.eval()(tokens).logits.float(), []
+
+
+def _their_parts(model: Any) -> dict[str, nn.Module]:
+    """The parts of transformers' network by our names, in their order."""
+    return {"tok_embeddings": model.model.embed_tokens,
+            **{f"layers.{number}": layer for number, layer in enumerate(model.model.layers)},
+            "norm": model.model.norm, "output": model.lm_head}
 
 
 def _watch(parts: Mapping[str, nn.Module], after: Callable[[str, Tensor], None]) -> None:
@@ -121,8 +129,13 @@ def _watch(parts: Mapping[str, nn.Module], after: Callable[[str, Tensor], None])
         part.register_forward_hook(partial(tell, name=name))
 
 
-def _stream(parts: Mapping[str, nn.Module], names: Mapping[str, str], weights: HuggingFaceWeights) -> None:
+def _stream(parts: Mapping[str, nn.Module], model: nn.Module, weights: HuggingFaceWeights) -> None:
     """Give each part its weights, from the files and by transformers' own names, while it computes."""
+    names = {id(module): name for name, module in model.named_modules()}
+    prefixes = {name: names[id(part)] for name, part in parts.items()}
+    if weights.config.tied_embeddings:
+        prefixes["output"] = prefixes["tok_embeddings"]
+
     def load(module: nn.Module, _: Any, prefix: str) -> None:
         module.load_state_dict({key: weights.stored(f"{prefix}.{key}").float() for key in module.state_dict()},
                                assign=True)
@@ -130,14 +143,5 @@ def _stream(parts: Mapping[str, nn.Module], names: Mapping[str, str], weights: H
     def drop(module: nn.Module, *_: Any) -> None:
         module.to("meta")
     for name, part in parts.items():
-        part.register_forward_pre_hook(partial(load, prefix=names[name]))
+        part.register_forward_pre_hook(partial(load, prefix=prefixes[name]))
         part.register_forward_hook(drop)
-
-
-def _names(model: nn.Module, parts: Mapping[str, nn.Module], folder: Path) -> dict[str, str]:
-    """Under which name transformers has each part; a tied output matrix is the embedding."""
-    modules = {id(module): name for name, module in model.named_modules()}
-    names = {name: modules[id(part)] for name, part in parts.items()}
-    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"):
-        names["output"] = names["tok_embeddings"]
-    return names

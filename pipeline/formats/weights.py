@@ -108,6 +108,10 @@ class HuggingFaceWeights(Weights):
         for file in self._files:
             file.close()
 
+    def stored_shape(self, theirs: str) -> tuple[int, ...] | None:
+        """The shape of the tensor that has this name in the files; None where there is none."""
+        return self._where[theirs].layouts[theirs].shape if theirs in self._where else None
+
     def stored(self, theirs: str) -> Tensor:
         """The tensor that has this name in the files, as it lies there. Raises as `read`."""
         layout = self._where[theirs].layouts[theirs]

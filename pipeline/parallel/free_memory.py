@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _OF_GROUP = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Limit and use, as the second and the first kind of control groups name them."""
 
@@ -30,7 +30,7 @@ def _of_host() -> int:
 def _of_groups() -> Iterator[int]:
     """What each control group around this process leaves."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:

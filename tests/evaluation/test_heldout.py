@@ -1,8 +1,8 @@
 """Which held-out documents are measured, who reads them, and how long anybody waits for the baselines."""
 
 import json
+import multiprocessing
 import threading
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -77,25 +77,30 @@ class OneRank:
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Function: baselines whose process is a future that the test fulfils."""
+    """Baselines whose process is the test, and the end of the pipe by which it answers."""
     monkeypatch.setattr(compressing, "ASKED_EVERY", 0.02)
-
-    def make():
-        made = Baselines(OneRank(), None, {}, 1, 1)
-        made._future = Future()
-        return made
-    return make
+    made = Baselines(OneRank(), None, {}, 1, 1)
+    made._answer, answer = multiprocessing.Pipe(duplex=False)
+    with made:
+        yield made, answer
 
 
 def test_who_waits_for_the_baselines_meets_the_others_again_and_again(begun):
-    with begun() as compared:
-        threading.Timer(0.3, compared._future.set_result, [{"s": {"gzip -9": 2.5}}]).start()
-        assert compared.result() == {"s": {"gzip -9": 2.5}}
+    compared, answer = begun
+    threading.Timer(0.3, answer.send, [({"s": {"gzip -9": 2.5}}, None)]).start()
+    assert compared.result() == {"s": {"gzip -9": 2.5}}
     assert compared.ranks.meetings > 4, "a collective that waits for all of it would be one meeting"
 
 
 def test_what_goes_wrong_beside_is_told_everywhere(begun):
-    with begun() as compared:
-        compared._future.set_exception(UserError("Document 3 was made of another text."))
-        with pytest.raises(UserError, match="Document 3 was made"):
-            compared.result()
+    compared, answer = begun
+    answer.send((None, "Document 3 was made of another text."))
+    with pytest.raises(UserError, match="Document 3 was made"):
+        compared.result()
+
+
+def test_a_process_that_was_killed_is_not_waited_for(begun):
+    compared, answer = begun
+    answer.close()
+    with pytest.raises(UserError, match="compression baselines died"):
+        compared.result()

@@ -1,0 +1,53 @@
+"""What a rank may still take: the least of what host, control groups and the process's own limits leave."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pipeline.parallel import free_memory as module
+from pipeline.parallel.free_memory import free_memory
+from tests.conftest import REPOSITORY
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    """Function: write a file of a control group; the process is in /job/step of both kinds."""
+    (tmp_path / "own").write_text("0::/job/step\n4:cpu,memory:/job/step\n")
+    monkeypatch.setattr(module, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(module, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(module, "_of_host", lambda: 1000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def write(path, content):
+        file = tmp_path / "groups" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return write
+
+
+def test_the_least_of_all_counts(groups, monkeypatch):
+    assert free_memory(CPU) == 1000
+    groups("job/step/memory.max", "max\n")
+    groups("job/step/memory.current", "5\n")
+    assert free_memory(CPU) == 1000
+    groups("job/memory.max", "700\n")  # of the job around the step
+    groups("job/memory.current", "100\n")
+    assert free_memory(CPU) == 600
+    groups("memory/job/step/memory.limit_in_bytes", "450\n")  # the first kind
+    groups("memory/job/step/memory.usage_in_bytes", "50\n")
+    assert free_memory(CPU) == 400
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(CPU) == 100
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_a_limit_of_the_process_counts(kind):
+    code = ("import resource, torch; from pipeline.parallel.free_memory import free_memory; "
+            f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(free_memory(torch.device('cpu')))")
+    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert 0 < int(told.stdout) < 8 * 2**30

@@ -1,0 +1,37 @@
+"""A stage in a process that may take only so much memory beyond what it imports:
+
+    python -m tests.stages.limited evaluate 100 --config run.yaml ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+from pathlib import Path
+
+IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llama", "pipeline.formats.comparison"],
+            "evaluate": ["pipeline.evaluation.placing", "pipeline.parallel.forward_only", "model.generate",
+                         "pipeline.training.rank_agreement"]}
+
+
+def main() -> int:
+    stage, megabytes, *options = sys.argv[1:]
+    for name in ("torch", "pipeline.contract.entry", *IMPORTED[stage]):
+        importlib.import_module(name)
+    from pipeline.contract.entry import stage_main
+    body = getattr(importlib.import_module(f"pipeline.{stage}"), stage)
+    used = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmData:"))
+    most = used + int(float(megabytes) * 1e6)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    return stage_main(stage, body, options)
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    ended = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)
