@@ -74,10 +74,10 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
 
 
 def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
-    """Whether the settings can be had on so many ranks."""
+    """Whether the settings can be had on so many ranks, whatever else is wrong."""
     try:
         other = changed(config, settings)
-        return not problems(other) and not rank_problems(other, ranks)
+        return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
     except (UnknownSettingError, ValueError):
         return False
 

@@ -127,3 +127,15 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
                                                   zip(row[1:], widths[1:], strict=True))]).rstrip()
             for row in (heading, *rows)]
+
+
+def brief(found: Sequence[Rehearsal]) -> list[str]:
+    """A few lines for a plan: the fullest rank's memory, how much ranks tell each other, and what is slow."""
+    most = fullest(found)
+    kinds = sorted(((size, kind) for kind, size in most.peak.kinds.items() if size >= 5e7), reverse=True)
+    return [f"{gigabytes(most.peak.bytes)} GB on rank {most.rank:,} at its peak: "
+            f"{', '.join(f'{kind} {gigabytes(size)}' for size, kind in kinds) or 'little of all'}",
+            f"{sum(most.traffic.calls.values()):,} collectives a step, "
+            f"{gigabytes(sum(most.traffic.bytes.values()))} GB",
+            *(f"warning: the host waits for the GPU at {place}" for one in found[:1] for place in one.waits),
+            *(f"warning: a mask of all pairs of tokens is made at {place}" for one in found[:1] for place in one.masks)]

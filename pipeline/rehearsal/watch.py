@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from pipeline.errors import UserError
 from pipeline.rehearsal.memory import Memory
 from pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
-HOUSE = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+HOUSE = HERE.parents[1]
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """What is memory of its own. All else (DTensor, tensors on their way) wraps these, and says so when asked first."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
@@ -73,7 +75,7 @@ class Watch(TorchDispatchMode):
             if not any(frame.f_code.co_name in ONCE for frame in frames()):
                 self.waits[place()] += 1
             if name == "_local_scalar_dense" and isinstance(arguments[0], FakeTensor):
-                return 1 if not arguments[0].dtype.is_floating_point else 1.0  # any number would do
+                return {torch.bool: False}.get(arguments[0].dtype, 1)  # nothing is wrong, and pipelines' votes agree
         for tensor in tensors(arguments):
             self._look_at(tensor)
         try:
@@ -140,7 +142,7 @@ def place() -> str:
     """The innermost line of ours, outside of this package, as "file:line (function)"."""
     for frame in frames():
         file = Path(frame.f_code.co_filename)
-        if HOUSE in file.parents and "rehearsal" not in file.parts and ".venv" not in file.parts:
+        if HOUSE in file.parents and file.parent != HERE and "site-packages" not in file.parts:
             return f"{file.relative_to(HOUSE)}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "outside of Drover"
 

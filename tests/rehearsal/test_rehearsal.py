@@ -33,7 +33,7 @@ def test_three_micro_batches_stand_for_all():
 def test_what_makes_a_step_slow_is_named():
     config = config_of(train={"attention": f"{__name__}:Waits"})
     [found] = rehearse_apart(config, 2, [0])
-    assert list(found.masks.values())[0][-2:] == (512, 512)
+    assert next(iter(found.masks.values()))[-2:] == (512, 512)
     assert any("attention/sdpa.py" in place and "dense_mask" in place for place in found.masks)
     [(place, _)] = found.waits.items()
     assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
@@ -62,7 +62,7 @@ def test_what_cannot_be_rehearsed_is_refused_in_a_paragraph(settings, ranks, ran
 def test_what_does_not_fit_is_told_with_what_does():
     config = config_of(train={"micro_batch": 4})
     [found] = rehearse_apart(config, 2, [0])
-    assert verdict(config, found, 2 * found.peak.bytes) [0]
+    assert verdict(config, found, 2 * found.peak.bytes)[0]
     tight, text = verdict(config, found, 1.05 * found.peak.bytes)
     assert tight and "not rehearsed" in text
     fits, text = verdict(config, found, 0.8 * found.peak.bytes)
@@ -85,3 +85,4 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
     for one in rehearse_apart(config, ranks, numbers):
         assert {channel.group: channel.ranks for channel in one.traffic.calls} == {"all ranks": ranks, **groups}
         assert 0 < one.peak.bytes < 40e9 and not one.waits and not one.masks
+        assert not any(config.model.vocab_size in item.shape for item in one.peak.items), "of words, a part is held"
