@@ -28,6 +28,8 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 REDUCED = {"chunk_cat"}
 GATHERED = {"all_gather_copy_in", "split_with_sizes_copy"}
 """FSDP2's own operators: what goes into a reduction; what goes into a gathering and comes out of it."""
+BY_FSDP2 = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "gradients"}
+"""What its functions make, also where a group of one rank needs none of these operators."""
 ONCE = {"_warmup_p2p"}
 """What torch's pipelines do before a first step alone."""
 ROOM = {"_create_act_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
@@ -115,8 +117,10 @@ class Watch(TorchDispatchMode):
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             if file.endswith("distributed/tensor/_sharding_prop.py"):
                 return  # DTensor asks for the shape of a result; nothing is computed
-            if file.endswith("model/loss.py") and not kind:
-                kind = self._of_the_loss(tensor)
+            if file.endswith("model/loss.py"):
+                kind = kind or self._of_the_loss(tensor)
+            if "_fully_shard/" in file:
+                kind = kind or BY_FSDP2.get(function, "")
             if "distributed/pipelining/" in file and function in ROOM:
                 kind = "received"
             attends = attends or function in ("prepare", "attend")

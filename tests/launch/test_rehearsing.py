@@ -41,10 +41,10 @@ def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrid
 
 def test_what_does_not_fit_is_refused_before_it_queues(given, capsys):
     config, options = given("launch.limits.gpu_memory_gb=0.13")
-    with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 0.1\d GB where a GPU has 0.13. Most "
-                                        r"of it are activations.* and fitting: train.micro_batch=2"):
+    with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 130 MB. "
+                                        r"Most of it are activations.* and fitting: train.micro_batch=2"):
         rehearse_training(config, [job()], options)
-    assert "GB on rank 0 at its peak: activations" in capsys.readouterr().out
+    assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out
 
 
 def test_what_does_not_run_is_refused(given):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from launch.forecast import state_bytes_per_rank
 from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.errors import UserError
@@ -67,6 +68,19 @@ def test_what_does_not_fit_is_told_with_what_does():
     assert tight and "not rehearsed" in text
     fits, text = verdict(config, found, 0.8 * found.peak.bytes)
     assert not fits and "Most of it are activations" in text and "and fitting: train.micro_batch=2 (" in text
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=["FSDP2", "pipeline x tensor"])
+def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations(parallel):
+    """More than weights and moments, less than the peak; in a pipeline it counts gradients spread and whole, which are
+    not there at the same time."""
+    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512}, parallel=parallel)
+    [found] = rehearse_apart(config, 8, [0])
+    held = found.peak.kinds
+    estimate = state_bytes_per_rank(config, 8)
+    assert held["weights"] + held["moments"] < estimate < found.peak.bytes
+    beside = found.peak.bytes - held["activations"] - held["logits"]
+    assert estimate == pytest.approx(beside, rel=0.4)
 
 
 @pytest.mark.parametrize("name, ranks, layers, groups", [
