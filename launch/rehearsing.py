@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.plan import Job, Options
 from launch.processes import kill_tree
+from pipeline.config.checks import vocabulary_size
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
 from pipeline.contract.stages import REPOSITORY
@@ -29,10 +30,11 @@ def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
     return train is not None and train.gpus_per_node > 0 and train.nodes > 1 and config.parallel.engine == "fsdp2"
 
 
-def rehearse_training(config: Config, jobs: list[Job], given: Options) -> None:
+def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabulary: int | None = None) -> None:
     """Rehearse the step that is to be submitted, and say what it takes.
 
-    given: as the user gave it; the plan's names files that are not written yet.
+    given: as the user gave it; the plan's names files that are not written yet. vocabulary: words of the tokenizer, if
+    it is there.
 
     Raises:
         UserError: it does not fit the GPUs' memory (`launch.limits.gpu_memory_gb`), or cannot run.
@@ -42,9 +44,12 @@ def rehearse_training(config: Config, jobs: list[Job], given: Options) -> None:
         return
     if importlib.util.find_spec("torch") is None:
         return _say("not done: torch is not installed here")
+    words = config.model.vocab_size or vocabulary_size(config) or vocabulary
+    if words is None:
+        return _say("not done: the vocabulary's size is known once the tokenizer is (or by model.vocab_size)")
     print("rehearsal  a step of training, without GPUs (--no-rehearse leaves it out) ...", flush=True)
-    request = {"config": given.config_path, "overrides": list(given.overrides), "ranks": train.ranks,
-               "gpu": train.gpus_per_node > 0, "memory_gb": config.launch.limits.gpu_memory_gb}
+    request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
+               "ranks": train.ranks, "gpu": train.gpus_per_node > 0, "memory_gb": config.launch.limits.gpu_memory_gb}
     answer, failed = _ask(request)
     if failed:
         return _say(f"not done: {failed}. The job is submitted nevertheless")

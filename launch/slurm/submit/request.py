@@ -74,7 +74,8 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     refuse_unsound(run, jobs, request, showing=dry_run)
     say_absent(run, jobs)
     if rehearse or (rehearse is None and not dry_run and worth_rehearsing(config, jobs)):
-        rehearse_training(config, jobs, given)
+        made = run.manifest("tokenizer")
+        rehearse_training(config, jobs, given, None if made is None else made.counts["vocab_size"])
     submission = Submission(config, request.chain, request.code, tuple(bad), content)
     if dry_run:
         return _show(submission, jobs)
