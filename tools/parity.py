@@ -3,8 +3,8 @@
     python -m tools.parity --reference runs/bf16 --run runs/fp8 --band 0.01
 
 Both runs must have seen the same samples, step by step. Losses are compared in windows of steps, as means, and so are
-held-out bits per byte at the last step that both measured. Exits with 1 where a window after the first fifth of the
-steps, or held-out text, is worse than the reference by more than the band.
+held-out bits per byte at the last step that both measured (not judged where there is none). Exits with 1 where a window
+after the first fifth of the steps, or held-out text, is worse than the reference by more than the band.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class TrainConfig(Section):
     stays so in any case, and so do layers whose dimensions are no multiples of 16."""
     fp8_watch_every: int = execution(100, gt=0)
     """For `fp8`: steps between two measurements of what it does to the values, layer by layer; also done at the first
-    and the last step. One costs a pass over one sequence, not compiled; in a
-    pipeline, over all of a rank's part of a step."""
+    and the last step. One costs a pass over one sequence, not compiled; in a pipeline, over all of a rank's part of a
+    step."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
     """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""

@@ -162,23 +162,21 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, None, None, None, None]:
         uses, = ctx.saved_tensors
-        wide = torch.promote_types(keys.dtype, torch.float32)
-        total = keys.new_empty((uses.shape[1], 2, *keys.shape[1:]), dtype=wide)
-        for place, gradient in enumerate((keys, values)):
-            _sum(gradient, uses, total[:, place])
+        total = _sum((keys, values), uses)
         return WAIT(SCATTER(total, "sum", ctx.ranks, ctx.group)).to(keys.dtype), None, None, None, None
 
 
-def _sum(packed: Tensor, uses: Tensor, total: Tensor | None = None) -> Tensor:
-    """(gathered, kv_heads, head_dim) sums over both uses of each key, in float32 at least, of (packed, ...); put into
-    `total`, where that is given."""
-    if total is None:
-        wide = torch.promote_types(packed.dtype, torch.float32)
-        total = packed.new_empty((uses.shape[1], *packed.shape[1:]), dtype=wide)
-    for number, use in enumerate(uses.unbind()):
-        # Chosen, not multiplied by 0: rows without meaning may hold anything.
-        found = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
-        total.copy_(found) if number == 0 else total.add_(found)
+def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
+    """(gathered, len(gradients), kv_heads, head_dim) sums over both uses of each key, in float32 at least, of each
+    (packed, kv_heads, head_dim)."""
+    first = gradients[0]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=wide)
+    for packed, sums in zip(gradients, total.unbind(1), strict=True):
+        for number, use in enumerate(uses.unbind()):
+            # Chosen, not multiplied by 0: rows without meaning may hold anything.
+            found = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
+            sums.copy_(found) if number == 0 else sums.add_(found)
     return total
 
 

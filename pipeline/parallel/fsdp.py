@@ -76,12 +76,12 @@ def _shard(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype
         embedding: Any = shard(model.tok_embeddings, reshard_after_forward=again)
         embedding.set_unshard_in_backward(False)  # its gradient is made of token numbers
         units = [embedding, *units]
+        # Under tensor parallelism its output is a view, which nobody overwrites.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view")
     if model.part.predicts and not model.config.tied_embeddings:
         # Backward begins with these: let go, they would be gathered again at once.
         shard([model.norm, model.output], reshard_after_forward=False)
         units = [*units, model.output]
-        # Under tensor parallelism its output is a view, which nobody overwrites.
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view")
     root: Any = shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not alone:

@@ -133,6 +133,10 @@ class Grid:
         it is a collective."""
         if self.replicate == self.pipeline == 1:
             return self.ranks.group
+        if self.tensor == 1:
+            return self.weights_mesh.get_group(self.weights_mesh.ndim - 1)
+        if self.weight_shards == 1:
+            return self.mesh["tensor"].get_group()
         copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=self.ranks.patience,
                                  group_desc="copy")
                   for first in range(0, self.ranks.world, self.copy_ranks)]

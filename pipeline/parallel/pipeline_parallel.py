@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
@@ -134,6 +132,10 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
         shape: (sequences, tokens of each that this rank holds) of a micro-batch.
         loss: (what the last stage returns, the micro-batch's number) -> what is differentiated.
     """
+    # Slow to import, for those who want no pipeline.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
     grid, parallel, device = model.grid, model.parallel, model.grid.ranks.device
     rows, length = shape
     # Given, because torch would otherwise find them out by a pass of its own. Nothing of these is ever filled in.

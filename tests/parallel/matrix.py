@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.kernels import vendor
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case
@@ -394,8 +393,3 @@ def _distance(ours: np.ndarray | None, theirs: np.ndarray | None) -> float:
     if ours is None or theirs is None or not np.isfinite(ours).all():
         return np.inf
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-
-
-def machine() -> str:
-    """What the last bits of a float depend on."""
-    return f"torch {torch.__version__.split('+')[0]}, {vendor()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -8,6 +8,9 @@ import platform
 import sys
 from textwrap import wrap
 
+import torch
+
+from model.kernels import vendor
 from tests.parallel.groups import REPOSITORY, CaseError
 from tests.parallel.matrix import (
     ATTENTION,
@@ -21,11 +24,15 @@ from tests.parallel.matrix import (
     differences,
     full_product,
     lacks,
-    machine,
     run,
 )
 
 TABLE = REPOSITORY / "docs/matrix.md"
+
+
+def machine() -> str:
+    """What the last bits of a float depend on."""
+    return f"torch {torch.__version__.split('+')[0]}, {vendor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def shown(case: Case) -> tuple[str, str]:

@@ -62,7 +62,7 @@ class Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         """Sums of what is said of each row."""
-        return _sum(gradient, *ctx.saved_tensors), None, None
+        return _sum((gradient,), *ctx.saved_tensors)[:, 0], None, None
 
 
 def attended(backend, three, rows, ranks, window):
@@ -111,8 +111,9 @@ def test_a_key_is_found_where_it_is_used_and_nowhere_else(rows, window):
         packed[meant:] = torch.nan
         expected = torch.zeros(found.uses.shape[1], 1, 3, dtype=torch.float64)
         expected.index_add_(0, torch.from_numpy(found.index[:meant]), packed[:meant])
-        assert torch.equal(_sum(packed, torch.from_numpy(found.uses)), expected)
-        assert _sum(packed.bfloat16(), torch.from_numpy(found.uses)).dtype == torch.float32
+        sums = _sum((packed, 2 * packed), torch.from_numpy(found.uses))
+        assert torch.equal(sums[:, 0], expected) and torch.equal(sums[:, 1], 2 * expected)
+        assert _sum((packed.bfloat16(),), torch.from_numpy(found.uses)).dtype == torch.float32
 
 
 def test_keys_beyond_a_window_are_left_out():

@@ -2,6 +2,7 @@
 numbers of targets, and every parameter gets its own whatever the options that meet."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -26,11 +27,10 @@ from tests.parallel.matrix import (
     full_product,
     kind_of,
     lacks,
-    machine,
     results,
     run,
 )
-from tests.parallel.matrix_table import TABLE
+from tests.parallel.matrix_table import TABLE, machine
 from tests.parallel.train_steps import MODEL, model_of, windows
 
 COMPARED = [case.name for case in LAYOUTS if case.reference is not None]
@@ -140,8 +140,9 @@ def test_pairwise_combinations_hold_every_pair():
 def test_the_full_product_turns_the_other_options_so_that_each_meets_each():
     cases = full_product().values()
     found = {(value, other) for case in cases for value in options(case) for other in others(case)}
-    assert len(cases) == 8 * 3 * 4 * 2
-    assert len(found) == (8 + 3 + 4 + 2) * len(every(OTHERS)), "of seventeen values each meets all eight combinations"
+    values = [len(values) for values in OPTIONS.values()]
+    assert len(cases) == math.prod(values)
+    assert len(found) == sum(values) * len(every(OTHERS)), "each value meets all eight combinations"
 
 
 def options(case):
@@ -152,8 +153,9 @@ def options(case):
 
 def others(case):
     """The other options, as one value."""
-    return [(case.settings["accumulation"], case.settings["train"]["across_documents"],
-             case.settings["parallel"]["reshard"])]
+    parallel = case.settings["parallel"]
+    return [(case.settings["accumulation"] // parallel.get("pp", 1), case.settings["train"]["across_documents"],
+             parallel["reshard"])]
 
 
 def test_losses_are_those_that_were_stored():

@@ -6,30 +6,20 @@ import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_lines
 from tests.conftest import REPOSITORY, run_stage
-from tests.stages.training import curve, difference, events, lines, proven, train_and_kill, train_folder
+from tests.stages.training import (
+    assert_equal,
+    curve,
+    difference,
+    events,
+    lines,
+    proven,
+    train_and_kill,
+    train_folder,
+)
 
 SETTINGS = ["train.precision=fp64", "train.steps=16", "train.micro_batch=2", "train.heldout_every=4",
             "train.sample_every=8", "train.checkpoint.every_steps=2"]
-
-
-def texts(config, name):
-    """Sample texts by step and prompt."""
-    return {(record["step"], record["prompt"]): record["text"]
-            for record in read_lines(train_folder(config, name) / "samples.jsonl")}
-
-
-def assert_equal(config, name="mini", to="whole"):
-    """Losses, norms, counts, held-out figures and texts of two runs."""
-    whole = {record["step"]: record for record in curve(config, to)}
-    assert difference(lines(config, name), whole) < 1e-12
-    assert [record["targets"] for record in curve(config, name)] == [record["targets"] for record in whole.values()]
-    measured = [record for record in curve(config, name) if "heldout_bpb" in record]
-    assert [record["step"] for record in measured] == [4, 8, 12, 16]
-    for record in measured:
-        assert record["heldout_bpb"] == pytest.approx(whole[record["step"]]["heldout_bpb"], rel=1e-12)
-    assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
 
 
 def test_a_run_splits_its_sequences_at_checkpoints_and_joins_them_again(fresh):

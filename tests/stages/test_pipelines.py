@@ -2,34 +2,14 @@
 
 import signal
 
-import pytest
-
 from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_lines
 from tests.conftest import run_stage
-from tests.stages.training import curve, difference, events, lines, proven, train_and_kill, train_folder
+from tests.stages.training import assert_equal, events, proven, train_and_kill, train_folder
 
 SETTINGS = ["train.precision=fp64", "train.steps=16", "train.micro_batch=2", "model.layers=4", "train.heldout_every=4",
             "train.sample_every=8", "train.checkpoint.every_steps=2"]
 ZBV = ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.reshard=never", "train.compile=false"]
 INTERLEAVED = ["parallel.pp=2", "parallel.pp_schedule=interleaved"]
-
-
-def texts(config, name):
-    """Sample texts by step and prompt."""
-    return {(record["step"], record["prompt"]): record["text"]
-            for record in read_lines(train_folder(config, name) / "samples.jsonl")}
-
-
-def assert_equal(config, name, to="whole"):
-    """Losses, norms, held-out figures and texts of two runs."""
-    whole = {record["step"]: record for record in curve(config, to)}
-    assert difference(lines(config, name), whole) < 1e-12
-    measured = [record for record in curve(config, name) if "heldout_bpb" in record]
-    assert [record["step"] for record in measured] == [4, 8, 12, 16]
-    for record in measured:
-        assert record["heldout_bpb"] == pytest.approx(whole[record["step"]]["heldout_bpb"], rel=1e-12)
-    assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
 
 
 def test_stages_are_saved_under_their_own_names_and_any_layout_goes_on(fresh):

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.files import read_lines
 from pipeline.records.metrics import read_metrics
 from tests.conftest import run_stage, start_stage
@@ -45,6 +47,24 @@ def difference(found: Sequence[dict[str, Any]], expected: dict[int, dict[str, An
     """The largest relative difference of any record's loss or gradient norm from that of its step."""
     return max(abs(record[key] - expected[record["step"]][key]) / abs(expected[record["step"]][key])
                for record in found for key in ("loss", "grad_norm"))
+
+
+def texts(config: Path, name: str = "mini") -> dict[tuple[int, str], str]:
+    """Sample texts by step and prompt."""
+    return {(record["step"], record["prompt"]): record["text"]
+            for record in read_lines(train_folder(config, name) / "samples.jsonl")}
+
+
+def assert_equal(config: Path, name: str = "mini", to: str = "whole") -> None:
+    """Losses, norms, counts, held-out figures and texts of two runs of 16 steps."""
+    whole = {record["step"]: record for record in curve(config, to)}
+    assert difference(lines(config, name), whole) < 1e-12
+    assert [record["targets"] for record in curve(config, name)] == [record["targets"] for record in whole.values()]
+    measured = [record for record in curve(config, name) if "heldout_bpb" in record]
+    assert [record["step"] for record in measured] == [4, 8, 12, 16]
+    for record in measured:
+        assert record["heldout_bpb"] == pytest.approx(whole[record["step"]]["heldout_bpb"], rel=1e-12)
+    assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
 
 
 def proven(config: Path, name: str = "mini") -> bool:

@@ -18,7 +18,8 @@ class Recorded:
         self.batch = SimpleNamespace(micro_batch=1, accumulation=1)
         self.engine = SimpleNamespace(step=lambda *arguments: self.noted("update"))
         self.monitor = SimpleNamespace(validate=lambda step: self.noted("validate"), log=lambda *_: self.noted("log"),
-                                       draw_samples=lambda step: self.noted("sample"))
+                                       draw_samples=lambda step: self.noted("sample"),
+                                       watch_fp8=lambda *_: None)
 
     def noted(self, name):
         self.asked.append(name)

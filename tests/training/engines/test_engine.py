@@ -1,7 +1,5 @@
 """What every engine shares: how a micro-batch becomes a loss."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 
@@ -13,6 +11,16 @@ from pipeline.training.engines.engine import Engine, without_gradient
 CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
 
 
+class Losses(Engine):
+    """An engine as far as a micro-batch's loss."""
+
+    def __init__(self, across_documents, windowed=False):
+        self.across_documents, self.windowed, self.proven = across_documents, windowed, True
+
+
+Losses.__abstractmethods__ = frozenset()
+
+
 def test_documents_are_kept_apart_unless_asked_otherwise():
     model = Llama(CONFIG)
     initialise(model, CONFIG, seed=0)
@@ -20,8 +28,7 @@ def test_documents_are_kept_apart_unless_asked_otherwise():
     batch = pack([(random.integers(0, 64, 33), np.array([0, 11, 20])) for _ in range(2)])
 
     def loss(across):
-        settings = SimpleNamespace(across_documents=across, windowed=False, loss_factor=1.0, proven=True)
-        return Engine.loss(settings, model, batch)
+        return Losses(across).loss(model, batch)
 
     assert torch.equal(loss(True), model(batch.tokens, batch.labels))
     assert torch.equal(loss(False), model(batch.tokens, batch.labels, documents=batch.documents,
@@ -39,10 +46,10 @@ def test_attention_gets_the_lengths_that_the_loader_knows():
         return torch.zeros(())
 
     batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
+
     def lengths(across, windowed):
         given.clear()
-        Engine.loss(SimpleNamespace(across_documents=across, windowed=windowed, loss_factor=1.0, proven=True), model,
-                    batch)
+        Losses(across, windowed).loss(model, batch)
         return given.get("document_lengths")
 
     assert lengths(False, False) == lengths(False, True) == [11, 9, 12, 5, 27]
