@@ -82,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
                      help="rebuild every stage asked for (training output is set aside, never deleted)")
     how.add_argument("--accept-drift", action="store_true",
                      help="go on although inputs or settings changed; recorded in every later manifest")
+    how.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=None,
+                     help="for Slurm: take a step of a few ranks, without GPUs, before the job queues, and refuse "
+                          "what does not fit (default: for several nodes with GPUs; seconds to a minute)")
     asking = result.add_argument_group("asking")
     asking.add_argument("--explain", nargs="?", const="", metavar="KEY",
                         help="what a setting or section means, its type, default and value (all without KEY)")
@@ -150,7 +153,10 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     run = Run(config)
     if cluster == "slurm":
         from launch.slurm.submit.request import run_on_slurm
-        return run_on_slurm(run, stages, request, where, dry_run=options.dry_run)
+        return run_on_slurm(run, stages, request, where, dry_run=options.dry_run, rehearse=options.rehearse)
+    if options.rehearse:
+        raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
+                        "python -m tools.rehearse (--cpu for ranks without GPUs).")
     jobs = plan(config, run, stages, request)
     configuration_problems(config, jobs, options.config)
     print_plan(config, run, jobs, request, where, disk(config, jobs), _estimate(config, jobs, machine))

@@ -8,10 +8,12 @@ Embedding, output matrix and loss are split by vocabulary. The model's own code 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -50,7 +52,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
             "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE)})
-    around = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+    around = {"tok_embeddings": SplitEmbedding(),
               "norm": SequenceParallel(),
               "output": SplitOutput()}
     parallelize_module(model, mesh, {name: style for name, style in around.items() if hasattr(model, name)})
@@ -58,17 +60,43 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     model.losses = SplitLosses(mesh)
 
 
+class SplitEmbedding(ParallelStyle):
+    """The embedding split by vocabulary: each rank looks up its own words, and the sums over ranks are scattered over
+    the sequence.
+
+    torch's own RowwiseParallel does so too, but gives every rank the gradient of all words: 4.2 GB of Llama 3's 405B in
+    bfloat16, and in a pipeline, where FSDP2 keeps it in float32 throughout a step, 8.4.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh, _split_by_vocabulary)
+        module.forward = partial(self._look_up, module, device_mesh)
+        return module
+
+    @staticmethod
+    def _look_up(module: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+        weight = module.get_parameter("weight")
+        assert isinstance(weight, DTensor)
+        part = weight.to_local()
+        columns, here = TensorParallelVocabulary(mesh, part.shape[0]).columns(tokens)  # (batch, length, 1) both
+        found = F.embedding(columns.squeeze(-1), part).masked_fill_(~here, 0.0)
+        sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        scattered: Tensor = sums.redistribute(placements=[SEQUENCE], async_op=True).to_local()
+        return scattered
+
+
+def _split_by_vocabulary(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)])
+    module.register_parameter("weight", nn.Parameter(weight))
+
+
 class SplitOutput(ParallelStyle):
     """The output matrix split by vocabulary, which is called with hidden states that are split by sequence and gathers
     them. Logits become whole; losses are."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._split, self._gather_states, self._gather_logits)
-
-    @staticmethod
-    def _split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)])
-        module.register_parameter("weight", nn.Parameter(weight))
+        return distribute_module(module, device_mesh, _split_by_vocabulary, self._gather_states,
+                                 self._gather_logits)
 
     @staticmethod
     def _gather_states(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

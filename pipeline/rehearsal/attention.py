@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from model.attention.backend import Where
 from model.attention.varlen import Varlen
+from pipeline.errors import UserError
 
 
 class FlashKernel(Varlen):
@@ -15,12 +18,35 @@ class FlashKernel(Varlen):
     name: ClassVar[str] = "varlen"
 
     def lacks(self, where: Where) -> str:
-        """See Backend. Of the GPU it is taken for granted that it is new enough (compute capability 8.0)."""
-        if where.dtype.itemsize != 2:
-            return f"needs bfloat16, not {str(where.dtype).removeprefix('torch.')}"
-        return "" if where.head_dim % 8 == 0 and where.head_dim <= 256 else \
-            f"needs heads of a multiple of 8 up to 256, not {where.head_dim}"
+        """Nothing: it never computes."""
+        return ""
 
 
 NAME = f"{FlashKernel.__module__}:{FlashKernel.__name__}"
 """As `train.attention`."""
+
+
+def on_gpus(name: str, where: Where) -> tuple[str, str]:
+    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as model.attention.choosing
+    decides on a GPU that is new enough (compute capability 8.0).
+
+    Raises:
+        UserError: it could not run there either.
+    """
+    lack = _varlen_lacks(where)
+    if name == "varlen" and lack:
+        raise UserError(f"train.attention is varlen, which {lack}. Take auto.")
+    if name in ("auto", "varlen") and not lack:
+        return NAME, ""
+    if name == "auto" and not where.compiled:
+        return "by_document", f"varlen {lack}: attention is by_document"
+    if name in ("auto", "flex") and where.dtype != torch.float64 and not where.segmented:
+        return NAME, "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
+    return ("sdpa", f"varlen {lack}, nor does flex run: attention is sdpa") if name == "auto" else (name, "")
+
+
+def _varlen_lacks(where: Where) -> str:
+    if where.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16, not {str(where.dtype).removeprefix('torch.')}"
+    fits = where.head_dim % 8 == 0 and where.head_dim <= 256
+    return "" if fits else f"needs heads of a multiple of 8 up to 256, not {where.head_dim}"

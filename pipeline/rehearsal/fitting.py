@@ -9,7 +9,8 @@ from pipeline.config.partial import UnknownSettingError
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
 from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.report import Rehearsal, gigabytes
+from pipeline.rehearsal.memory import readable
+from pipeline.rehearsal.report import Rehearsal
 
 TIGHT = 0.9
 """Of a GPU's memory: beyond it, what is not rehearsed may be too much."""
@@ -22,23 +23,23 @@ LONG = 32768
 def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
     """Whether a rank fits a GPU of so many bytes, and a sentence that says so: with the largest item, and for what does
     not fit with ways that do, each of them rehearsed."""
-    size, has = gigabytes(found.peak.bytes), gigabytes(int(memory))
+    size, has = readable(found.peak.bytes), readable(memory)
     if found.peak.bytes <= TIGHT * memory:
-        return True, f"{size} of {has} GB: it fits"
+        return True, f"{size} of {has}: it fits"
     if found.peak.bytes <= memory:
-        return True, (f"{size} of {has} GB: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
+        return True, (f"{size} of {has}: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
                       f"takes some GB as well")
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
     item = next(item for item in found.peak.items if item.kind == largest)
-    said = (f"rank {found.rank:,} would hold {size} GB where a GPU has {has}. Most of it are {largest}, "
-            f"{gigabytes(found.peak.kinds[largest])} GB, above all {item}.")
+    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
+            f"{readable(found.peak.kinds[largest])}, above all {item}.")
     fitting, tried = [], []
     for settings in list(ways(config, found, largest))[:TRIED]:
         try:
             again = rehearse_apart(changed(config, settings), found.ranks, [found.rank], gpu=gpu)[0]
         except UserError:
             continue
-        text = f"{' '.join(f'{key}={value}' for key, value in settings.items())} ({gigabytes(again.peak.bytes)} GB)"
+        text = f"{' '.join(f'{key}={value}' for key, value in settings.items())} ({readable(again.peak.bytes)})"
         tried.append(text)
         if again.peak.bytes <= TIGHT * memory:
             fitting.append(text)
@@ -74,10 +75,10 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
 
 
 def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
-    """Whether the settings can be had on so many ranks."""
+    """Whether the settings can be had on so many ranks, whatever else is wrong."""
     try:
         other = changed(config, settings)
-        return not problems(other) and not rank_problems(other, ranks)
+        return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
     except (UnknownSettingError, ValueError):
         return False
 

@@ -24,6 +24,15 @@ for, hidden states and their gradients. logits: of the output head's chunk, with
 """
 
 
+def readable(size: float) -> str:
+    """Bytes as a person compares them: three digits."""
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}" if size else "0"
+        size /= 1000
+    return f"{size:.3g} GB" if size < 999.5 else f"{size:,.0f} GB"
+
+
 @dataclass
 class Piece:
     """A storage. kind: empty while nothing says so; first, last: of the log, between which it is there."""
@@ -45,7 +54,7 @@ class Item:
 
     def __str__(self) -> str:
         shape = " x ".join(map(str, self.shape)) or "1"
-        return f"{self.kind}, {self.count} x ({shape}) in {self.dtype}, {self.bytes / 1e9:.2f} GB"
+        return f"{self.kind}, {self.count} x ({shape}) in {self.dtype}, {readable(self.bytes)}"
 
 
 @dataclass(frozen=True)

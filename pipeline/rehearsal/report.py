@@ -11,7 +11,7 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.tree import Config
 from pipeline.parallel.stages import stage_layers
-from pipeline.rehearsal.memory import KINDS, Peak
+from pipeline.rehearsal.memory import KINDS, Peak, readable
 from pipeline.rehearsal.traffic import Channel, Traffic
 
 RESULT = "pipeline/training/engines/fsdp.py"
@@ -79,16 +79,16 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
         lost = bubble(parallel, plan)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
-    page += ["", *table(["memory at its peak, GB", *(f"rank {one.rank:,}" for one in found)], [
+    page += ["", *table(["memory at its peak", *(f"rank {one.rank:,}" for one in found)], [
         ["layers", *(one.layers for one in found)],
-        *([kind, *(gigabytes(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
-        ["all", *(gigabytes(one.peak.bytes) for one in found)]])]
+        *([kind, *(readable(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
+        ["all", *(readable(one.peak.bytes) for one in found)]])]
     page += [f"largest on rank {fullest(found).rank:,}: {'; '.join(map(str, fullest(found).peak.items[:3]))}", ""]
     channels = sorted({channel for one in found for channel in one.traffic.calls})
     page += table(["collectives of the step", "ranks", *(f"rank {one.rank:,}" for one in found)],
                   [[f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
                     *(_counted(one, channel) for one in found)] for channel in channels])
-    page += ["each with its calls and GB: what a rank gives or gets, whichever is more", ""]
+    page += ["each with its calls and bytes: what a rank gives or gets, whichever is more", ""]
     return page + judgements(found)
 
 
@@ -108,7 +108,7 @@ def _places(places: dict[str, Any]) -> str:
 
 def _counted(one: Rehearsal, channel: Channel) -> str:
     calls = one.traffic.calls.get(channel, 0)
-    return f"{calls:,} x, {gigabytes(one.traffic.bytes[channel])}" if calls else "-"
+    return f"{calls:,} x, {readable(one.traffic.bytes[channel])}" if calls else "-"
 
 
 def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
@@ -117,8 +117,8 @@ def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes in GB, as memory and traffic of GPUs are compared."""
-    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}"
+    """Bytes in GB, for tables."""
+    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}" if size else "0"
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -127,3 +127,14 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
                                                   zip(row[1:], widths[1:], strict=True))]).rstrip()
             for row in (heading, *rows)]
+
+
+def brief(found: Sequence[Rehearsal]) -> list[str]:
+    """A few lines for a plan: the fullest rank's memory, how much ranks tell each other, and what is slow."""
+    most = fullest(found)
+    kinds = sorted(((size, kind) for kind, size in most.peak.kinds.items() if size), reverse=True)
+    return [f"{readable(most.peak.bytes)} on rank {most.rank:,} at its peak: "
+            f"{', '.join(f'{kind} {readable(size)}' for size, kind in kinds)}",
+            f"{sum(most.traffic.calls.values()):,} collectives a step, {readable(sum(most.traffic.bytes.values()))}",
+            *(f"warning: the host waits for the GPU at {place}" for one in found[:1] for place in one.waits),
+            *(f"warning: a mask of all pairs of tokens is made at {place}" for one in found[:1] for place in one.masks)]

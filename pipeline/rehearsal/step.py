@@ -26,7 +26,7 @@ from pipeline.rehearsal.world import fake_world
 from pipeline.training.engines.build import build_engine
 from pipeline.training.engines.engine import Engine
 from pipeline.training.guards import StepLimits
-from pipeline.training.precision import DTYPES
+from pipeline.training.precision import DTYPES, choose_precision
 
 ENOUGH = 3
 """Micro-batches that are computed of a step without a pipeline: the first, one between, and the last. All between are
@@ -43,15 +43,15 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     """
     if not 0 <= rank < ranks:
         raise UserError(f"There is no rank {rank} among {ranks}: they count from 0 to {ranks - 1}.")
-    decided, shape, notes = rehearsable(config, ranks, gpu)
+    decided, notes, shape = rehearsable(config, ranks, gpu)
     with fake_world(rank, ranks) as world, as_on_gpus() if gpu else no_change():
         found = take_step(decided, shape, world, all_micro_batches)
     found.notes[:0] = notes
     return found
 
 
-def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, ModelConfig, list[str]]:
-    """The configuration as it is rehearsed, the network with its vocabulary, and what to say of both.
+def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
+    """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary.
 
     Raises:
         UserError: with everything for which it cannot be rehearsed.
@@ -64,31 +64,32 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, ModelCon
         found.append("The vocabulary's size is not known before the tokenizer is there. Set model.vocab_size.")
     if found := found or rank_problems(config, ranks):
         raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
-    train, notes = config.train, []
     shape = config.model.model_copy(update={"vocab_size": words})
-    precision = train.precision if train.precision != "auto" else "bf16" if gpu else "fp32"
+    return *_decided(config, gpu), shape
+
+
+def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
+    """What cannot be rehearsed as it is asked for, by what comes nearest; and what to say of it."""
+    train, parallel, model = config.train, config.parallel, config.model
+    name, notes, cpu = train.attention, [], torch.device("cpu")
+    precision: str = train.precision
+    if precision == "auto":
+        precision = "bf16" if gpu else choose_precision("auto", cpu)[0]
     if precision == "fp8":
         precision = "bf16"
         notes.append("fp8 is rehearsed as bf16, which keeps as much for the backward pass")
-    name = train.attention
-    if gpu and name in ("auto", "varlen"):
-        lack = attention.FlashKernel().refusal(Where(torch.device("cpu"), DTYPES[precision], False, shape.head_dim,
-                                                     shape.sliding_window is not None, config.parallel.cp > 1))
-        if not lack:
-            name = attention.NAME
-        else:
-            name = "by_document" if train.compile is False else "sdpa"
-            notes.append(f"varlen {lack}: attention is rehearsed as {name}")
-    elif gpu and name == "flex":
-        name = attention.NAME
-        notes.append("flex is rehearsed as varlen: both keep the output and its log-sum-exp, flex its blocks besides")
+    if gpu:
+        where = Where(cpu, DTYPES[precision], train.compile is not False, model.head_dim,
+                      model.sliding_window is not None, parallel.cp > 1)
+        name, note = attention.on_gpus(name, where)
+        notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
         notes.append("blocks are rehearsed uncompiled: compiled, they keep less between forward and backward pass")
-    if config.parallel.async_tp:
+    if parallel.async_tp:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
-    train = train.model_copy(update={"compile": False, "precision": precision, "attention": name})
-    parallel = config.parallel.model_copy(update={"async_tp": False})
-    return config.model_copy(update={"train": train, "parallel": parallel}), shape, notes
+    return config.model_copy(update={
+        "train": train.model_copy(update={"compile": False, "precision": precision, "attention": name}),
+        "parallel": parallel.model_copy(update={"async_tp": False})}), notes
 
 
 @contextmanager

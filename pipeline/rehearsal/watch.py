@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,8 @@ from pipeline.errors import UserError
 from pipeline.rehearsal.memory import Memory
 from pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
-HOUSE = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+HOUSE = HERE.parents[1]
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """What is memory of its own. All else (DTensor, tensors on their way) wraps these, and says so when asked first."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
@@ -26,6 +28,8 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 REDUCED = {"chunk_cat"}
 GATHERED = {"all_gather_copy_in", "split_with_sizes_copy"}
 """FSDP2's own operators: what goes into a reduction; what goes into a gathering and comes out of it."""
+BY_FSDP2 = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "gradients"}
+"""What its functions make, also where a group of one rank needs none of these operators."""
 ONCE = {"_warmup_p2p"}
 """What torch's pipelines do before a first step alone."""
 ROOM = {"_create_act_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
@@ -73,7 +77,7 @@ class Watch(TorchDispatchMode):
             if not any(frame.f_code.co_name in ONCE for frame in frames()):
                 self.waits[place()] += 1
             if name == "_local_scalar_dense" and isinstance(arguments[0], FakeTensor):
-                return 1 if not arguments[0].dtype.is_floating_point else 1.0  # any number would do
+                return {torch.bool: False}.get(arguments[0].dtype, 1)  # nothing is wrong, and pipelines' votes agree
         for tensor in tensors(arguments):
             self._look_at(tensor)
         try:
@@ -113,8 +117,10 @@ class Watch(TorchDispatchMode):
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             if file.endswith("distributed/tensor/_sharding_prop.py"):
                 return  # DTensor asks for the shape of a result; nothing is computed
-            if file.endswith("model/loss.py") and not kind:
-                kind = self._of_the_loss(tensor)
+            if file.endswith("model/loss.py"):
+                kind = kind or self._of_the_loss(tensor)
+            if "_fully_shard/" in file:
+                kind = kind or BY_FSDP2.get(function, "")
             if "distributed/pipelining/" in file and function in ROOM:
                 kind = "received"
             attends = attends or function in ("prepare", "attend")
@@ -140,7 +146,7 @@ def place() -> str:
     """The innermost line of ours, outside of this package, as "file:line (function)"."""
     for frame in frames():
         file = Path(frame.f_code.co_filename)
-        if HOUSE in file.parents and "rehearsal" not in file.parts and ".venv" not in file.parts:
+        if HOUSE in file.parents and file.parent != HERE and "site-packages" not in file.parts:
             return f"{file.relative_to(HOUSE)}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "outside of Drover"
 

@@ -138,6 +138,9 @@ def build_house(folder: Path) -> House:
             shutil.copy(path, root / "pipeline")
     (root / "pipeline/training/__init__.py").touch()
     shutil.copy(REPOSITORY / "pipeline/data/documents.py", root / "pipeline/data")
+    (root / "pipeline/parallel").mkdir()
+    for name in ("__init__.py", "stages.py"):
+        shutil.copy(REPOSITORY / "pipeline/parallel" / name, root / "pipeline/parallel")
     (root / "model/attention").mkdir()
     for name in ("__init__.py", "config.py", "presets.py", "attention/__init__.py"):
         shutil.copy(REPOSITORY / "model" / name, root / "model" / name)

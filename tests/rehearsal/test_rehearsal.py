@@ -1,7 +1,11 @@
 """Rehearsals alone: what stands in for many micro-batches, what is found and refused, and the shipped large runs."""
 
-import pytest
+import json
 
+import pytest
+import yaml
+
+from launch.forecast import state_bytes_per_rank
 from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.errors import UserError
@@ -9,7 +13,8 @@ from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.fitting import changed, verdict
 from pipeline.rehearsal.report import ends_and_middle, lines
 from tests.conftest import REPOSITORY
-from tests.rehearsal.measured import config_of, summary
+from tests.rehearsal.measured import MODEL, config_of, summary
+from tools.rehearse import PUBLISHED, main, markdown, row
 
 
 class Waits(Sdpa):
@@ -33,7 +38,7 @@ def test_three_micro_batches_stand_for_all():
 def test_what_makes_a_step_slow_is_named():
     config = config_of(train={"attention": f"{__name__}:Waits"})
     [found] = rehearse_apart(config, 2, [0])
-    assert list(found.masks.values())[0][-2:] == (512, 512)
+    assert next(iter(found.masks.values()))[-2:] == (512, 512)
     assert any("attention/sdpa.py" in place and "dense_mask" in place for place in found.masks)
     [(place, _)] = found.waits.items()
     assert place.startswith("tests/rehearsal/test_rehearsal.py") and place.endswith("(attend)")
@@ -62,11 +67,24 @@ def test_what_cannot_be_rehearsed_is_refused_in_a_paragraph(settings, ranks, ran
 def test_what_does_not_fit_is_told_with_what_does():
     config = config_of(train={"micro_batch": 4})
     [found] = rehearse_apart(config, 2, [0])
-    assert verdict(config, found, 2 * found.peak.bytes) [0]
+    assert verdict(config, found, 2 * found.peak.bytes)[0]
     tight, text = verdict(config, found, 1.05 * found.peak.bytes)
     assert tight and "not rehearsed" in text
     fits, text = verdict(config, found, 0.8 * found.peak.bytes)
     assert not fits and "Most of it are activations" in text and "and fitting: train.micro_batch=2 (" in text
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=["FSDP2", "pipeline x tensor"])
+def test_the_plans_estimate_is_about_what_a_step_holds_beside_activations(parallel):
+    """More than weights and moments, less than the peak; in a pipeline it counts gradients spread and whole, which are
+    not there at the same time."""
+    config = config_of(model={"vocab_size": 512, "layers": 8}, train={"batch_tokens": 32 * 512}, parallel=parallel)
+    [found] = rehearse_apart(config, 8, [0])
+    held = found.peak.kinds
+    estimate = state_bytes_per_rank(config, 8)
+    assert held["weights"] + held["moments"] < estimate < found.peak.bytes
+    beside = found.peak.bytes - held["activations"] - held["logits"]
+    assert estimate == pytest.approx(beside, rel=0.4)
 
 
 @pytest.mark.parametrize("name, ranks, layers, groups", [
@@ -82,6 +100,34 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
                               "parallel.pp_stages": 2})
     numbers = ends_and_middle(config, ranks)
     assert numbers == [0, ranks // 2, ranks - ranks // pp]
-    for one in rehearse_apart(config, ranks, numbers):
+    for one in rehearse_apart(config, ranks, numbers if pp < 16 else numbers[::2]):
         assert {channel.group: channel.ranks for channel in one.traffic.calls} == {"all ranks": ranks, **groups}
         assert 0 < one.peak.bytes < 40e9 and not one.waits and not one.masks
+        assert not any(config.model.vocab_size in item.shape for item in one.peak.items), "of words, a part is held"
+
+
+def test_the_page_has_the_table_that_the_command_makes(capsys):
+    """Its heading and first row are made again; the others take minutes (`python -m tools.rehearse --table`)."""
+    page = (REPOSITORY / "docs/training.md").read_text()
+    path, ranks = PUBLISHED[0]
+    for line in markdown([row(load_config(REPOSITORY / path), ranks)]).splitlines():
+        assert line in page
+    assert all(f"| `{load_config(REPOSITORY / path).name}`, {ranks:,} |" in page for path, ranks in PUBLISHED)
+
+
+def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({"name": "small", "tokenizer": {"kind": "byte"}, "shard": {"sources": [
+        {"kind": "files", "name": "text", "paths": ["*.txt"]}]}, "model": MODEL, "train": {
+        "sequence_length": 512, "batch_tokens": 4096, "micro_batch": 1, "precision": "bf16"}}))
+    assert main(["--config", str(path), "--ranks", "4", "parallel.pp=2", "--memory", "80"]) == 0
+    page = capsys.readouterr().out
+    assert "4 ranks = pp 2 x dp_shard 2" in page and "1f1b, 2 stages; lost by waiting: 25% of the time used" in page
+    assert "pipeline: send" in page and "it fits" in page
+    assert main(["--config", str(path), "--ranks", "4", "--rank", "3", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["ranks"]
+    assert found["rank"] == 3 and found["peak_bytes"] == sum(found["kinds"].values())
+    assert {channel["operation"] for channel in found["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert main(["--config", str(path), "--ranks", "3"]) == 2
+    assert main([]) == 2
+    assert "Give --config" in capsys.readouterr().err

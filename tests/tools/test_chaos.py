@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tools.chaos_line import chaos
-from tools import chaos as soak
+from tools.chaos import __main__ as soak
 from tools.chaos.faults import FAULTS, Missed, order
 from tools.chaos.run import SoakRun
 from tools.slurm_lab import Lab

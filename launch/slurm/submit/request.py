@@ -19,6 +19,7 @@ from launch.checks import (
 from launch.describe import by_hand, print_plan
 from launch.forecast import disk
 from launch.plan import Job, Options, plan
+from launch.rehearsing import rehearse_training, worth_rehearsing
 from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chains
 from launch.slurm.nodes import excluded, few, named, spared
 from launch.slurm.scheduler import Scheduler
@@ -41,8 +42,11 @@ from pipeline.contract.state import STOP, now
 from pipeline.errors import UserError, listed
 
 
-def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, dry_run: bool) -> int:
+def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, dry_run: bool,
+                 rehearse: bool | None = None) -> int:
     """Submit `stages`, or with `dry_run` show what sbatch would get and write nothing; the exit status.
+
+    rehearse: whether a step of training is rehearsed before; None: where it is worth it.
 
     Raises:
         UserError: something cannot work; nothing was submitted, or what was is named.
@@ -69,6 +73,9 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     cluster_problems(config, jobs, None if dry_run else space, os.environ)
     refuse_unsound(run, jobs, request, showing=dry_run)
     say_absent(run, jobs)
+    if rehearse or (rehearse is None and not dry_run and worth_rehearsing(config, jobs)):
+        made = run.manifest("tokenizer")
+        rehearse_training(config, jobs, given, None if made is None else made.counts["vocab_size"])
     submission = Submission(config, request.chain, request.code, tuple(bad), content)
     if dry_run:
         return _show(submission, jobs)

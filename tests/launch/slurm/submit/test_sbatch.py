@@ -79,7 +79,7 @@ scontrol requeue $SLURM_JOB_ID; }}; exit $code
 FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
               "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu", "launch.train.qos=high",
               "launch.train.constraint=h100", "launch.train.exclude=n[3-4]", "launch.encode.partition=cpu",
-              "launch.signal_s=180", "launch.setup=[module load cuda]", "train.micro_batch=1")
+              "launch.signal_s=180", "launch.setup=[module load cuda]", "train.micro_batch=1", "--no-rehearse")
 
 
 @pytest.fixture

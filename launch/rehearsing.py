@@ -1,0 +1,92 @@
+"""A training step of the job's own ranks, rehearsed before it queues: what cannot fit is refused in a minute.
+
+It runs in a process of its own, so that the launcher needs no torch, and nothing that happens there stops it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from launch.plan import Job, Options
+from launch.processes import kill_tree
+from pipeline.config.checks import vocabulary_size
+from pipeline.config.plugins import plugin_folders
+from pipeline.config.tree import Config
+from pipeline.contract.stages import REPOSITORY
+from pipeline.errors import UserError
+
+LIMIT_S = 300.0
+"""Should a rehearsal take longer, the job is submitted without."""
+
+
+def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
+    """Whether a job is to train on GPUs of several nodes, by an engine that can be rehearsed."""
+    train = _training(jobs)
+    return train is not None and train.gpus_per_node > 0 and train.nodes > 1 and config.parallel.engine == "fsdp2"
+
+
+def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabulary: int | None = None) -> None:
+    """Rehearse the step that is to be submitted, and say what it takes.
+
+    given: as the user gave it; the plan's names files that are not written yet. vocabulary: words of the tokenizer, if
+    it is there.
+
+    Raises:
+        UserError: it does not fit the GPUs' memory (`launch.limits.gpu_memory_gb`), or cannot run.
+    """
+    train = _training(jobs)
+    if train is None:
+        return
+    if importlib.util.find_spec("torch") is None:
+        return _say("not done: torch is not installed here")
+    words = config.model.vocab_size or vocabulary_size(config) or vocabulary
+    if words is None:
+        return _say("not done: the vocabulary's size is known once the tokenizer is (or by model.vocab_size)")
+    print("rehearsal  a step of training, without GPUs (--no-rehearse leaves it out) ...", flush=True)
+    request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
+               "ranks": train.ranks, "gpu": train.gpus_per_node > 0, "memory_gb": config.launch.limits.gpu_memory_gb}
+    answer, failed = _ask(request)
+    if failed:
+        return _say(f"not done: {failed}. The job is submitted nevertheless")
+    if answer.get("refused"):
+        raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
+                        f"without one.")
+    for text in answer["lines"]:
+        _say(text)
+    if not answer["fits"]:
+        raise UserError(f"Training does not fit: {answer['verdict']} --no-rehearse submits it nevertheless.")
+
+
+def _training(jobs: list[Job]) -> Job | None:
+    return next((job for job in jobs if job.stage == "train" and job.to_run and job.ranks), None)
+
+
+def _say(text: str) -> None:
+    print(f"rehearsal  {text}", flush=True)
+
+
+def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What `pipeline.rehearsal` answers; or why it does not."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *plugin_folders()]),
+                   "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = child.communicate(json.dumps(request), timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {}, f"it took longer than {LIMIT_S:.0f} s"
+    finally:
+        if child.poll() is None:
+            kill_tree(child.pid)
+            child.wait()
+    try:
+        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (errors.strip().splitlines() or [f"it ended with status {child.returncode}"])[-1]
+        return {}, f"it failed ({last})"
+    return answer, ""

@@ -1,0 +1,35 @@
+"""Answers a launcher, in JSON: what a step of training takes on the ranks that it is submitted for.
+
+Standard input: {"config": path, "overrides": [...], "ranks": N, "gpu": bool, "memory_gb": number or null}. Standard
+output, last line: {"lines": [...], "fits": bool, "verdict": text}, or {"refused": text}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from pipeline.config.loading import load_config
+from pipeline.errors import UserError
+from pipeline.rehearsal.apart import rehearse_apart
+from pipeline.rehearsal.fitting import verdict
+from pipeline.rehearsal.report import brief, ends_and_middle, fullest
+
+
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """See above. The ends of a pipeline are rehearsed: embedding or output matrix come on top of layers there."""
+    config = load_config(request["config"], request["overrides"], check=False)  # the launcher has checked it
+    numbers = ends_and_middle(config, request["ranks"])
+    try:
+        found = rehearse_apart(config, request["ranks"], sorted({numbers[0], numbers[-1]}), gpu=request["gpu"])
+        fits, text = True, ""
+        if request["memory_gb"] is not None:
+            fits, text = verdict(config, fullest(found), request["memory_gb"] * 1e9, gpu=request["gpu"])
+    except UserError as error:
+        return {"refused": str(error)}
+    return {"lines": [*brief(found), *([text] if fits and text else [])], "fits": fits, "verdict": text}
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(answered(json.load(sys.stdin))))

@@ -1,0 +1,31 @@
+"""Which attention is rehearsed for GPUs: that which would run there."""
+
+import pytest
+import torch
+
+from model.attention.backend import Where
+from pipeline.errors import UserError
+from pipeline.rehearsal.attention import NAME, on_gpus
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("name, where, expected", [
+    ("auto", Where(CPU, BF16, True, 128), NAME),
+    ("varlen", Where(CPU, BF16, False, 128, segmented=True), NAME),
+    ("auto", Where(CPU, FP32, False, 128), "by_document"),
+    ("auto", Where(CPU, FP32, True, 128), NAME),  # in the place of flex
+    ("flex", Where(CPU, BF16, True, 128), NAME),
+    ("auto", Where(CPU, FP32, True, 128, segmented=True), "sdpa"),
+    ("auto", Where(CPU, torch.float64, True, 128), "sdpa"),
+    ("auto", Where(CPU, BF16, False, 20), "by_document"),
+    ("sdpa", Where(CPU, BF16, True, 128), "sdpa"),
+    ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),
+])
+def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
+    assert on_gpus(name, where)[0] == expected
+
+
+def test_what_could_not_run_there_is_refused():
+    with pytest.raises(UserError, match="needs bfloat16, not float32"):
+        on_gpus("varlen", Where(CPU, FP32, False, 128))
