@@ -25,8 +25,8 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 if TYPE_CHECKING:
     from model.llama import Llama
     from pipeline.contract.input_check import Expected
+    from pipeline.data.chosen_documents import Chosen
     from pipeline.evaluation.compressing import Baselines
-    from pipeline.evaluation.heldout import Chosen
     from pipeline.evaluation.kept import Kept
     from pipeline.evaluation.placing import Placed
     from pipeline.parallel.ranks import Ranks
@@ -124,7 +124,8 @@ def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Bas
 
 def _chosen(work: Work) -> dict[str, Chosen]:
     """By source, the held-out documents to measure on."""
-    from pipeline.evaluation.heldout import choose, heldout_shards
+    from pipeline.data.chosen_documents import choose
+    from pipeline.evaluation.heldout import heldout_shards
 
     found = {source.name: choose(heldout_shards(work.input("encode"), source.name),
                                  work.config.evaluate.heldout_tokens) for source in work.config.shard.sources}
@@ -137,8 +138,9 @@ def _chosen(work: Work) -> dict[str, Chosen]:
 def measure_heldout(work: Work, ranks: Ranks, placed: Placed) -> dict[str, Any]:
     """By source what its held-out text costs, and of how much that is; see `results.heldout_results`. Every rank reads
     the documents of its own batches."""
+    from pipeline.data.chosen_documents import ChosenDocuments
     from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-    from pipeline.evaluation.heldout import ChosenDocuments, heldout_shards
+    from pipeline.evaluation.heldout import heldout_shards
     from pipeline.evaluation.results import heldout_counts
 
     chosen = ranks.by_leader(lambda: _chosen(work))

@@ -118,11 +118,6 @@ class TokenShard:
         """Where each document begins, and the end of the last: documents + 1 token positions; read and checked."""
         return self._sound(self._read_offsets(0, self.documents + 1), 0, self.token_count, ends=True)
 
-    def document_keys(self) -> NDArray[np.uint64]:
-        """The keys of all documents, (documents, 2): each as two numbers that sort as its hexadecimal digits do."""
-        return self._read(self.record["keys_offset"], np.dtype(">u8"), 0, 2 * self.documents).astype(
-            np.uint64).reshape(-1, 2)
-
     @cached_property
     def _kept(self) -> NDArray[np.int64] | None:
         """All offsets, where they may be held in memory."""

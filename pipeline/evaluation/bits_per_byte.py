@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class HeldoutText:
         lengths: tokens of each, where that is known without reading them.
     """
 
-    documents: Sequence[np.ndarray]
+    documents: Sequence[np.ndarray] | Mapping[int, np.ndarray]
     text_bytes: int
     lengths: Sequence[int] | None = None
 
@@ -111,9 +111,22 @@ class HeldoutBatches:
         self._windows: list[tuple[str, list[TextPiece]]] = []
         self.targets: dict[str, int] = {}
         for name, text in self.texts.items():
-            lengths = text.lengths or [len(document) for document in text.documents]
+            lengths = text.lengths or [len(text.documents[number]) for number in range(len(text.documents))]
             self.targets[name] = sum(max(0, count - 1) for count in lengths)
             self._windows += [(name, pieces) for pieces in pack_windows(lengths, length)]
+
+    def keep_own(self) -> None:
+        """Read the documents that this rank measures, and let go of all others."""
+        own: dict[str, set[int]] = {name: set() for name in self.texts}
+        for turn in range(len(self)):
+            for name, pieces in self._windows[self._first(turn):self._first(turn) + self.batch]:
+                own[name].update(piece.document for piece in pieces)
+        self.texts = {name: replace(text, documents={number: text.documents[number] for number in sorted(own[name])})
+                      for name, text in self.texts.items()}
+
+    def _first(self, turn: int) -> int:
+        """The first window of this rank's batch of that number."""
+        return (turn * self.world + self.rank) * self.batch
 
     @property
     def sources(self) -> list[str]:
@@ -125,7 +138,7 @@ class HeldoutBatches:
 
     def __iter__(self) -> Iterator[HeldoutBatch]:
         for turn in range(len(self)):
-            first = (turn * self.world + self.rank) * self.batch
+            first = self._first(turn)
             yield self._build(range(first, min(first + self.batch, len(self._windows))))
 
     def _build(self, windows: range) -> HeldoutBatch:

@@ -1,4 +1,4 @@
-"""Which held-out documents are measured, their tokens, which are read when a batch is made of them, and their texts."""
+"""The held-out documents that are measured: their token shards and their texts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.manifest import Manifest
+from pipeline.data.chosen_documents import Chosen
 from pipeline.data.shard_table import open_shards
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
@@ -18,63 +19,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.baselines import byte_counts
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The documents of one source to measure on, in the order in which they lie in the shards.
-
-    Attributes:
-        shards, places: (documents,) each: in which token shard of the source one lies, and its number in it.
-        lengths: tokens of each, BOS and EOS with them.
-        text_bytes: UTF-8 bytes of the original text of each.
-        of_documents, of_tokens: how many the source has in all.
-    """
-
-    shards: np.ndarray
-    places: np.ndarray
-    lengths: np.ndarray
-    text_bytes: np.ndarray
-    of_documents: int
-    of_tokens: int
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-
-def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
-    """Documents of a source until they have `tokens` tokens (None: all); at least one, if there is any.
-
-    Taken in the order of their keys, which are hashes of the text: the same documents wherever they are measured, those
-    that training looks at first, and a choice that favours no part of the corpus.
-    """
-    numbers = np.repeat(np.arange(len(shards)), [shard.documents for shard in shards])
-    places = np.concatenate([np.arange(shard.documents) for shard in shards] or [np.zeros(0, np.int64)])
-    lengths = np.concatenate([np.diff(shard.offsets) for shard in shards] or [np.zeros(0, np.int64)])
-    taken = np.arange(len(places))
-    if tokens is not None and len(places):
-        keys = np.concatenate([shard.document_keys() for shard in shards])
-        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in order
-        before = np.cumsum(lengths[order]) - lengths[order]
-        taken = np.sort(order[before < tokens])
-    text_bytes = [shards[numbers[one]].document_bytes(int(places[one])) for one in taken]
-    return Chosen(numbers[taken], places[taken], lengths[taken], np.asarray(text_bytes, np.int64), len(places),
-                  int(lengths.sum()))
-
-
-class ChosenDocuments(Sequence[np.ndarray]):
-    """The ids of chosen documents, each read from its shard when it is asked for, and not kept."""
-
-    def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
-        self._shards, self._chosen = shards, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, number: Any) -> Any:
-        """The document of this number, from BOS to EOS."""
-        return self._shards[self._chosen.shards[number]].document_tokens(int(self._chosen.places[number]))
-
-
-def heldout_shards(encode: tuple[Path, Manifest], source: str) -> list[TokenShard]:
+def heldout_shards(encode: tuple[Path, Manifest], source: str) -> Sequence[TokenShard]:
     """The token shards of a source's held-out documents."""
     return open_shards(encode[0], encode[1].outputs, "heldout", source)
 

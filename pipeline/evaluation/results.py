@@ -14,7 +14,7 @@ from pipeline.evaluation.bits_per_byte import Measurement, overall
 from pipeline.evaluation.compressing import OVERALL
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.heldout import Chosen
+    from pipeline.data.chosen_documents import Chosen
 
 FORMAT = 1
 DIGITS = 6

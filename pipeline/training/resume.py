@@ -44,7 +44,7 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
 
 def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
     """Weights, optimizer state and generators from a checkpoint that any engine on any number of ranks has written."""
-    with CheckpointReader(path, index=ranks.first(lambda: read_index(path))) as reader:
+    with CheckpointReader(path, index=ranks.by_leader(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
         generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
         for device in {"cpu", ranks.device.type}:

@@ -6,24 +6,20 @@ switching them on or off changes no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from model.generate import generate
 from pipeline.contract.stage_work import Work
+from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.shard_table import ShardTable, open_shards
-from pipeline.data.token_shards import TokenShard
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from pipeline.parallel.compiling import compiles
 from pipeline.parallel.context_parallel import whole_losses
 from pipeline.parallel.grid import Grid
 from pipeline.training.engines.engine import Engine
-
-CANDIDATE = np.dtype([("key", "u8", 2), ("shard", "i8"), ("document", "i8"), ("tokens", "i8")])
-"""A document that may be measured on: its key as two numbers, where it is, its length."""
 
 
 class Validation:
@@ -32,9 +28,9 @@ class Validation:
     def __init__(self, work: Work, grid: Grid, table: ShardTable) -> None:
         train, self.grid = work.config.train, grid
         texts = grid.ranks.by_leader(lambda: heldout_texts(work, table))
-        self.batches = HeldoutBatches({name: text for name, text in texts.items() if text.documents},
-                                      length=train.sequence_length, batch=train.micro_batch,
+        self.batches = HeldoutBatches(texts, length=train.sequence_length, batch=train.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
+        self.batches.keep_own()
         self.first = True
 
     def measure(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -61,29 +57,13 @@ class Validation:
 
 def heldout_texts(work: Work, table: ShardTable) -> dict[str, HeldoutText]:
     """What is measured on, by source; for one rank, which tells the others."""
-    folder, _ = work.input("encode")
-    return {source.name: some_documents(open_shards(folder, table, "heldout", source.name),
-                                        work.config.train.heldout_tokens) for source in work.config.shard.sources}
-
-
-def some_documents(shards: Sequence[TokenShard], tokens: int) -> HeldoutText:
-    """Whole documents of `shards` until they have `tokens` tokens (at least one document).
-
-    Taken in the order of their keys, which are hashes: a fixed choice that favours no part of the corpus. Of the
-    documents of one shard after another only those that may be among them are kept in mind.
-    """
-    chosen = np.empty(0, CANDIDATE)
-    for number, shard in enumerate(shards):
-        here = np.empty(shard.documents, CANDIDATE)
-        here["key"] = shard.keys(0, shard.documents).view(">u8").reshape(-1, 2)
-        here["shard"], here["document"] = number, np.arange(shard.documents)
-        here["tokens"] = np.diff(shard.read_offsets())
-        both = np.concatenate([chosen, here])
-        both = both[np.lexsort((both["document"], both["shard"], both["key"][:, 1], both["key"][:, 0]))]
-        chosen = both[np.cumsum(both["tokens"]) - both["tokens"] < tokens]
-    picked = chosen[["shard", "document"]].tolist()
-    return HeldoutText([shards[number].document_tokens(document) for number, document in picked],
-                       sum(shards[number].document_bytes(document) for number, document in picked))
+    folder, found = work.input("encode")[0], {}
+    for source in work.config.shard.sources:
+        shards = open_shards(folder, table, "heldout", source.name)
+        chosen = choose(shards, work.config.train.heldout_tokens)
+        if len(chosen):
+            found[source.name] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
+    return found
 
 
 class Samples:

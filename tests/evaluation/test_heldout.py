@@ -7,13 +7,12 @@ import threading
 import numpy as np
 import pytest
 
+from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.token_shards import TokenShard, write_shard
 from pipeline.errors import UserError
 from pipeline.evaluation import compressing
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
 from pipeline.evaluation.compressing import Baselines
-from pipeline.evaluation.heldout import ChosenDocuments, choose
-from pipeline.training.validation import some_documents
 
 
 @pytest.fixture
@@ -33,13 +32,32 @@ def shards(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 50, 200, 400])
-def test_training_and_evaluation_take_the_same_documents(shards, limit):
-    chosen, looked_at = choose(shards, limit), some_documents(shards, limit)
-    taken = {int(document[0]) for document in ChosenDocuments(shards, chosen)}
-    assert taken == {int(document[0]) for document in looked_at.documents} and len(taken) == len(chosen) < 40
-    assert chosen.text_bytes.sum() == looked_at.text_bytes and limit <= chosen.lengths.sum() < chosen.of_tokens
+def test_documents_are_taken_in_the_order_of_their_keys_over_all_shards(shards, limit):
+    chosen, expected, tokens = choose(shards, limit), set(), 0
+    for _, shard, place in sorted((each.document_key(place), number, place) for number, each in enumerate(shards)
+                                  for place in range(each.documents)):
+        if tokens < limit:
+            expected.add((shard, place))
+            tokens += len(shards[shard].document_tokens(place))
+    assert list(zip(chosen.shards.tolist(), chosen.places.tolist(), strict=True)) == sorted(expected), "as they lie"
+    read = list(ChosenDocuments(shards, chosen))
+    assert [len(document) for document in read] == chosen.lengths.tolist() and limit <= tokens == chosen.lengths.sum()
+    assert chosen.text_bytes.tolist() == [3 * len(document) for document in read] and len(read) < 40
     assert (chosen.of_documents, chosen.of_tokens) == (40, sum(shard.token_count for shard in shards))
-    assert sorted(taken) == [int(document[0]) for document in ChosenDocuments(shards, chosen)], "as they lie there"
+
+
+def test_ranks_keep_the_documents_of_their_own_batches(shards):
+    documents = list(ChosenDocuments(shards, choose(shards, None)))
+    kept = []
+    for rank in range(3):
+        whole, own = (HeldoutBatches({"s": HeldoutText(documents, 1)}, length=16, batch=2, rank=rank, world=3)
+                      for _ in range(2))
+        own.keep_own()
+        kept.append(set(own.texts["s"].documents))
+        for mine, expected in zip(own, whole, strict=True):
+            assert all(np.array_equal(getattr(mine, name), getattr(expected, name))
+                       for name in ("windows", "tokens", "labels", "documents", "positions"))
+    assert set().union(*kept) == set(range(40)) and all(len(of_rank) < 40 for of_rank in kept)
 
 
 def test_all_of_them(shards):

@@ -181,8 +181,8 @@ def test_the_comparison_has_the_stages_figures(small_run, evaluated, tmp_path, c
 def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, copied, tmp_path, capsys):
     """The documents that training looks at first; their texts, in order, are what the baselines are of. Another amount
     costs the figures of held-out text only, and is asked for without --force."""
-    from pipeline.data.token_shards import open_shards
-    from pipeline.training.validation import some_documents
+    from pipeline.data.chosen_documents import ChosenDocuments, choose
+    from pipeline.data.shard_table import open_shards
     run = Run(load_config(small_run))
     limit = 200
     assert stage_main("evaluate", evaluate, [*copied, "evaluate.heldout_tokens=null"]) == 0
@@ -198,7 +198,8 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
     for source in ("code", "prose"):
         entry = results["heldout"]["sources"][source]
         shards = open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "heldout", source)
-        chosen = {bytes(ids[1:-1].astype("uint8")) for ids in some_documents(shards, limit).documents}
+        chosen = {bytes(ids[1:-1].astype("uint8")) for ids in
+                  ChosenDocuments(shards, choose(shards, limit))}
         texts = [document.text.encode() for record in shard_records(run.finished("shard"), "heldout", source)
                  for document in read_shard(run.stage_folder("shard"), record)]
         assert 0 < len(chosen) < len(texts) and entry["documents"] == len(chosen) and entry["of_documents"] == len(

@@ -1,0 +1,75 @@
+"""Which documents of token shards are measured, and their tokens, which are read when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.token_shards import TokenShard
+
+_CANDIDATE = np.dtype([("key", "u8", 2), ("shard", "i8"), ("place", "i8"), ("length", "i8")])
+"""A document that may be measured: its key as two numbers, where it is, its tokens."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The documents of one source to measure on, in the order in which they lie in the shards.
+
+    Attributes:
+        shards, places: (documents,) each: in which token shard of the source one lies, and its number in it.
+        lengths: tokens of each, BOS and EOS with them.
+        text_bytes: UTF-8 bytes of the original text of each.
+        of_documents, of_tokens: how many the source has in all.
+    """
+
+    shards: np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+    text_bytes: np.ndarray
+    of_documents: int
+    of_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
+    """Documents of a source until they have `tokens` tokens (None: all); at least one, if there is any.
+
+    Taken in the order of their keys, which are hashes of the text: the same documents wherever they are measured, and a
+    choice that favours no part of the corpus. Of the documents of one shard after another only those that may be among
+    them are kept in mind.
+    """
+    taken, of_documents, of_tokens = np.empty(0, _CANDIDATE), 0, 0
+    for number, shard in enumerate(shards):
+        here = np.empty(shard.documents, _CANDIDATE)
+        here["shard"], here["place"] = number, np.arange(shard.documents)
+        here["length"] = np.diff(shard.read_offsets())
+        of_documents, of_tokens = of_documents + shard.documents, of_tokens + shard.token_count
+        if tokens is not None:
+            here["key"] = shard.keys(0, shard.documents).view(">u8").reshape(-1, 2)
+        taken = np.concatenate([taken, here])
+        if tokens is not None:
+            taken = taken[np.lexsort((taken["key"][:, 1], taken["key"][:, 0]))]  # stable: equal keys stay in order
+            taken = taken[np.cumsum(taken["length"]) - taken["length"] < tokens]
+    taken = taken[np.lexsort((taken["place"], taken["shard"]))]
+    text_bytes = [shards[one["shard"]].document_bytes(int(one["place"])) for one in taken]
+    return Chosen(taken["shard"], taken["place"], taken["length"], np.asarray(text_bytes, np.int64), of_documents,
+                  of_tokens)
+
+
+class ChosenDocuments(Sequence[np.ndarray]):
+    """The ids of chosen documents, each read from its shard when it is asked for, and not kept."""
+
+    def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
+        self._shards, self._chosen = shards, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The document of this number, from BOS to EOS."""
+        return self._shards[self._chosen.shards[number]].document_tokens(int(self._chosen.places[number]))
