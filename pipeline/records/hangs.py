@@ -33,6 +33,8 @@ FEW = 0.1
 """The share of the ranks (but always one) that may be named for having left no record."""
 WAITING = ("torch/distributed/", "deepspeed/comm/", "pipeline/parallel/ranks.py")
 """Parts of files in whose functions a rank waits for others."""
+ENTRY = "pipeline/contract/entry.py"
+"""Where a stage's work is begun: no place to hang in."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def _groups(records: Sequence[HungRank]) -> list[list[HungRank]]:
     """Ranks that stopped at one step in one place, the largest group first."""
     found: dict[Any, list[HungRank]] = {}
     for record in records:
-        found.setdefault((record.step, record.calls), []).append(record)
+        # Rank 0 comes to the stage's work by another way through the entry than those that it told of it.
+        place = tuple(call for call in record.calls if ENTRY not in call)
+        found.setdefault((record.step, place), []).append(record)
     return sorted(found.values(), key=lambda group: (*_weight(group), group[0].rank))
 
 

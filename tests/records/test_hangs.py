@@ -62,6 +62,14 @@ def test_who_is_late(tmp_path, monkeypatch, ranks, late, told):
     assert [rank for rank, _ in found.late] == late and told in found.text, found.text
 
 
+def test_how_a_rank_came_to_its_work_does_not_set_it_apart(tmp_path):
+    """Rank 0 leads, the others follow: the functions of the entry that are still open differ."""
+    ways = [["/x/pipeline/contract/entry.py:1 _lead", "/x/pipeline/contract/entry.py:2 _locked"],
+            *[["/x/pipeline/contract/entry.py:3 _follow"]] * 2]
+    write(tmp_path, [(5, [*way, *stack]) for way, stack in zip(ways, (REDUCE, READ, REDUCE), strict=True)])
+    assert [rank for rank, _ in judge_hang(tmp_path, 3).late] == [1]
+
+
 def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
     write_places(tmp_path, ["n0", "n1"])
     monkeypatch.setenv("DROVER_ATTEMPT", "1")
