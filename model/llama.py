@@ -238,7 +238,7 @@ BLOCK_VALUES = 2**20
 """Initial values that share a generator: a rank draws only the blocks of rows that it holds."""
 
 CHUNK_VALUES = 2**14
-"""So many are made at once: they stay in a cache, and are too few for torch to start threads of its own for them."""
+"""So many are made at once, which stay in a cache."""
 
 
 def initial_value(
@@ -287,12 +287,13 @@ def initial_value(
             part.uniform_(-CUT, CUT, generator=generator).erfinv_().mul_(deviation * math.sqrt(2))
 
     starts = range(rows.start // height * height, rows.stop, height) if len(rows) else range(0)
-    if workers == 1 or len(starts) < 2:
-        for start in starts:
-            draw(start)
-    else:
-        with ThreadPoolExecutor(min(workers, len(starts))) as pool:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # chunks are too small for threads of torch's own: they would mostly wait for each other
+    try:
+        with ThreadPoolExecutor(max(1, min(workers, len(starts)))) as pool:
             list(pool.map(draw, starts))
+    finally:
+        torch.set_num_threads(threads)
     return value
 
 

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from pipeline.errors import UserError
+from pipeline.formats.shard_index import Index
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, whole, write_index, write_part
 from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.resume import changed_code, continued
+from pipeline.training.resume import _generator, changed_code, continued
 
 
 def test_code_that_changed_since_a_checkpoint_is_named(tmp_path):
@@ -28,3 +31,14 @@ def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
     with pytest.raises(UserError, match="was trained on other token shards"):
         continued(tmp_path, progress, "b" * 64, drift=False)
     assert continued(tmp_path, progress, "b" * 64, drift=True).plan_sha256 == "b" * 64
+
+
+@pytest.mark.parametrize("table", [True, False], ids=["a table", "a tensor a rank, as before"])
+def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, table):
+    states = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    parts = [write_part(tmp_path / str(rank), {"random.cpu": TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))}
+                        if table else {f"random.cpu.{rank}": whole(states[rank])}) for rank in range(2)]
+    write_index(tmp_path, Index.joined(parts))
+    with CheckpointReader(tmp_path) as reader:
+        assert all(torch.equal(_generator(reader, "cpu", rank), states[rank]) for rank in range(2))
+        assert _generator(reader, "cpu", 2) is None and _generator(reader, "cuda", 0) is None
