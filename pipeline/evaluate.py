@@ -24,7 +24,7 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
     from model.llama import Llama
-    from pipeline.contract.input_check import Expected
+    from pipeline.contract.input_check import Expected, InputCheck
     from pipeline.data.chosen_documents import Chosen
     from pipeline.evaluation.compressing import Baselines
     from pipeline.evaluation.kept import Kept
@@ -58,11 +58,12 @@ def evaluate(work: Work) -> None:
             tasks = measure_tasks(work, ranks, kept, placed, tokenizer)
             if work.config.evaluate.contamination:
                 look_for_items(work, ranks, kept, tasks)
-            heldout["baselines"] = kept.get("baselines", of_what, compared.result)
-        inputs.wait()
-        if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
-            kept.forget()
-            raise UserError(problems[0])
+            try:
+                heldout["baselines"] = kept.get("baselines", of_what, compared.result)
+            except UserError:  # on every rank: the text is another than was measured, or damaged, which is said first
+                _prove_inputs(ranks, inputs, kept)
+                raise
+        _prove_inputs(ranks, inputs, kept)
         if ranks.leads:
             _write(work, ranks, placed, {"heldout": heldout, "tasks": tasks, "continuations": texts}, kept.seconds)
         ranks.barrier()  # the others end when the stage is committed
@@ -78,6 +79,14 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
     files = [*work.committed("convert", "tokenizer"), *work.outside(), *work.committed(
         "shard", "encode", chosen=lambda record: record.get("split") == "heldout")]
     return files[ranks.rank::ranks.world]
+
+
+def _prove_inputs(ranks: Ranks, inputs: InputCheck, kept: Kept) -> None:
+    """UserError, on every rank, if anything that was read is not what was committed; then nothing of it is kept."""
+    inputs.wait()
+    if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
+        kept.forget()
+        raise UserError(problems[0])
 
 
 def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:

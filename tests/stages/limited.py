@@ -16,16 +16,21 @@ IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llam
                          "pipeline.training.rank_agreement"]}
 
 
+def limit(megabytes: float) -> None:
+    """Let this process take so much private memory beyond what it has now."""
+    used = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmData:"))
+    most = used + int(megabytes * 1e6)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
 def main() -> int:
     stage, megabytes, *options = sys.argv[1:]
     for name in ("torch", "pipeline.contract.entry", *IMPORTED[stage]):
         importlib.import_module(name)
     from pipeline.contract.entry import stage_main
     body = getattr(importlib.import_module(f"pipeline.{stage}"), stage)
-    used = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith("VmData:"))
-    most = used + int(float(megabytes) * 1e6)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit(float(megabytes))
     return stage_main(stage, body, options)
 
 

@@ -47,8 +47,8 @@ def reusing(folder, encoded, **changes):
                         shard={"sources": json.loads(json.dumps(sources))}, **changes)
 
 
-def fake_training(run):
-    """A finished stage train: weights and one moment, cut at random over three ranks."""
+def fake_training(run, moments=True):
+    """A finished stage train: weights and, unless they are left out, one moment, cut at random over three ranks."""
     shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
     model = Llama(shape)
     initialise(model, shape, seed=5)
@@ -56,7 +56,8 @@ def fake_training(run):
     checkpoint = folder / "checkpoints/step-00000003"
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     records = write_checkpoint(checkpoint, {PREFIX + name: tensor for name, tensor in state.items()}
-                               | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()})
+                               | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()
+                                  if moments})
     write_json(checkpoint / MARKER, {"format": FORMAT, "progress": asdict(TrainingProgress(step=3)), "files": records})
     counts = {"checkpoint": "checkpoints/step-00000003", "vocab_size": shape.vocab_size,
               "parameters": shape.parameter_count}
