@@ -83,8 +83,8 @@ def row(config: Config, ranks: int) -> Sequence[str]:
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
     lost = bubble(config.parallel, BatchPlan.of(config.train, config.parallel, ranks))
-    return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}", gigabytes(most.peak.bytes),
-            *(gigabytes(kinds[kind]) for kind in kinds),
+    return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}",
+            gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
             f"{sum(traffic.calls.values()):,}", "?" if lost is None else f"{lost:.0%}")
 
@@ -93,8 +93,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """The table with its heading."""
     from pipeline.rehearsal.memory import KINDS
 
-    heading = ("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS, "collectives of a step by group, GB",
-               "calls", "pipeline waits")
+    heading = ("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
+               "collectives of a step by group, GB", "calls", "pipeline waits")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
 
 
