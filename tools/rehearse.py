@@ -21,8 +21,11 @@ from pipeline.config.loading import load_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
 
-PUBLISHED = (("configs/llama3_8b.yaml", 64), ("configs/llama3_70b.yaml", 1024), ("configs/llama3_405b.yaml", 16384))
-"""The rows of --table."""
+LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
+PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("configs/llama3_8b.yaml", 64, ()), ("configs/llama3_70b.yaml", 1024, ()), ("configs/llama3_405b.yaml", 16384, ()),
+    ("configs/llama3_405b.yaml", 16384, LONG))
+"""The rows of --table: a file, so many ranks, settings."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         if options.table:
-            print(markdown([row(load_config(path, options.overrides), ranks) for path, ranks in PUBLISHED]))
+            print(markdown([row(load_config(path, [*settings, *options.overrides]), ranks)
+                            for path, ranks, settings in PUBLISHED]))
             return 0
         if options.config is None or options.ranks is None:
             raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
@@ -79,8 +83,8 @@ def row(config: Config, ranks: int) -> Sequence[str]:
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
     lost = bubble(config.parallel, BatchPlan.of(config.train, config.parallel, ranks))
-    return (f"`{config.name}`, {ranks:,}", f"{most.rank:,}", gigabytes(most.peak.bytes),
-            *(gigabytes(kinds[kind]) for kind in kinds),
+    return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}",
+            gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
             f"{sum(traffic.calls.values()):,}", "?" if lost is None else f"{lost:.0%}")
 
@@ -89,8 +93,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """The table with its heading."""
     from pipeline.rehearsal.memory import KINDS
 
-    heading = ("configuration, ranks", "fullest rank", "peak, GB", *KINDS, "collectives of a step by group, GB",
-               "calls", "pipeline waits")
+    heading = ("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
+               "collectives of a step by group, GB", "calls", "pipeline waits")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
 
 

@@ -109,10 +109,10 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
 def test_the_page_has_the_table_that_the_command_makes(capsys):
     """Its heading and first row are made again; the others take minutes (`python -m tools.rehearse --table`)."""
     page = (REPOSITORY / "docs/training.md").read_text()
-    path, ranks = PUBLISHED[0]
+    path, ranks, _ = PUBLISHED[0]
     for line in markdown([row(load_config(REPOSITORY / path), ranks)]).splitlines():
         assert line in page
-    assert all(f"| `{load_config(REPOSITORY / path).name}`, {ranks:,} |" in page for path, ranks in PUBLISHED)
+    assert all(f"| `{load_config(REPOSITORY / path).name}`, {ranks:,} |" in page for path, ranks, _ in PUBLISHED)
 
 
 def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
