@@ -88,7 +88,7 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
 
     from pipeline.contract.manifest import read_manifest
     from pipeline.data.loader import TrainingData
-    from pipeline.data.shard_table import ShardTable, open_training_shards
+    from pipeline.data.shard_table import ShardTable, open_by_source
 
     opened = [0]
 
@@ -103,7 +103,7 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     counts, sources = manifest.counts, list(dict.fromkeys(source for _, source, _ in table.kinds))
     del manifest
     columns = time.process_time()
-    shards = open_training_shards(folder, table, sources)
+    shards = open_by_source(folder, table, "train", sources)
     mixture = {source: MIXTURE.get(source, 1.0) for source in sources}
     data = TrainingData(shards, length, 0, mixture, table.content("train"), counts.get("vocab_size"))
     ready = time.process_time()

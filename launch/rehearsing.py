@@ -41,7 +41,7 @@ def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabular
     """
     train = _training(jobs)
     if train is None:
-        return
+        return _say("not done: no training is to be submitted")
     if importlib.util.find_spec("torch") is None:
         return _say("not done: torch is not installed here")
     words = config.model.vocab_size or vocabulary_size(config) or vocabulary
@@ -49,9 +49,10 @@ def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabular
         return _say("not done: the vocabulary's size is known once the tokenizer is (or by model.vocab_size)")
     print("rehearsal  a step of training, without GPUs (--no-rehearse leaves it out) ...", flush=True)
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
-               "ranks": train.ranks, "gpu": train.gpus_per_node > 0, "memory_gb": config.launch.limits.gpu_memory_gb}
+               "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
+               "memory_gb": config.launch.limits.gpu_memory_gb if train.gpus_per_node else None}
     answer, failed = _ask(request)
-    if failed:
+    if failed := failed or answer.get("failed", ""):
         return _say(f"not done: {failed}. The job is submitted nevertheless")
     if answer.get("refused"):
         raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
@@ -72,8 +73,10 @@ def _say(text: str) -> None:
 
 def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What `pipeline.rehearsal` answers; or why it does not."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *plugin_folders()]),
-                   "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inherited = os.environ.get("PYTHONPATH")
+    path = [str(REPOSITORY), *plugin_folders(), *([inherited] if inherited else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
+                   "CUDA_VISIBLE_DEVICES": ""}
     child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, text=True,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

@@ -18,6 +18,10 @@ class UserError(Exception):
     exit_status = 2
 
 
+class NotRehearsedError(UserError):
+    """A step could not be rehearsed, which says nothing about whether it can be taken."""
+
+
 def raised_at(error: BaseException) -> str:
     """Where an error was raised, as `file.py:20`; empty if that is not known. For errors of code from outside, which
     are told without their traceback."""

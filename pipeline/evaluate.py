@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.contract.input_check import Expected, InputCheck
     from pipeline.data.chosen_documents import Chosen
     from pipeline.evaluation.compressing import Baselines
+    from pipeline.evaluation.heldout import TextWanted
     from pipeline.evaluation.kept import Kept
     from pipeline.evaluation.placing import Placed
     from pipeline.parallel.ranks import Ranks
@@ -118,17 +119,25 @@ def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:
 def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Baselines, dict[str, Any]]]:
     """The baselines, begun beside all that follows unless they were computed before, and all that decides them."""
     from pipeline.evaluation.compressing import Baselines
-    from pipeline.evaluation.heldout import wanted_text
 
-    settings, shard, encode = work.config.evaluate, work.input("shard"), work.input("encode")
+    settings, shard = work.config.evaluate, work.input("shard")
     decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
     wanted = None
     if not kept.has("baselines", decides):
-        wanted = ranks.by_leader(lambda: {source: wanted_text(shard, encode, source, chosen)
-                                          for source, chosen in _chosen(work).items()}, share=False)
+        wanted = ranks.by_leader(lambda: _wanted(work), share=False)
     with Baselines(ranks, shard, wanted or {}, train_bytes=int(settings.baseline_mb * 1e6),
                    most=int(settings.compressed_mb * 1e6)) as begun:
         yield begun, decides
+
+
+def _wanted(work: Work) -> dict[str, TextWanted]:
+    """By source, what to read of the text of the documents that are measured."""
+    from pipeline.evaluation.heldout import heldout_shards, wanted_text
+
+    chosen, encode = _chosen(work), work.input("encode")
+    shards = heldout_shards(encode, chosen)
+    return {source: wanted_text(work.input("shard"), encode[0], shards[source], source, of_source)
+            for source, of_source in chosen.items()}
 
 
 def _chosen(work: Work) -> dict[str, Chosen]:
@@ -136,8 +145,8 @@ def _chosen(work: Work) -> dict[str, Chosen]:
     from pipeline.data.chosen_documents import choose
     from pipeline.evaluation.heldout import heldout_shards
 
-    found = {source.name: choose(heldout_shards(work.input("encode"), source.name),
-                                 work.config.evaluate.heldout_tokens) for source in work.config.shard.sources}
+    shards = heldout_shards(work.input("encode"), [source.name for source in work.config.shard.sources])
+    found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
     if not any(map(len, found.values())):
         raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
                         f"(now {work.config.shard.heldout_share}), or give more documents.")
@@ -153,14 +162,15 @@ def measure_heldout(work: Work, ranks: Ranks, placed: Placed) -> dict[str, Any]:
     from pipeline.evaluation.results import heldout_counts
 
     chosen = ranks.by_leader(lambda: _chosen(work))
-    texts = {source: HeldoutText(ChosenDocuments(heldout_shards(work.input("encode"), source), documents),
-                                 int(documents.text_bytes.sum()), documents.lengths.tolist())
+    shards = heldout_shards(work.input("encode"), chosen)
+    texts = {source: HeldoutText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
+                                 documents.lengths.tolist())
              for source, documents in chosen.items()}
     batches = HeldoutBatches(texts, batch=work.config.evaluate.batch, length=window_length(work, placed.model),
                              rank=ranks.rank, world=ranks.world)
-    with placed.together:
-        found = measure(lambda tokens, labels, documents, positions: placed.model(
-            tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device)
+    found = measure(lambda tokens, labels, documents, positions: placed.model(
+        tokens, labels, documents=documents, positions=positions, reduction="none"), batches, ranks.device,
+        together=placed.together)
     return {"sources": {source: heldout_counts(found[source], documents) for source, documents in chosen.items()},
             "without_heldout_text": [source.name for source in work.config.shard.sources if source.name not in chosen]}
 

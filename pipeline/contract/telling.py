@@ -24,13 +24,16 @@ from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
+from pipeline.errors import UserError
 from pipeline.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
 """How long a rank looks for rank 0's store: ranks of one start come minutes apart."""
-LISTEN_S = 20.0
-"""How long rank 0, whose process has the store, stays for others to hear that it ends."""
+LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
+"""How long rank 0, whose process has the store, stays for others to hear that it ends: after a refusal, which the user
+waits for, and where all is done, which a rank that comes late must not take for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
+_KEY, _HEARD = "told", "heard"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Channel:
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._key = f"drover/told/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) and int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1:
+            raise UserError("torchrun counts the restarts of each node for itself, so that ranks of several nodes "
+                            "would wait for one another. Start it with --max-restarts 0; the same command continues.")
         self.store: Any = None
         self._said = False
 
@@ -68,11 +74,11 @@ class Channel:
 
     def end(self, status: int) -> None:
         """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
-        if self._said or (status and not self._agent and "SLURM_STEP_ID" in os.environ):
-            return  # srun ends the others of a step in which one failed
+        if self._said or (status and not self._agent and _ended_by_slurm()):
+            return
         with suppress(RuntimeError):  # where nobody can be reached, why this rank ends counts more
             self._send({"end": status})
-            until = time.monotonic() + LISTEN_S
+            until = time.monotonic() + (LISTEN_S if status else LISTEN_DONE_S)
             while not self._agent and self._heard() < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
@@ -84,34 +90,40 @@ class Channel:
         """
         self._connect()
         wait_s = FIRST_LOOK_S
-        while not self.store.check([self._key]):  # not one long wait: a signal must be heard meanwhile
+        while not self.store.check([_KEY]):  # not one long wait: a signal must be heard meanwhile
             time.sleep(wait_s)
             wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
-        said = json.loads(zlib.decompress(self.store.get(self._key)))
+        said = json.loads(zlib.decompress(self.store.get(_KEY)))
         if "end" in said:
-            self.store.add(f"{self._key}/heard", 1)
+            self.store.add(_HEARD, 1)
             return Ended(said["end"])
-        plugins = said["config"].get("plugins")
-        if plugins:
-            load_plugins(plugins, Path(), "what rank 0 told")
-        run = ToldRun(Config.model_validate(said["config"]), said["inputs"])
-        return Work(run, name, said["fingerprint"], said["drift"])
+        try:
+            if plugins := said["config"].get("plugins"):
+                load_plugins(plugins, Path(), "what rank 0 told")
+            run = ToldRun(Config.model_validate(said["config"]), said["inputs"])
+            return Work(run, name, said["fingerprint"], said["drift"])
+        except (ValueError, KeyError) as error:  # of pydantic, for settings that this rank does not know
+            raise UserError(f"Rank {self.rank} does not understand what rank 0 told it, so it runs other code: "
+                            f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
+                            f"environment.") from error
 
     def _heard(self) -> int:
         """How many of the others know that rank 0 ends."""
-        return int(self.store.add(f"{self._key}/heard", 0))
+        return int(self.store.add(_HEARD, 0))
 
     def _send(self, what: Mapping[str, Any]) -> None:
         self._said = True
         self._connect()
-        self.store.set(self._key, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass")))
+        self.store.set(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass")))
 
     def _connect(self) -> None:
         if self.store is None:
             import torch.distributed as dist
-            self.store = dist.TCPStore(
+            store = dist.TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.world, timeout=CONNECT,
                 is_master=self.rank == 0 and not self._agent, wait_for_workers=False, multi_tenant=not self._agent)
+            # An agent's store outlives the ranks that it starts again: nothing of the attempt before is to be found.
+            self.store = dist.PrefixStore(f"drover/attempt{self._attempt}", store)
 
 
 class ToldRun(Run):
@@ -134,6 +146,11 @@ class ToldRun(Run):
                          drift=told["drift"])
         found.__dict__["digest"] = told["digest"]  # of outputs that are not here
         return found
+
+
+def _ended_by_slurm() -> bool:
+    """Whether srun ends the others of a step in which one fails, as it does where the job's runner calls it."""
+    return "SLURM_STEP_ID" in os.environ and "DROVER_CHAIN" in os.environ
 
 
 def asked(arguments: Mapping[str, Any]) -> str:

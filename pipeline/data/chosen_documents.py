@@ -62,14 +62,18 @@ def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
 
 
 class ChosenDocuments(Sequence[np.ndarray]):
-    """The ids of chosen documents, each read from its shard when it is asked for, and not kept."""
+    """The ids of chosen documents, each read from its shard when it is asked for, and none kept but the last."""
 
     def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
         self._shards, self._chosen = shards, chosen
+        self._last: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def __getitem__(self, number: Any) -> Any:
         """The document of this number, from BOS to EOS."""
-        return self._shards[self._chosen.shards[number]].document_tokens(int(self._chosen.places[number]))
+        if self._last is None or self._last[0] != number:  # windows of a long document follow each other
+            shard = self._shards[self._chosen.shards[number]]
+            self._last = number, shard.document_tokens(int(self._chosen.places[number]))
+        return self._last[1]

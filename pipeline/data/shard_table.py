@@ -176,10 +176,10 @@ def joined(parts: Sequence[Sequence[TokenShard]]) -> Sequence[TokenShard]:
     return [shard for part in parts for shard in part]
 
 
-def open_training_shards(folder: Path, table: ShardTable, sources: Iterable[str]) -> dict[str, Shards]:
-    """The shards of the training split by source, which are open together."""
+def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str]) -> dict[str, Shards]:
+    """The shards of a split by source, which are open together: all sources share what may be open."""
     opened = OpenShards(folder, table)
-    return {source: Shards(opened, table.rows("train", source)) for source in sources}
+    return {source: Shards(opened, table.rows(split, source)) for source in sources}
 
 
 def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, split: str,

@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,21 +193,24 @@ def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
 
 @torch.no_grad()
 def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | str = "cpu",
-            copies: int = 1) -> dict[str, Measurement]:
+            copies: int = 1, together: AbstractContextManager[Any] | None = None) -> dict[str, Measurement]:
     """Nats, targets and bytes of each source, the same on every rank.
 
     Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
     batches and nats. `forward` gets tensors on `device`. For a `model.llama.Llama` it is
     `model(tokens, labels, documents=documents, positions=positions, reduction="none")`, the model being in evaluation
     mode.
+
+    together: within what the batches are measured, and nothing else: it may keep ranks in step by collectives.
     """
     sources = batches.sources
     sums = torch.zeros(len(sources), dtype=torch.float64, device=device)
-    for batch in batches:
-        parts = (tensor.to(device) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
-        nats = forward(*parts).sum(dim=1, dtype=torch.float64)
-        if len(batch.windows):
-            sums[torch.from_numpy(batch.windows).to(device)] = nats
+    with together or nullcontext():
+        for batch in batches:
+            parts = (tensor.to(device) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
+            nats = forward(*parts).sum(dim=1, dtype=torch.float64)
+            if len(batch.windows):
+                sums[torch.from_numpy(batch.windows).to(device)] = nats
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
         sums /= copies

@@ -101,6 +101,10 @@ def _answer(answer: Connection, parent: int, *given: Any) -> None:
         answer.send((compare(*given), None))
     except UserError as error:
         answer.send((None, str(error)))
+    except Exception as error:  # told by the parent, which would else think of a kill
+        answer.send((None, f"The compression baselines could not be computed: {type(error).__name__}: {error}. What "
+                           f"else was measured is kept; the same command goes on."))
+        raise
 
 
 def compare(folder: Path, manifest: Manifest, wanted: dict[str, TextWanted], train_bytes: int,

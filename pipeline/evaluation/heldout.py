@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ import numpy as np
 
 from pipeline.contract.manifest import Manifest
 from pipeline.data.chosen_documents import Chosen
-from pipeline.data.shard_table import open_shards
+from pipeline.data.shard_table import Shards, ShardTable, open_by_source
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import byte_counts
 
 
-def heldout_shards(encode: tuple[Path, Manifest], source: str) -> Sequence[TokenShard]:
-    """The token shards of a source's held-out documents."""
-    return open_shards(encode[0], encode[1].outputs, "heldout", source)
+def heldout_shards(encode: tuple[Path, Manifest], sources: Iterable[str]) -> dict[str, Shards]:
+    """The token shards of the sources' held-out documents, which are open together."""
+    return open_by_source(encode[0], ShardTable.of(encode[1].outputs), "heldout", sources)
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class TextWanted:
         return sum(size for _, _, size, _ in self.documents)
 
 
-def wanted_text(shard: tuple[Path, Manifest], encode: tuple[Path, Manifest], source: str, chosen: Chosen) -> TextWanted:
-    """What is to be read of a source's text; UserError if the token shards have more or fewer documents."""
-    shards = heldout_shards(encode, source)
+def wanted_text(shard: tuple[Path, Manifest], encode: Path, shards: Sequence[TokenShard], source: str,
+                chosen: Chosen) -> TextWanted:
+    """What is to be read of a source's text; UserError if its token shards, in the folder `encode`, have more or fewer
+    documents than its text."""
     texts = sum(record["docs"] for record in shard_records(shard[1], "heldout", source))
     if texts != chosen.of_documents:
-        raise UserError(f"{encode[0]} holds {'fewer' if texts > chosen.of_documents else 'more'} held-out documents of "
+        raise UserError(f"{encode} holds {'fewer' if texts > chosen.of_documents else 'more'} held-out documents of "
                         f"{source} than {shard[0]}. Run the stage encode again with --force.")
     starts = np.cumsum([0, *(each.documents for each in shards)])
     found = []

@@ -43,9 +43,18 @@ def _of_groups() -> Iterator[int]:
                 break
             for limit, used in _OF_GROUP:
                 try:
-                    yield int((folder / limit).read_text()) - int((folder / used).read_text())
+                    yield int((folder / limit).read_text()) - int((folder / used).read_text()) + _cached(folder)
                 except (OSError, ValueError):  # no such file, or "max"
                     continue
+
+
+def _cached(folder: Path) -> int:
+    """Bytes of files that a group's use counts, and that the kernel gives up where memory is wanted."""
+    try:
+        found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(found.get(f"total_{kind}", found.get(kind, 0))) for kind in ("inactive_file", "active_file"))
 
 
 def _of_process() -> Iterator[int]:

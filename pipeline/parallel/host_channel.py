@@ -86,9 +86,13 @@ class HostChannel:
         data = zlib.compress(pickle.dumps(value), 1)
         parts = [data[at:at + MOST_BYTES] for at in range(0, len(data), MOST_BYTES)]
         keys = [name, *(f"{name}+{number}" for number in range(1, len(parts)))]
-        for key, part in zip(keys[1:], parts[1:], strict=True):
-            self._store.set(key, part)
-        self._store.set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: who waits, waits for this one
+        try:
+            for key, part in zip(keys[1:], parts[1:], strict=True):
+                self._store.set(key, part)
+            self._store.set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: who waits, waits for this one
+        except dist.DistError as error:
+            raise type(error)(f"Rank {self.ranks.rank} could not leave a message in the channel of the hosts, which "
+                              f"saves of checkpoints use and whose store rank 0 has: {error}") from error
         return keys
 
     def _hear(self, name: str, rank: int, *, forget: bool = False) -> Any:

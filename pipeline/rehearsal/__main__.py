@@ -1,7 +1,8 @@
 """Answers a launcher, in JSON: what a step of training takes on the ranks that it is submitted for.
 
 Standard input: {"config": path, "overrides": [...], "ranks": N, "gpu": bool, "memory_gb": number or null}. Standard
-output, last line: {"lines": [...], "fits": bool, "verdict": text}, or {"refused": text}.
+output, last line: {"lines": [...], "fits": bool, "verdict": text}, {"refused": text} where the step cannot be
+taken, or {"failed": text} where it cannot be rehearsed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from typing import Any
 
 from pipeline.config.loading import load_config
-from pipeline.errors import UserError
+from pipeline.errors import NotRehearsedError, UserError
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.fitting import verdict
 from pipeline.rehearsal.report import brief, ends_and_middle, fullest
@@ -26,6 +27,8 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
         fits, text = True, ""
         if request["memory_gb"] is not None:
             fits, text = verdict(config, fullest(found), request["memory_gb"] * 1e9, gpu=request["gpu"])
+    except NotRehearsedError as error:
+        return {"failed": str(error)}
     except UserError as error:
         return {"refused": str(error)}
     return {"lines": [*brief(found), *([text] if fits and text else [])], "fits": fits, "verdict": text}

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from pipeline.errors import NotRehearsedError
 from pipeline.rehearsal.report import Rehearsal
 
 
@@ -18,7 +18,7 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
     """`pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
 
     Raises:
-        UserError: see there; or a process was ended, for want of memory as a rule.
+        UserError: see there; NotRehearsedError where a process was ended, for want of memory as a rule.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.rehearsal.step"])  # imported once for all
@@ -28,8 +28,8 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
             return list(pool.map(_rehearse, *zip(*((config, ranks, rank, gpu, all_micro_batches) for rank in numbers),
                                                  strict=True)))
         except BrokenProcessPool as error:
-            raise UserError("A rehearsal's process was ended from outside. It takes some 1 GB of memory: is so much "
-                            "free here?") from error
+            raise NotRehearsedError("A rehearsal's process was ended from outside. It takes some 1 GB of memory: is so "
+                                    "much free here?") from error
 
 
 def _rehearse(config: Config, ranks: int, rank: int, gpu: bool, all_micro_batches: bool) -> Rehearsal:

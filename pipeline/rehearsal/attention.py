@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from model.attention.backend import Where
+from model.attention.choosing import load
 from model.attention.varlen import Varlen
 from pipeline.errors import UserError
 
@@ -34,6 +35,8 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
         UserError: it could not run there either.
     """
     lack = _varlen_lacks(where)
+    if name == "by_document" and where.compiled:
+        raise UserError("train.attention is by_document, which cannot be compiled. Take auto, or train.compile=false.")
     if name == "varlen" and lack:
         raise UserError(f"train.attention is varlen, which {lack}. Take auto.")
     if name in ("auto", "varlen") and not lack:
@@ -42,7 +45,19 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
         return "by_document", f"varlen {lack}: attention is by_document"
     if name in ("auto", "flex") and where.dtype != torch.float64 and not where.segmented:
         return NAME, "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
+    if ":" in name and (missing := _missing_here(name, where)):
+        best = "sdpa" if lack else "varlen"
+        return "sdpa" if lack else NAME, f"attention {name} {missing} here: it is rehearsed as {best}"
     return ("sdpa", f"varlen {lack}, nor does flex run: attention is sdpa") if name == "auto" else (name, "")
+
+
+def _missing_here(name: str, where: Where) -> str:
+    """What somebody else's backend lacks on this machine, which it may have on GPUs; nothing, if it cannot be loaded:
+    then the engine says so."""
+    try:
+        return load(name).refusal(where)
+    except ValueError:
+        return ""
 
 
 def _varlen_lacks(where: Where) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.partial import UnknownSettingError
 from pipeline.config.tree import Config
-from pipeline.errors import UserError
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.memory import readable
-from pipeline.rehearsal.report import Rehearsal
+from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
 """Of a GPU's memory: beyond it, what is not rehearsed may be too much."""
-TRIED, ENOUGH = 6, 2
-"""Ways that are rehearsed, at most, and those that fit after which no more are."""
+TRIED, ENOUGH, SEARCH_S = 6, 2, 120.0
+"""Ways that are rehearsed, at most; those that fit after which no more are; and after how long no more are begun."""
 LONG = 32768
 """Tokens of a sequence from which it is split over ranks rather than the products are."""
 
@@ -33,11 +33,15 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
     item = next(item for item in found.peak.items if item.kind == largest)
     said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
-    fitting, tried = [], []
+    fitting, tried, until = [], [], time.monotonic() + SEARCH_S
     for settings in list(ways(config, found, largest))[:TRIED]:
+        if time.monotonic() > until:
+            break
+        other = changed(config, settings)
+        numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)[::2]})
         try:
-            again = rehearse_apart(changed(config, settings), found.ranks, [found.rank], gpu=gpu)[0]
-        except UserError:
+            again = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu))
+        except Exception:  # noqa: BLE001 - what cannot be rehearsed is no way to offer; the verdict stands without
             continue
         text = f"{' '.join(f'{key}={value}' for key, value in settings.items())} ({readable(again.peak.bytes)})"
         tried.append(text)

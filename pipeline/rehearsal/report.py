@@ -136,5 +136,6 @@ def brief(found: Sequence[Rehearsal]) -> list[str]:
     return [f"{readable(most.peak.bytes)} on rank {most.rank:,} at its peak: "
             f"{', '.join(f'{kind} {readable(size)}' for size, kind in kinds)}",
             f"{sum(most.traffic.calls.values()):,} collectives a step, {readable(sum(most.traffic.bytes.values()))}",
+            *(f"note: {text}" for text in most.notes),
             *(f"warning: the host waits for the GPU at {place}" for one in found[:1] for place in one.waits),
             *(f"warning: a mask of all pairs of tokens is made at {place}" for one in found[:1] for place in one.masks)]

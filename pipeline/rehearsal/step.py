@@ -26,6 +26,7 @@ from pipeline.rehearsal.world import fake_world
 from pipeline.training.engines.build import build_engine
 from pipeline.training.engines.engine import Engine
 from pipeline.training.guards import StepLimits
+from pipeline.training.optimizers import muon
 from pipeline.training.precision import DTYPES, choose_precision
 
 ENOUGH = 3
@@ -94,8 +95,9 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Sizes that the model chooses by its device, as on GPUs."""
-    with mock.patch.object(model.loss, "CHUNK_TOKENS_CPU", model.loss.CHUNK_TOKENS_ACCELERATOR):
+    """Sizes and types that are chosen by the device, as on GPUs."""
+    with (mock.patch.object(model.loss, "CHUNK_TOKENS_CPU", model.loss.CHUNK_TOKENS_ACCELERATOR),
+          mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]})):
         yield
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError
+from pipeline.errors import NotRehearsedError
 from pipeline.rehearsal.memory import Memory
 from pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
@@ -83,14 +83,15 @@ class Watch(TorchDispatchMode):
         try:
             result = operator(*arguments, **options or {})
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise UserError(f"The rehearsal ends at {place()}: {operator} cannot tell what it returns before the "
-                            f"device has computed it, so the host would wait for the device there, in every step. Take "
-                            f"another way (of train.attention, for one), or start without a rehearsal.") from None
+            raise NotRehearsedError(f"The rehearsal ends at {place()}: {operator} cannot tell what it returns before "
+                                    f"the device has computed it, so the host would wait for the device there, in "
+                                    f"every step. Take another way (of train.attention, for one), or start without a "
+                                    f"rehearsal.") from None
         except RuntimeError as error:
             if "found two different devices" not in str(error):
                 raise
-            raise UserError(f"The rehearsal ends at {place()}: tensors on two devices meet in {operator}. "
-                            f"{error}") from None
+            raise NotRehearsedError(f"The rehearsal ends at {place()}: tensors on two devices meet in {operator}. "
+                                    f"{error}") from None
         if operator.namespace in NAMESPACES:
             self._collective(name, operator, [*arguments, *(options or {}).values()], result)
         for tensor in tensors(result):

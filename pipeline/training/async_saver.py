@@ -241,4 +241,6 @@ def _picklable(error: Exception, temporary: Path) -> Exception:
     """
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or temporary))
-    return error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    if isinstance(error, UserError) or type(error) is RuntimeError:  # the second: told by another rank already
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -295,6 +295,7 @@ class Session:
         """Say and record why training ends early, once the checkpoint is there."""
         self.recorder.line.interrupt()
         ending = self._settle()
+        self.ranks.barrier()  # without an agent, rank 0 has the store in which the others hear that the save is done
         step = self.progress.step
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.contract.stage_work import Work
 from pipeline.data.loader import TrainingData
-from pipeline.data.shard_table import ShardTable, open_training_shards, size_problems
+from pipeline.data.shard_table import ShardTable, open_by_source, size_problems
 from pipeline.errors import UserError, listed
 from pipeline.parallel.ranks import Ranks
 
@@ -27,7 +27,7 @@ def open_training_data(work: Work, table: ShardTable | None = None) -> TrainingD
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
     train, sources = work.config.train, [source.name for source in work.config.shard.sources]
-    return TrainingData(open_training_shards(folder, table, sources), train.sequence_length, work.config.seed,
+    return TrainingData(open_by_source(folder, table, "train", sources), train.sequence_length, work.config.seed,
                         train.mixture, table.content("train"), manifest.counts.get("vocab_size"))
 
 

@@ -3,14 +3,16 @@
 import json
 import multiprocessing
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.token_shards import TokenShard, write_shard
 from pipeline.errors import UserError
-from pipeline.evaluation import compressing
+from pipeline.evaluation import bits_per_byte, compressing
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
 from pipeline.evaluation.compressing import Baselines
 
@@ -81,6 +83,27 @@ def test_a_rank_reads_what_it_measures(shards, monkeypatch):
         of_rank.append(set(read))
         read.clear()
     assert set().union(*of_rank) == set(range(40)) and sum(map(len, of_rank)) == 40, "each document by one rank"
+
+
+def test_ranks_are_kept_in_step_for_the_batches_alone(shards, monkeypatch):
+    """What keeps them in step uses collectives of its own, which no sum over all ranks may meet."""
+    inside, sums = [], []
+
+    @contextmanager
+    def together():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def forward(tokens, labels, documents, positions):
+        assert inside
+        return torch.zeros(tokens.shape)
+    monkeypatch.setattr(bits_per_byte.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(bits_per_byte.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(bits_per_byte.dist, "all_reduce", lambda tensor: sums.append(list(inside)))
+    text = HeldoutText(list(ChosenDocuments(shards, choose(shards, None))), 1)
+    bits_per_byte.measure(forward, HeldoutBatches({"s": text}, length=16, batch=2), together=together())
+    assert sums == [[]]
 
 
 class OneRank:

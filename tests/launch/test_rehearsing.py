@@ -8,12 +8,22 @@ import yaml
 
 from launch.plan import Options
 from launch.rehearsing import rehearse_training, worth_rehearsing
+from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.errors import UserError
 from tests.rehearsal.measured import MODEL
 
 TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,
          "warmup_steps": 1}
+
+
+class Counts(Sdpa):
+    """Asks how many values are not 0: a shape that is known once the device has computed it."""
+
+    def attend(self, q, k, v, prepared):
+        """See Backend."""
+        assert q.nonzero().shape[0] > 0
+        return super().attend(q, k, v, prepared)
 
 
 def job(**fields):
@@ -51,6 +61,18 @@ def test_what_does_not_run_is_refused(given):
     config, options = given("parallel.tp=3")
     with pytest.raises(UserError, match="does not run"):
         rehearse_training(config, [job()], options)
+
+
+def test_what_says_nothing_about_the_job_does_not_hold_it_up(given, capsys):
+    """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
+    config, options = given(f"train.attention={__name__}:Counts")
+    rehearse_training(config, [job()], options)
+    assert "not done: The rehearsal ends at tests/launch/test_rehearsing.py" in capsys.readouterr().out
+    config, options = given("launch.limits.gpu_memory_gb=0.001")
+    rehearse_training(config, [job(gpus_per_node=0)], options)
+    assert "MB on rank 0 at its peak" in capsys.readouterr().out, "ranks without GPUs have no limit of GPUs"
+    rehearse_training(config, [job(stage="convert")], options)
+    assert "no training is to be submitted" in capsys.readouterr().out
 
 
 def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, capsys, monkeypatch):

@@ -36,10 +36,13 @@ def test_the_least_of_all_counts(groups, monkeypatch):
     groups("job/step/memory.current", "5\n")
     assert free_memory(CPU) == 1000
     groups("job/memory.max", "700\n")  # of the job around the step
-    groups("job/memory.current", "100\n")
+    groups("job/memory.current", "140\n")
+    groups("job/memory.stat", "anon 60\nactive_file 10\ninactive_file 30\n")  # 40 are copies of files
     assert free_memory(CPU) == 600
     groups("memory/job/step/memory.limit_in_bytes", "450\n")  # the first kind
-    groups("memory/job/step/memory.usage_in_bytes", "50\n")
+    groups("memory/job/step/memory.usage_in_bytes", "80\n")
+    groups("memory/job/step/memory.stat",
+           "inactive_file 1\nactive_file 1\ntotal_inactive_file 25\ntotal_active_file 5\n")
     assert free_memory(CPU) == 400
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(CPU) == 100

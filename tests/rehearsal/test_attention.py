@@ -4,10 +4,19 @@ import pytest
 import torch
 
 from model.attention.backend import Where
+from model.attention.varlen import Varlen
 from pipeline.errors import UserError
 from pipeline.rehearsal.attention import NAME, on_gpus
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+
+
+class OnGpusOnly(Varlen):
+    """Somebody's kernel."""
+
+    def lacks(self, where):
+        """See Backend."""
+        return "needs a GPU" if where.device.type == "cpu" else ""
 
 
 @pytest.mark.parametrize("name, where, expected", [
@@ -20,7 +29,9 @@ CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
     ("auto", Where(CPU, torch.float64, True, 128), "sdpa"),
     ("auto", Where(CPU, BF16, False, 20), "by_document"),
     ("sdpa", Where(CPU, BF16, True, 128), "sdpa"),
-    ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),
+    ("mine:Own", Where(CPU, BF16, True, 128), "mine:Own"),  # the engine says that there is none
+    (f"{__name__}:OnGpusOnly", Where(CPU, BF16, True, 128), NAME),
+    (f"{__name__}:OnGpusOnly", Where(CPU, FP32, True, 128), "sdpa"),
 ])
 def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
     assert on_gpus(name, where)[0] == expected
@@ -29,3 +40,6 @@ def test_a_rehearsal_takes_what_gpus_would(name, where, expected):
 def test_what_could_not_run_there_is_refused():
     with pytest.raises(UserError, match="needs bfloat16, not float32"):
         on_gpus("varlen", Where(CPU, FP32, False, 128))
+    with pytest.raises(UserError, match="by_document, which cannot be compiled"):
+        on_gpus("by_document", Where(CPU, BF16, True, 128))
+    assert on_gpus("by_document", Where(CPU, BF16, False, 128)) == ("by_document", "")

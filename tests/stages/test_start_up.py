@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.telling import Channel, Ended, asked
@@ -103,6 +104,32 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
     assert others[1].listen("train") == Ended(status)
     ending.join(10)
     assert not ending.is_alive()
+
+
+def test_a_rank_of_other_code_is_told_so(monkeypatch):
+    first, *others = channels(monkeypatch, 2)
+    first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
+    with pytest.raises(UserError, match="Rank 1 does not understand what rank 0 told it, so it runs other code"):
+        others[0].listen("train")
+
+
+def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+    for name, value in {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+                        "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    for attempt, status in enumerate((2, 0)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        pair = []
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            pair.append(Channel.of("train"))
+        pair[0].end(status)
+        assert pair[1].listen("train") == Ended(status)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--max-restarts 0"):
+        Channel.of("train")
 
 
 def test_who_is_alone_or_reads_for_itself_needs_no_channel(monkeypatch):

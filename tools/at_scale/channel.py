@@ -30,6 +30,11 @@ def measure(ranks: int) -> str:
     processes = [context.Process(target=_rank, args=(rank, ranks, store.port, theirs)) for rank in range(ranks)]
     for process in processes:
         process.start()
+    while not mine.poll(1):
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.terminate()
+            raise SystemExit("A rank's process ended, for the reason above.")
     lines: str = mine.recv()
     for process in processes:
         process.join()

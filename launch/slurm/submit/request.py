@@ -73,11 +73,10 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     cluster_problems(config, jobs, None if dry_run else space, os.environ)
     refuse_unsound(run, jobs, request, showing=dry_run)
     say_absent(run, jobs)
-    if rehearse or (rehearse is None and not dry_run and worth_rehearsing(config, jobs)):
-        made = run.manifest("tokenizer")
-        rehearse_training(config, jobs, given, None if made is None else made.counts["vocab_size"])
     submission = Submission(config, request.chain, request.code, tuple(bad), content)
     if dry_run:
+        if rehearse:
+            _rehearse(run, jobs, given)
         return _show(submission, jobs)
     owed, environment = _owed(run, jobs), {**config.launch.environment, "PYTHONPATH": request.code}
     if not any(job.to_run for job in jobs) and not owed:
@@ -86,6 +85,8 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     refuse_wrong_packages()
     _refuse_queued(run, jobs)
     _refuse_untrusted(run)
+    if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
+        _rehearse(run, jobs, given)  # last: it takes up to some minutes
     make_folder(run.folder)
     take_snapshot(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
@@ -95,6 +96,11 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     submitted = submit(submission, jobs, chain)
     submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
     return _tell(run, submitted, request.force)
+
+
+def _rehearse(run: Run, jobs: list[Job], given: Options) -> None:
+    made = run.manifest("tokenizer")
+    rehearse_training(run.config, jobs, given, None if made is None else made.counts["vocab_size"])
 
 
 def _new_id() -> str:

@@ -31,6 +31,8 @@ above 0.003 or so to between 0.7 and 1.2. Jordan's choice, steep at 0."""
 UPDATE_RMS = 0.2
 """Root mean square of an AdamW update over its learning rate, as measured by Liu et al."""
 EPSILON = 1e-7
+COMPUTED_IN = {"cuda": torch.bfloat16, "cpu": torch.float32}
+"""What the iterations compute in, by device: bfloat16 products are slow or absent on CPUs."""
 
 
 class Muon(Optimizer):
@@ -50,8 +52,7 @@ class Muon(Optimizer):
         self.others = AdamW([weight for weight in weights if not weight.is_block_matrix], config)
         self.momentum = {weight.name: torch.zeros_like(own(weight.parameter.detach())) for weight in self.matrices}
         self.whole = WholeMatrices({weight.name: weight.parameter for weight in self.matrices}, grid)
-        on_gpu = grid.ranks.device.type == "cuda"
-        self.dtype = torch.float64 if self.others.wide else torch.bfloat16 if on_gpu else torch.float32
+        self.dtype = torch.float64 if self.others.wide else COMPUTED_IN[grid.ranks.device.type]
 
     def state_names(self, name: str) -> tuple[str, ...]:
         """See Optimizer."""
