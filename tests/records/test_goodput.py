@@ -186,7 +186,7 @@ def test_nothing_to_tell(run):
 
 
 def test_a_real_run_that_was_killed(fresh):
-    settings = ["train.steps=40", "train.checkpoint.every_steps=10"]
+    settings = ["train.steps=40", "train.checkpoint.every_steps=10", "train.checkpoint.background=false"]
     train_and_kill(fresh, *settings, ranks=1, after_step=17)
     before = curve(fresh)[-1]["step"]
     run_stage("train", fresh, *settings)

@@ -167,6 +167,7 @@ def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_pat
     monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
     monkeypatch.setattr(node_trial, "measure", lambda report, limit_s, fault: setattr(report, "product_s", 0.1))
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for the disk"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, local in ((2, 0), (3, 1)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local))
