@@ -50,7 +50,8 @@ def test_the_least_of_all_counts(groups, monkeypatch):
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_a_limit_of_the_process_counts(kind):
-    code = ("import resource, torch; from pipeline.parallel.free_memory import free_memory; "
-            f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(free_memory(torch.device('cpu')))")
+    code = ("import resource, torch; from pipeline.parallel import free_memory as module; "
+            "module._of_host, module._of_groups = lambda: 2**50, lambda: []; "
+            f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(module.free_memory(torch.device('cpu')))")
     told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert 0 < int(told.stdout) < 8 * 2**30
