@@ -186,7 +186,8 @@ def test_a_lost_node_sends_its_job_elsewhere(any_cluster, tmp_path):
     assert any_cluster.run("sinfo", "-h", "-N", "-n", lost, "-o", "%N %T").stdout.split() == [lost, "idle"]
 
 
-def test_jobs_go_on_while_the_controller_is_away(any_cluster, tmp_path):
+def test_jobs_go_on_while_the_controller_is_away(any_cluster, limited, tmp_path):
+    any_cluster.wait(limited[1])  # the controller sends its signal, which would be missed
     job = any_cluster.submit(tmp_path, "echo up; until [ -e go ]; do sleep 0.1; done; echo end")
     until(tmp_path / f"out.{job}", "up")
     any_cluster.stop_controller()
