@@ -33,26 +33,39 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
     item = next(item for item in found.peak.items if item.kind == largest)
     said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
-    fitting, tried, until = [], [], time.monotonic() + SEARCH_S
+    return False, f"{said} {_advice(config, found, largest, memory, gpu)}"
+
+
+def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
+    """What was rehearsed to make it fit, and what could not be, or was not for want of time."""
+    fitting: list[str] = []
+    tried: list[str] = []
+    left_out: list[str] = []
+    until = time.monotonic() + SEARCH_S
     for settings in list(ways(config, found, largest))[:TRIED]:
+        named = " ".join(f"{key}={value}" for key, value in settings.items())
         if time.monotonic() > until:
-            break
+            left_out.append(f"{named} (no time)")
+            continue
         other = changed(config, settings)
         numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)[::2]})
         try:
             again = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu))
-        except Exception:  # noqa: BLE001 - what cannot be rehearsed is no way to offer; the verdict stands without
+        except Exception as error:  # noqa: BLE001 - told; that the job does not fit stands without it
+            left_out.append(f"{named} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
-        text = f"{' '.join(f'{key}={value}' for key, value in settings.items())} ({readable(again.peak.bytes)})"
-        tried.append(text)
+        tried.append(f"{named} ({readable(again.peak.bytes)})")
         if again.peak.bytes <= TIGHT * memory:
-            fitting.append(text)
+            fitting.append(tried[-1])
         if len(fitting) == ENOUGH:
             break
+    rest = f" Not rehearsed: {', '.join(left_out)}." if left_out else ""
     if fitting:
-        return False, f"{said} Rehearsed as well, and fitting: {', or '.join(fitting)}."
-    return False, f"{said} " + (f"Rehearsed as well, and not fitting: {', '.join(tried)}. More of it together, or more "
-                                f"ranks, hold less." if tried else "Take more ranks.")
+        return f"Rehearsed as well, and fitting: {', or '.join(fitting)}.{rest}"
+    if tried:
+        return (f"Rehearsed as well, and not fitting: {', '.join(tried)}. More of it together, or more ranks, hold "
+                f"less.{rest}")
+    return f"Take more ranks.{rest}"
 
 
 def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, object]]:

@@ -9,6 +9,7 @@ from launch.forecast import state_bytes_per_rank
 from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.errors import UserError
+from pipeline.rehearsal import fitting
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.fitting import changed, verdict
 from pipeline.rehearsal.report import ends_and_middle, lines
@@ -72,6 +73,19 @@ def test_what_does_not_fit_is_told_with_what_does():
     assert tight and "not rehearsed" in text
     fits, text = verdict(config, found, 0.8 * found.peak.bytes)
     assert not fits and "Most of it are activations" in text and "and fitting: train.micro_batch=2 (" in text
+
+
+def test_ways_that_are_not_rehearsed_are_named(monkeypatch):
+    config = config_of(train={"micro_batch": 4})
+    [found] = rehearse_apart(config, 2, [0])
+
+    def fails(*arguments, **options):
+        raise RuntimeError("no memory here\nmore of it")
+    monkeypatch.setattr(fitting, "rehearse_apart", fails)
+    fits, text = verdict(config, found, 0.8 * found.peak.bytes)
+    assert not fits and "Take more ranks. Not rehearsed: train.micro_batch=2 (no memory here), " in text
+    monkeypatch.setattr(fitting, "SEARCH_S", -1.0)
+    assert "Not rehearsed: train.micro_batch=2 (no time), " in verdict(config, found, 0.8 * found.peak.bytes)[1]
 
 
 @pytest.mark.parametrize("parallel", [{}, {"pp": 2, "tp": 2}], ids=["FSDP2", "pipeline x tensor"])
