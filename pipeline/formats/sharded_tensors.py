@@ -119,12 +119,12 @@ def _key(name: str, offset: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offset))}"
 
 
-def read_index(folder: Path) -> bytes:
-    """The content of a checkpoint's index; nothing where it cannot be read, which a reader then tells."""
+def read_index(folder: Path) -> bytes | None:
+    """The content of a checkpoint's index; None where it cannot be read: a reader then tries it, and tells why."""
     try:
         return (folder / INDEX).read_bytes()
     except OSError:
-        return b""
+        return None
 
 
 class CheckpointReader:
