@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_any_cut_gives_the_hash_of_the_whole(tmp_path: Path, size: int, cuts: li
     path, data = tmp_path / "file", bytes(index * 7 % 251 for index in range(size))
     path.write_bytes(data)
     edges = [0, *(cut for cut in cuts if cut < size), size]
-    parts = [digest for start, stop in zip(edges, edges[1:], strict=False)
+    parts = [digest for start, stop in itertools.pairwise(edges)
              for digest in block_digests(path, start, stop)]
     blocks = [hashlib.sha256(data[at:at + 64]).digest() for at in range(0, size, 64)]
     assert hash_of_blocks(parts) == f"blocks:{hashlib.sha256(b''.join(blocks)).hexdigest()}"
