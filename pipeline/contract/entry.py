@@ -13,7 +13,7 @@ from typing import NoReturn
 from pipeline.config.loading import load_config
 from pipeline.config.places import blocked, make_folder
 from pipeline.console import say
-from pipeline.contract.locks import StageLock, lock
+from pipeline.contract.locks import NETWORK_S, StageLock, lock
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
@@ -26,8 +26,6 @@ from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
-NETWORK_S = 75.0
-"""Longer than network file systems remember by default that a file was not there."""
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
 
@@ -83,6 +81,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     result.add_argument("--part", metavar="I/N",
                         help="do only part I, from 0, of N of the stage's units; others may do the other parts at the "
                              "same time, and the stage run without --part finishes it")
+    result.add_argument("--phase", metavar="NAME",
+                        help="of which phase --part does its share: the one before must be done (default: the first)")
     result.add_argument("--accept-drift", action="store_true",
                         help="go on although inputs or settings changed; recorded in every later manifest")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
@@ -253,20 +253,22 @@ def _do(work: Work, body: Callable[[Work], None]) -> None:
 
 
 def _part(name: str, options: argparse.Namespace) -> Part | None:
+    phases = STAGES[name].phases
     if options.part is None:
+        if options.phase is not None:
+            raise UserError("--phase says of which phase --part does its share. Give --part I/N with it, or neither.")
         return None
-    part = Part.parse(options.part)
-    if not STAGES[name].parts:
-        raise UserError(f"The stage {name} cannot be done in parts; {', '.join(_in_parts())} can. Run it without "
-                        f"--part.")
+    part = Part.parse(options.part, options.phase or next(iter(phases), ""))
+    if not phases:
+        in_parts = ", ".join(other for other, stage in STAGES.items() if stage.phases)
+        raise UserError(f"The stage {name} cannot be done in parts; {in_parts} can. Run it without --part.")
+    if part.phase not in phases:
+        raise UserError(f"The stage {name} has no phase {part.phase} to share out. Give --phase one of "
+                        f"{', '.join(phases)}.")
     if options.force:
         raise UserError("Each part with --force would throw away what the others did. Give all of them, and the call "
                         "that finishes the stage, the same --force-id instead: only the first then starts it afresh.")
     return part
-
-
-def _in_parts() -> list[str]:
-    return [name for name, stage in STAGES.items() if stage.parts]
 
 
 def _reason(error: Exception) -> str | None:

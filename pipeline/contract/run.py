@@ -299,19 +299,19 @@ class Run:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
 
 
-def done_parts(run: Run, stage: str, parts: int) -> set[int]:
-    """Which of `parts` parts of a stage that is begun are done, with the settings and inputs of now.
+def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
+    """Which of `parts` parts of a phase of a stage that is begun are done, with the settings and inputs of now.
 
     Of a stage that is to be forced nothing is: its parts go with all else.
     """
     folder = run.own_folder(stage)
-    if not marked_parts(folder, parts):
+    if not marked_parts(folder, parts, phase):
         return set()  # then nothing need be hashed
     try:
         key = identity_key(run.fingerprint(stage))
     except UserError:
         return set()  # a stage before it, or an input file, is gone: the stage itself will say so
-    return marked_parts(folder, parts, key)
+    return marked_parts(folder, parts, phase, key)
 
 
 def begun_by(folder: Path) -> str | None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,32 +21,25 @@ from pipeline.config.tree import Config
 from pipeline.console import ProgressBar, duration, say
 from pipeline.contract.external_inputs import places
 from pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from pipeline.contract.locks import NETWORK_S, take_turn
 from pipeline.contract.manifest import Manifest
-from pipeline.contract.orphans import end_with_parent
-from pipeline.contract.parts import UNITS, Part, ShareDone, identity_key
+from pipeline.contract.parts import Part, ShareDone, identity_key
 from pipeline.contract.run import STARTED, Run, code_hashes, force_id
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
 from pipeline.contract.state import RESERVE, STATE, write_state
+from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
 from pipeline.errors import UserError
-from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
+from pipeline.files import read_json, remove_temporary, sha256_file, write_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A piece of a stage's work that is done or not done: a readable name and what the worker needs for it."""
-
-    name: str
-    payload: Any
 
 
 @dataclass
 class Work:
     """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
 
-    With a `part`, only a share of the first phase's units is done. asked: what tells the command line from another.
+    With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -114,54 +103,74 @@ class Work:
         """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
-        `outputs` list holds `output_record`s. The record becomes `units/<phase>/<name>.json`, the unit's own commit:
-        after a kill, units whose record matches (same stage fingerprint, same payload, outputs in place) are kept.
+        `outputs` list holds `output_record`s. The record becomes a file under `units/<phase>/`, the unit's own commit:
+        after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept. So all
+        that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
+
+        As a part, the stage does its share of its phase's units, and of a phase before that only takes the records.
 
         Raises:
             ShareDone: the stage is run as a part and has now done its share.
+            UserError: as a part, of a phase before its own something is not done.
         """
-        units = units if self.part is None else list(self.part.of(units))
-        records: dict[str, dict[str, Any]] = {}
-        keys = {unit.name: sha256_json([self.fingerprint, phase, unit.payload]) for unit in units}
+        keys = unit_keys(self.fingerprint, phase, units)
+        assert len(keys) == len(units), f"two units of {phase} have one name"
+        store, part = UnitRecords(self.folder, phase, self.say), self.part
+        if part is not None and phase != part.phase:
+            self._refuse_later(part, phase)
+            return self._taken(part, store, phase, keys)
+        if part is not None:
+            units = list(part.of(units))
+            keys = {unit.name: keys[unit.name] for unit in units}
         with ProgressBar(self.name, phase, len(units), unit_word) as progress:
-            for unit in units:
-                if (record := self._finished_unit(phase, unit.name, keys[unit.name])) is not None:
-                    records[unit.name] = record
+            records = store.found(keys)
             found = len(records)
             progress.already(found)
-            todo = [unit for unit in units if unit.name not in records]
-            for name, record in _in_workers(function, self.folder, todo, self.processes()):
-                write_json(self._unit_path(phase, name), {"key": keys[name], **record})
+            if todo := [unit for unit in units if unit.name not in records]:
+                store.whole.unlink(missing_ok=True)
+            for name, record in in_workers(function, self.folder, todo, self.processes()):
+                store.write(name, keys[name], record)
                 records[name] = record
                 progress.advance()
-        if self.part is not None:
-            self._leave(self.part, phase, len(units), found)
+        if part is not None:
+            self._leave(part, len(units), found)
+        store.gather(keys, records)
         return [records[unit.name] for unit in units]
 
-    def _leave(self, part: Part, phase: str, units: int, found: int) -> NoReturn:
-        write_json(part.marker(self.folder, phase), {
+    def _refuse_later(self, part: Part, phase: str) -> None:
+        """ShareDone where the body has come to a phase after the part's own, which had no units then."""
+        phases = STAGES[self.name].phases
+        if phase in phases and phases.index(phase) > phases.index(part.phase):
+            self._leave(part, 0, 0)
+
+    def _taken(self, part: Part, store: UnitRecords, phase: str, keys: dict[str, str]) -> list[dict[str, Any]]:
+        """The records of a phase that other parts did. Where they are many, the first that comes gathers them for all."""
+        until, turn = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ), None
+        if len(keys) >= MANY and not store.is_gathered():
+            turn = take_turn(self.run.folder, f"{self.name}.{phase}", self.name, f"gathers the records of {phase}")
+        if turn is not None and store.is_gathered():
+            turn.close()
+        records = store.found(keys, outputs=False)
+        while len(records) < len(keys) and time.monotonic() < until:
+            time.sleep(1.0)
+            records = store.found(keys, outputs=False)
+        if missing := [name for name in keys if name not in records]:
+            raise UserError(
+                f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
+                f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
+                f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is left.")
+        store.gather(keys, records)
+        if turn is not None:
+            turn.close()
+        return [records[name] for name in keys]
+
+    def _leave(self, part: Part, units: int, found: int) -> NoReturn:
+        write_json(part.marker(self.folder), {
             "key": identity_key(self.fingerprint), "units": units, "found": found,
             "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
             "job": os.environ.get("SLURM_JOB_ID", "")})
-        self.say(f"part {part} of {phase} is done; running {self.name} without --part finishes it")
+        self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
-
-    def _unit_path(self, phase: str, name: str) -> Path:
-        return self.folder / UNITS / phase / f"{name}.json"
-
-    def _finished_unit(self, phase: str, name: str, key: str) -> dict[str, Any] | None:
-        try:
-            record = read_json(self._unit_path(phase, name))
-        except (OSError, ValueError):
-            return None
-        if record.pop("key", None) != key:
-            return None
-        for output in record.get("outputs", []):
-            path = self.folder / output["path"]
-            if not path.is_file() or path.stat().st_size != output["bytes"]:
-                self.say(f"{path} is missing or cut: making it again")
-                return None
-        return record
 
     def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False) -> Manifest:
         """Prove the outputs and write the manifest, which makes the stage done.
@@ -172,7 +181,8 @@ class Work:
             UserError: an output is not what was written (failing disk, a second writer), or an input that is checked
                 is not what was committed.
         """
-        assert self.part is None, f"{self.name} has no units to share out"
+        if self.part is not None:
+            self._leave(self.part, 0, 0)  # no phase of its name has come
         self.refuse_changed_inputs()
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
@@ -271,31 +281,6 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return {}
-
-
-def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, units: list[Unit],
-                processes: int) -> Any:
-    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in."""
-    if processes == 1 or len(units) <= 1:
-        for unit in units:
-            yield unit.name, function(folder, unit.payload)
-        return
-    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
-                               initializer=_start_worker, initargs=(os.getpid(),))
-    try:
-        futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool:
-        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
-                        "launch.processes lower and run the same command again; finished units are kept.") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    end_with_parent(parent)
 
 
 def _now() -> str:

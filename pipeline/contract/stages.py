@@ -30,7 +30,8 @@ class Stage:
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
             of the outputs of the stages before (`pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`).
-        parts: whether its units may be shared out among several jobs (`--part`); one more call then finishes it.
+        phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
+            `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
             goes on from the newest, and may do so under other settings.
         goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
@@ -51,7 +52,7 @@ class Stage:
     ranks: bool = False
     told: bool = False
     workers: bool = False
-    parts: bool = False
+    phases: tuple[str, ...] = ()
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
@@ -103,7 +104,7 @@ def _named(text: str) -> Any:
 
 
 STAGES = {stage.name: stage for stage in (
-    Stage("shard", needs=(), reads=("shard",), workers=True, parts=True, reusable=True,
+    Stage("shard", needs=(), reads=("shard",), workers=True, phases=("read", "write"), reusable=True,
           outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
@@ -111,7 +112,8 @@ STAGES = {stage.name: stage for stage in (
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           files="pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
-    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, parts=True, reusable=True,
+    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
+          reusable=True,
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,

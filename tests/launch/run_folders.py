@@ -88,12 +88,13 @@ class HandMade:
               jobs=jobs).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
-            needs: tuple[str, ...] = (), parts: int = 0, name: str = "") -> ChainJob:
+            needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
         """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts).save(spec)
-        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec))
+        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts, phase=phase).save(spec)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
+                        phase)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""
