@@ -22,8 +22,9 @@ from launch.slurm.evaluations import owed
 from launch.slurm.nodes import NODES, excluded
 from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.contract.parts import UNITS
-from pipeline.contract.run import STARTED, reused_folder
+from pipeline.contract.run import reused_folder
 from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import STOP, StageState, read_attempts, read_state
 from pipeline.errors import UserError
 from pipeline.files import read_lines

@@ -17,10 +17,11 @@ from pipeline.contract.locks import NETWORK_S, StageLock, lock
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
-from pipeline.contract.preparation import forced, is_leader, prepare, report_done
-from pipeline.contract.run import Run, begun_by
+from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
+from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work, mark_failed
 from pipeline.contract.stages import STAGES, before
+from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.errors import UserError, is_full_disk
@@ -209,6 +210,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
     # Nobody rebuilds what is read here.
     reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
     if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
+        tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
     else:
         if held:

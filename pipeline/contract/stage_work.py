@@ -21,11 +21,13 @@ from pipeline.config.tree import Config
 from pipeline.console import ProgressBar, duration, say
 from pipeline.contract.external_inputs import places
 from pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from pipeline.contract.listing import LISTING, refuse_unread, write_listing
 from pipeline.contract.locks import NETWORK_S, take_turn
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import Part, ShareDone, identity_key
-from pipeline.contract.run import STARTED, Run, code_hashes, force_id
+from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
+from pipeline.contract.start_record import STARTED, force_id
 from pipeline.contract.state import RESERVE, STATE, write_state
 from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
 from pipeline.errors import UserError
@@ -82,6 +84,10 @@ class Work:
         """The stage's outside files, as they were when it began."""
         return outside(self.run.files(self.name), self.name)
 
+    def listing(self) -> list[dict[str, Any]]:
+        """Name, path, bytes and mtime_ns of the outside files that its units read, as they were when it began."""
+        return self.run.listing(self.name)
+
     def check(self, files: Sequence[Expected]) -> InputCheck:
         """Hash what is read beside the work: before the commit all of it must be what it was."""
         self.checks.append(InputCheck(files))
@@ -113,7 +119,9 @@ class Work:
             ShareDone: the stage is run as a part and has now done its share.
             UserError: as a part, of a phase before its own something is not done.
         """
-        keys = unit_keys(self.fingerprint, phase, units)
+        # A unit's own key decides whether it is to be read again: that a file of another one changed says nothing.
+        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
+        keys = unit_keys(identity, phase, units)
         assert len(keys) == len(units), f"two units of {phase} have one name"
         store, part = UnitRecords(self.folder, phase, self.say), self.part
         if part is not None and phase != part.phase:
@@ -144,7 +152,7 @@ class Work:
             self._leave(part, 0, 0)
 
     def _taken(self, part: Part, store: UnitRecords, phase: str, keys: dict[str, str]) -> list[dict[str, Any]]:
-        """The records of a phase that other parts did. Where they are many, the first that comes gathers them for all."""
+        """The records of a phase that other parts did. Of many, the first that comes makes one file for all."""
         until, turn = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ), None
         if len(keys) >= MANY and not store.is_gathered():
             turn = take_turn(self.run.folder, f"{self.name}.{phase}", self.name, f"gathers the records of {phase}")
@@ -158,7 +166,8 @@ class Work:
             raise UserError(
                 f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
                 f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
-                f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is left.")
+                f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is "
+                f"left.")
         store.gather(keys, records)
         if turn is not None:
             turn.close()
@@ -172,18 +181,23 @@ class Work:
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
 
-    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False) -> Manifest:
+    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False,
+               files: list[dict[str, Any]] | None = None) -> Manifest:
         """Prove the outputs and write the manifest, which makes the stage done.
 
         Every output is read back and its hash compared, unless the body just did so itself (`verified`).
 
+        files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`).
+
         Raises:
-            UserError: an output is not what was written (failing disk, a second writer), or an input that is checked
-                is not what was committed.
+            UserError: an output is not what was written (failing disk, a second writer), an input that is checked is
+                not what was committed, or a file is not what it was when the stage began.
         """
         if self.part is not None:
             self._leave(self.part, 0, 0)  # no phase of its name has come
         self.refuse_changed_inputs()
+        assert (files is not None) == (STAGES[self.name].unit_files is not None), "what units read is to be committed"
+        refuse_unread(self.listing(), files or [], self.name)
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
@@ -193,18 +207,25 @@ class Work:
                 raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
-            stage=self.name, fingerprint=self.fingerprint, outputs=outputs, counts=counts,
-            config_sha256=config_hash(self.config), files=self.run.files(self.name),
+            stage=self.name, fingerprint=self._fingerprint(files or []), outputs=outputs, counts=counts,
+            config_sha256=config_hash(self.config),
+            files=sorted([*self.run.files(self.name), *(files or [])], key=lambda record: str(record["name"])),
             places=places(STAGES[self.name], self.config), drift=self._all_drift(),
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         manifest.write(self.folder)
+        (self.folder / LISTING).unlink(missing_ok=True)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
+
+    def _fingerprint(self, files: list[dict[str, Any]]) -> dict[str, Any]:
+        """The identity of the finished stage: of files, their hashes."""
+        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
+        return {**identity, "files": identity["files"] | {record["name"]: record["sha256"] for record in files}}
 
     def _all_drift(self) -> list[dict[str, Any]]:
         found = list(self.drift)
@@ -225,6 +246,8 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
     save_config(run.config, run.folder / "config.yaml")
+    if STAGES[name].unit_files is not None:
+        write_listing(work.folder, run.listing(name))
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
     write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,

@@ -40,7 +40,10 @@ class Stage:
         code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
         outside_code: "module:function" giving the source files from outside of Drover that a configuration names, by
             their modules' names; they are recorded and warned of as well.
-        files: "module:function" giving its input files that no stage made, as (name, path) pairs.
+        files: "module:function" giving its input files that no stage made, as (name, path) pairs. They are hashed
+            before it begins.
+        unit_files: the same of those that its units hash while they read them; before, they are only listed. The body
+            commits with records of them (`pipeline.contract.external_inputs.gathered`).
         renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
             without being forced. Its body keeps each of its results under an identity of its own.
     """
@@ -58,6 +61,7 @@ class Stage:
     reusable: bool = False
     outside_code: str | None = None
     files: str | None = None
+    unit_files: str | None = None
     renews: str | None = None
     own_module: str = ""
 
@@ -67,10 +71,16 @@ class Stage:
         return self.own_module or f"pipeline.{self.name}"
 
     def input_files(self, config: Config) -> list[tuple[str, Path]]:
-        """Files from outside the run that this stage reads, as (name, path), sorted by name."""
-        if self.files is None:
-            return []
-        return sorted(_named(self.files)(config))
+        """Files from outside the run that are hashed before the stage begins, as (name, path), sorted by name."""
+        return _input_files(self.files, config)
+
+    def read_by_units(self, config: Config) -> list[tuple[str, Path]]:
+        """Files from outside the run that its units read and hash, as (name, path), sorted by name."""
+        return _input_files(self.unit_files, config)
+
+    def all_input_files(self, config: Config) -> list[tuple[str, Path]]:
+        """All files from outside the run that the stage reads, as (name, path), sorted by name."""
+        return sorted(self.input_files(config) + self.read_by_units(config))
 
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
@@ -95,6 +105,10 @@ class Stage:
     def outside_files(self, config: Config) -> dict[str, Path]:
         """The source files from outside of Drover that help to make its outputs, by module, as far as found."""
         return _named(self.outside_code)(config) if self.outside_code is not None else {}
+
+
+def _input_files(function: str | None, config: Config) -> list[tuple[str, Path]]:
+    return [] if function is None else sorted(_named(function)(config))
 
 
 def _named(text: str) -> Any:

@@ -7,31 +7,26 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import UNITS
+from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, sha256_json, write_json
 
 NUMBERED = re.compile(r"[0-9]{5,}$")
-THREADS = 16
-"""That read records and look at outputs: they wait for the file system, most of all for one behind a network."""
-AT_ONCE = 512
-"""Files that one of them is given at a time."""
 MANY = 1000
 """Records that are gathered in one file."""
 AHEAD = 4
 """Units that are handed to the pool for each of its processes: more would only lie in memory."""
 Record = dict[str, Any]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class UnitRecords:
         """What the units' own files have under these keys."""
         there = ((entry.name[:-5], entry.path) for entry in _json_files(self.folder))
         found: dict[str, Record] = {}
-        for name, record in _in_threads(lambda item: (item[0], _read(item[1])),
+        for name, record in in_threads(lambda item: (item[0], _read(item[1])),
                                         ((name, path) for name, path in there if name in keys)):
             if record is not None and record.pop("key", None) == keys[name]:
                 found[name] = record
@@ -126,7 +121,7 @@ class UnitRecords:
         sizes = ((name, self.stage_folder / output["path"], output["bytes"]) for name, record in records.items()
                  for output in record.get("outputs", []))
         lost = {name: path for (name, path, size), there in
-                _in_threads(lambda item: (item, _size(item[1]) == item[2]), sizes) if not there}
+                in_threads(lambda item: (item, _size(item[1]) == item[2]), sizes) if not there}
         for path in lost.values():
             self.say(f"{path} is missing or cut: making it again")
         return {name: record for name, record in records.items() if name not in lost} if lost else records
@@ -174,25 +169,6 @@ def _json_files(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield entry
         elif entry.is_dir():
             yield from _json_files(Path(entry.path))
-
-
-def _in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`function` of each item, in no order that means anything; for waiting for many files at once."""
-    rest = iter(items)
-    first = list(islice(rest, AT_ONCE))
-    if len(first) < AT_ONCE:
-        yield from map(function, first)
-        return
-    with ThreadPoolExecutor(THREADS) as pool:
-        def submitted(batch: list[Item]) -> Future[list[Result]]:
-            return pool.submit(lambda: list(map(function, batch)))
-        running = {submitted(first)}
-        while running:
-            while len(running) < 2 * THREADS and (batch := list(islice(rest, AT_ONCE))):
-                running.add(submitted(batch))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield from future.result()
 
 
 def _read(path: str) -> Record | None:

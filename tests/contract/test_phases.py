@@ -137,7 +137,7 @@ def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
 def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
     monkeypatch.setattr("pipeline.contract.units.MANY", 30)
     monkeypatch.setattr(stage_work, "MANY", 30)
-    monkeypatch.setattr("pipeline.contract.units.AT_ONCE", 7)  # several batches
+    monkeypatch.setattr("pipeline.contract.threads.AT_ONCE", 7)  # several batches
     whole = folder(count) / "units/read.jsonl"
     for index in range(2):
         assert count("--part", f"{index}/2") == 0 and not whole.exists()
@@ -165,6 +165,7 @@ def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
 
 def test_no_folder_holds_more_than_a_thousand_records(tmp_path):
     store = UnitRecords(tmp_path, "read", print)
-    held = Counter(store.path(f"{source}-{number:05d}").parent for source in ("web", "s-1") for number in range(102_500))
+    names = (f"{source}-{number:05d}" for source in ("web", "s-1") for number in range(102_500))
+    held = Counter(store.path(name).parent for name in names)
     assert len(held) == 206 and set(held.values()) == {1000, 500}
     assert store.path("vocabulary").parent == store.folder == tmp_path / "units/read"

@@ -13,8 +13,8 @@ import yaml
 from launch.slurm.chain import Chain, ChainJob
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import STARTED
 from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED
 from pipeline.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
