@@ -171,13 +171,14 @@ def _stage(folder: Path, stage: str, settings: dict[str, Any], chain: Chain | No
     last = [when(str(event.get("at"))) for event in events if event.get("chain") == events[-1].get("chain")]
     parts, of_parts = _parts(own, chain, stage)
     phases = _folders(own / UNITS)
+    inside = [path for phase in phases for path in _folders(phase)]
     units = {path.name: _count(path) for path in phases if path.name != "parts"}
     training = _training(own, settings) if stage == "train" else None
     ended = [event for event in events if event.get("event") == "ended"]
     logs = [own / name for name in ("metrics.jsonl", "STATE.json", STARTED)]
     return StageFiles(
         stage, manifest, damaged, reused, read_state(own), begun, _alive(folder, stage),
-        max(map(_written, [*logs, *phases, *(inside for phase in phases for inside in _folders(phase)), folder / "logs" / f"{stage}.log"])), units,
+        max(map(_written, [*logs, *phases, *inside, folder / "logs" / f"{stage}.log"])), units,
         _text_shards(folder, settings) if stage == "encode" and manifest is None else None, parts, of_parts, training,
         {job: len(found) for job, found in starts.items()}, ended[-1] if ended else {},
         min(last, default=0.0), newest_log(folder, stage))

@@ -194,7 +194,8 @@ class StageStatus:
         array = self._array()
         if (array or files.parts) and (files.parts or files.begun or state not in ("waiting", "removed")):
             failed = [element for job, element in self._failed_elements()]
-            text = f"{f'{array.phase} ' if array and self._in_phases else ''}{len(self._done(array))}/{files.of_parts} done"
+            phase = f"{array.phase} " if array and self._in_phases else ""
+            text = f"{phase}{len(self._done(array))}/{files.of_parts} done"
             return text + (f", {len(failed)} failed (element{'s' * (len(failed) > 1)} {', '.join(map(str, failed))})"
                            if failed else "")
         if self.stage in ("shard", "encode") and files.units:
@@ -203,7 +204,7 @@ class StageStatus:
         return ""
 
     def _array(self) -> ChainJob | None:
-        """The array that is spoken of: the job that matters now if it is one, else the last that has come to anything."""
+        """The array that is spoken of: the job that matters now if it is one, else the last that came to anything."""
         arrays = [job for job in self.own if job.kind == "array"]
         if self.job in arrays or not arrays:
             return self.job if arrays else None

@@ -139,8 +139,8 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
         records.append({**first, "sha256": hashes.pop()})
     if changed:
         raise UserError(f"{len(changed):,} input files changed while they were read, one unit after another "
-                        f"({', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}). Let nobody write to them, and "
-                        f"run the stage again: what was read of them is read anew.")
+                        f"({', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}). Let nobody write to them, "
+                        f"and run the stage again: what was read of them is read anew.")
     return records
 
 

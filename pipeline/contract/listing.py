@@ -69,9 +69,9 @@ def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str)
     known = {str(record["name"]): _line(record) for record in read}
     other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _line(record)]
     if other := [*other, *known]:
-        raise UserError(f"{len(other):,} input files were changed while {stage} was reading them ({', '.join(other[:3])}"
-                        f"{' ...' if len(other) > 3 else ''}), so it is not committed. Run it again: it reads what is "
-                        f"there now.")
+        raise UserError(f"{len(other):,} input files were changed while {stage} was reading them "
+                        f"({', '.join(other[:3])}{' ...' if len(other) > 3 else ''}), so it is not committed. Run it "
+                        f"again: it reads what is there now.")
 
 
 def _line(record: Record) -> list[Any]:

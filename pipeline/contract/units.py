@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -39,8 +41,8 @@ class Unit:
 
 def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
     """What the record of each unit must say to be taken: a hash of the stage's identity, the phase and the payload."""
-    digest = sha256_json(dict(identity))  # once: it may name a million files
-    return {unit.name: sha256_json([digest, phase, unit.payload]) for unit in units}
+    before = sha256_json([dict(identity), phase]).encode()  # once: it may name a million files
+    return {unit.name: hashlib.sha256(before + _canonical(unit.payload)).hexdigest() for unit in units}
 
 
 class UnitRecords:
@@ -81,12 +83,19 @@ class UnitRecords:
         return found
 
     def gather(self, keys: Mapping[str, str], records: Mapping[str, Record]) -> None:
-        """Write all units' records, which are all finished, as one file, where they are many and it is not there."""
+        """Write all units' records, which are all finished, as one file, where they are many and it is not there.
+
+        Where orjson, which reads it, does not read one of them as Python's own parser does, there is none.
+        """
         if len(keys) < MANY or self.is_gathered():
             return
-        with atomic_file(self.whole, "w") as file:
+        import orjson
+        with suppress(orjson.JSONDecodeError), atomic_file(self.whole) as file:
             for name, key in keys.items():
-                file.write(json.dumps({"unit": name, "key": key, **records[name]}) + "\n")
+                line = json.dumps({"unit": name, "key": key, **records[name]}).encode()
+                if orjson.loads(line) != json.loads(line):  # of whole numbers beyond 64 bits it makes others
+                    raise orjson.JSONDecodeError("not read alike", "", 0)
+                file.write(line + b"\n")
 
     def is_gathered(self) -> bool:
         """Whether there is the one file with all records."""
@@ -94,11 +103,12 @@ class UnitRecords:
 
     def _gathered(self, keys: Mapping[str, str]) -> dict[str, Record]:
         """What the one file with all records has under these keys."""
+        import orjson
         found: dict[str, Record] = {}
         try:
-            with open(self.whole, encoding="utf-8") as file:
+            with open(self.whole, "rb") as file:
                 for line in file:
-                    record = json.loads(line)
+                    record = orjson.loads(line)
                     name, key = record.pop("unit"), record.pop("key")
                     if keys.get(name) == key:
                         found[name] = record
@@ -150,6 +160,15 @@ def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: lis
                         "launch.processes lower and run the same command again; finished units are kept.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _canonical(payload: Any) -> bytes:
+    """The payload as JSON, equal for equal ones."""
+    import orjson
+    try:
+        return orjson.dumps(payload, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # large numbers, keys that are no text, the names of files that are not UTF-8
+        return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _start_worker(parent: int) -> None:

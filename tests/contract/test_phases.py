@@ -12,7 +12,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run, done_parts
 from pipeline.contract.stage_work import Unit
 from pipeline.contract.stages import STAGES, Stage
-from pipeline.contract.units import UnitRecords
+from pipeline.contract.units import UnitRecords, unit_keys
 from pipeline.files import output_record, sha256_json, write_text
 from tests.stages.test_shard import files_source, write_config
 
@@ -161,6 +161,18 @@ def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
     (folder(count) / "n-00020.txt").unlink()
     count.made.clear()
     assert count() == 0 and set(count.made) == {"n-00020"}
+
+
+def test_records_that_one_parser_reads_otherwise_are_not_gathered(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.contract.units.MANY", 2)
+    units = [Unit("one", 1), Unit("two", {"large": 2 ** 70, "name": "\udce9"})]
+    keys, store = unit_keys({"config": {}}, "read", units), UnitRecords(tmp_path, "read", print)
+    assert keys == unit_keys({"config": {}}, "read", units) and len(set(keys.values())) == 2
+    for large, gathered in ((2 ** 70, False), (float("nan"), False), (2 ** 60, True)):
+        records = {"one": {"count": 1}, "two": {"count": large, "name": "\udce9"[:not gathered]}}
+        store.gather(keys, records)
+        assert store.is_gathered() == gathered and not list(tmp_path.rglob("*.tmp"))
+    assert store.found(keys) == records
 
 
 def test_no_folder_holds_more_than_a_thousand_records(tmp_path):
