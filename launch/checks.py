@@ -193,7 +193,7 @@ def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
     for stage in dict.fromkeys(job.stage for job in jobs if job.to_run):
         try:
             found += [f"{stage}: the input file {path} is not there." for _, path in
-                      STAGES[stage].input_files(config) if not Path(path).is_file()]
+                      STAGES[stage].all_input_files(config) if not Path(path).is_file()]
         except UserError as error:
             found.append(f"{stage}: {error}")
     if found:

@@ -51,13 +51,14 @@ class Options:
 class Job:
     """One stage to be run, or found done, or on Slurm a part of the work on one.
 
-    key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`shard-parts`, `train-1`).
+    key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
+        `shard-read`, `train-1`).
     name: Slurm's name of it.
     command: what does it by hand, in the user's folder with `environment` set.
     arguments: what the stage's own command line gets.
     ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
     asked: partition, time and the like, for Slurm. cpus_per_task, tasks_per_node, gpus_per_node as well.
-    parts: elements into which an array cuts the stage; `elements`: those that are still to do.
+    parts: elements into which an array cuts the `phase` of the stage; `elements`: those that are still to do.
     link, links: which of how many jobs that go on with the same stage.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
@@ -80,6 +81,7 @@ class Job:
     gpus_per_node: int = 0
     asked: Asked = field(default_factory=Asked)
     parts: int = 0
+    phase: str = ""
     elements: tuple[int, ...] = ()
     link: int = 1
     links: int = 1
@@ -112,11 +114,11 @@ def local_ranks(config: Config, machine: Machine) -> int:
 
 
 def _jobs(config: Config, run: Run, stage: str, state: State, running: list[str], options: Options) -> list[Job]:
-    """One job; on Slurm also an array and the job that ends it, or links that follow each other."""
+    """One job; on Slurm also arrays and the job that ends them, or links that follow each other."""
     job = _job(config, stage, state, running, options)
     if options.cluster == "local" or not job.to_run:
         return [job]
-    if STAGES[stage].parts and (parts := _parts(config, stage)) > 1:
+    if STAGES[stage].phases and (parts := _parts(config, stage)) > 1:
         return _in_parts(run, job, parts)
     links = config.launch.train.links if stage == "train" else 1
     # The last one carries the stage's own key: what comes after training waits for it.
@@ -125,13 +127,17 @@ def _jobs(config: Config, run: Run, stage: str, state: State, running: list[str]
 
 
 def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
-    """An array that does the units, an element a part, and the job that brings them together and commits."""
-    done = set() if job.forced or job.state.kind != "partial" else done_parts(run, job.stage, parts)
-    elements = tuple(index for index in range(parts) if index not in done)
-    array = _changed(job, key=f"{job.stage}-parts", name=f"{job.name}-parts", kind="array", parts=parts,
-                     elements=elements)
-    last = _changed(job, kind="finalise", dependencies=(array.key,))
-    return [array, last] if elements else [_changed(job, kind="finalise")]
+    """An array for each phase that is not done, an element a part, one after the other, and the job that brings all
+    together and commits."""
+    phases, arrays, after = STAGES[job.stage].phases, list[Job](), job.dependencies
+    for phase in phases:
+        done = set() if job.forced or job.state.kind != "partial" else done_parts(run, job.stage, parts, phase)
+        if elements := tuple(index for index in range(parts) if index not in done):
+            word = phase if len(phases) > 1 else "parts"
+            arrays.append(_changed(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
+                                   phase=phase, elements=elements, dependencies=after))
+            after = (arrays[-1].key,)
+    return [*arrays, _changed(job, kind="finalise", dependencies=after)]
 
 
 def _parts(config: Config, stage: str) -> int:

@@ -21,9 +21,10 @@ from launch.slurm.chain import Chain, ChainJob, read_chain
 from launch.slurm.evaluations import owed
 from launch.slurm.nodes import NODES, excluded
 from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.contract.run import STARTED, reused_folder
-from pipeline.contract.stage_work import UNITS
+from pipeline.contract.parts import UNITS
+from pipeline.contract.run import reused_folder
 from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import STOP, StageState, read_attempts, read_state
 from pipeline.errors import UserError
 from pipeline.files import read_lines
@@ -59,7 +60,7 @@ class StageFiles:
         alive: whether the process that last held the stage is there; None where that cannot be seen from here.
         touched: when it last wrote anything that is looked at here, in seconds since the epoch; 0 if never.
         units: finished units by phase. `expected`: how many there will be in the last phase, if known.
-        parts: of an array, the elements whose share is done. `of_parts`: elements in all, 0 if unknown.
+        parts: of arrays, the elements whose share is done, by phase. `of_parts`: elements in all, 0 if unknown.
         starts: how often each job has started the stage. ended: the launcher's last word on a start.
         first: when the first job of the submission that last worked on it began, in seconds since the epoch; 0 if no
             job did.
@@ -76,7 +77,7 @@ class StageFiles:
     touched: float = 0.0
     units: dict[str, int] = field(default_factory=dict)
     expected: int | None = None
-    parts: frozenset[int] = frozenset()
+    parts: dict[str, frozenset[int]] = field(default_factory=dict)
     of_parts: int = 0
     training: Training | None = None
     starts: dict[str, int] = field(default_factory=dict)
@@ -169,13 +170,15 @@ def _stage(folder: Path, stage: str, settings: dict[str, Any], chain: Chain | No
             starts.setdefault(str(event.get("job")), set()).add(event.get("start"))
     last = [when(str(event.get("at"))) for event in events if event.get("chain") == events[-1].get("chain")]
     parts, of_parts = _parts(own, chain, stage)
-    units = {path.name: _count(path) for path in _folders(own / UNITS) if path.name != "parts"}
+    phases = _folders(own / UNITS)
+    inside = [path for phase in phases for path in _folders(phase)]
+    units = {path.name: _count(path) for path in phases if path.name != "parts"}
     training = _training(own, settings) if stage == "train" else None
     ended = [event for event in events if event.get("event") == "ended"]
     logs = [own / name for name in ("metrics.jsonl", "STATE.json", STARTED)]
     return StageFiles(
         stage, manifest, damaged, reused, read_state(own), begun, _alive(folder, stage),
-        max(map(_written, [*logs, *_folders(own / UNITS), folder / "logs" / f"{stage}.log"])), units,
+        max(map(_written, [*logs, *phases, *inside, folder / "logs" / f"{stage}.log"])), units,
         _text_shards(folder, settings) if stage == "encode" and manifest is None else None, parts, of_parts, training,
         {job: len(found) for job, found in starts.items()}, ended[-1] if ended else {},
         min(last, default=0.0), newest_log(folder, stage))
@@ -233,8 +236,8 @@ def _training(folder: Path, settings: dict[str, Any]) -> Training | None:
                     _float(last.get("tokens_per_s")), _float(share))
 
 
-def _parts(folder: Path, chain: Chain | None, stage: str) -> tuple[frozenset[int], int]:
-    """Elements of the stage's array that are done, and how many there are."""
+def _parts(folder: Path, chain: Chain | None, stage: str) -> tuple[dict[str, frozenset[int]], int]:
+    """Elements of the stage's arrays that are done, by phase, and how many each has."""
     phases: dict[str, set[int]] = {}
     total = 0
     for path in _files(folder / UNITS / "parts"):
@@ -244,8 +247,7 @@ def _parts(folder: Path, chain: Chain | None, stage: str) -> tuple[frozenset[int
     for job in chain.jobs if chain else ():
         if job.stage == stage and job.kind == "array":
             total = int(_read(Path(job.spec)).get("parts") or 0) or max(total, (job.elements or (0,))[-1] + 1)
-    done = frozenset.intersection(*map(frozenset, phases.values())) if phases else frozenset()
-    return done, total
+    return {phase: frozenset(done) for phase, done in phases.items()}, total
 
 
 def _text_shards(folder: Path, settings: dict[str, Any]) -> int | None:
@@ -348,7 +350,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def _count(folder: Path) -> int:
-    return _quietly(lambda: sum(entry.name.endswith(".json") for entry in os.scandir(folder)), 0)
+    """Finished units in a phase's folder and those in it."""
+    names: list[str] = _quietly(lambda: [entry.name for entry in os.scandir(folder)], [])
+    return sum(name.endswith(".json") for name in names) + sum(map(_count, _folders(folder)))
 
 
 def _written(path: Path) -> float:

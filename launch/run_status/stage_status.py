@@ -191,10 +191,11 @@ class StageStatus:
             return f"{training.step}{share}"
         if state in ("done", "reused"):
             return ""
-        array = next((job for job in self.own if job.kind == "array"), None)
+        array = self._array()
         if (array or files.parts) and (files.parts or files.begun or state not in ("waiting", "removed")):
-            failed = self._failed_elements()
-            text = f"{len(files.parts)}/{files.of_parts} done"
+            failed = [element for job, element in self._failed_elements()]
+            phase = f"{array.phase} " if array and self._in_phases else ""
+            text = f"{phase}{len(self._done(array))}/{files.of_parts} done"
             return text + (f", {len(failed)} failed (element{'s' * (len(failed) > 1)} {', '.join(map(str, failed))})"
                            if failed else "")
         if self.stage in ("shard", "encode") and files.units:
@@ -202,19 +203,38 @@ class StageStatus:
             return f"{count}/{total} shards" if total else f"{count} units"
         return ""
 
-    def _failed_elements(self) -> list[int]:
-        """Elements of the array that ended without their share done. Unknown ones may have been cancelled."""
-        return [element for job in self.own for element in job.elements or ()
-                if element not in self.files.parts
+    def _array(self) -> ChainJob | None:
+        """The array that is spoken of: the job that matters now if it is one, else the last that came to anything."""
+        arrays = [job for job in self.own if job.kind == "array"]
+        if self.job in arrays or not arrays:
+            return self.job if arrays else None
+        return next((job for job in reversed(arrays) if self._done(job)), arrays[0])
+
+    def _failed_elements(self) -> list[tuple[ChainJob, int]]:
+        """Elements of arrays that ended without their share done. Unknown ones may have been cancelled."""
+        return [(job, element) for job in self.own for element in job.elements or ()
+                if element not in self._done(job)
                 and self._info(f"{job.id}_{element}").state in ENDED - {UNKNOWN, "CANCELLED"}]
+
+    @property
+    def _in_phases(self) -> bool:
+        """Whether there are arrays for several phases of the stage."""
+        return sum(job.kind == "array" for job in self.own) > 1
+
+    def _done(self, array: ChainJob | None) -> frozenset[int]:
+        """Elements of an array whose share is done."""
+        parts = self.files.parts
+        if array is not None and array.phase:
+            return parts.get(array.phase, frozenset())
+        return frozenset.intersection(*parts.values()) if parts else frozenset()  # of a submission that knew no phases
 
     def _failure(self) -> str:
         if self.state and self.state.status == "failed":
             step = f" (after step {self.state.step})" if self.state.step is not None else ""
             return (self.state.reason or "it gave no reason") + step
         if failed := self._failed_elements():
-            job = next(job for job in self.own if job.elements)
-            return "; ".join(f"element {element} ended {self._info(f'{job.id}_{element}').state}" for element in failed)
+            return "; ".join(f"element {element}{f' of {job.phase}' if self._in_phases else ''} ended "
+                             f"{self._info(f'{job.id}_{element}').state}" for job, element in failed)
         if self.info.state == "COMPLETED":
             return f"Slurm's job {self.info.id} has ended, but the stage has no manifest"
         return f"Slurm's job {self.info.id} ended {self.info.state} ({self.info.reason or 'no reason given'})"
@@ -229,10 +249,9 @@ class StageStatus:
     def _log(self) -> str:
         """Where to read more: the stage's own log, and what its job said."""
         paths = [str(self.files.log)] if self.files.log else []
-        job = next((job for job in self.own if job.elements), self.job)
-        if job and (failed := self._failed_elements()):
-            paths = [f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*" for element in failed[:3]]
-            paths += [job.log.replace("%a", str(failed[0]))]
+        if failed := self._failed_elements():
+            paths = [f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*" for job, element in failed[:3]]
+            paths += [failed[0][0].log.replace("%a", str(failed[0][1]))]
         elif self.job and Path(self.job.log).is_file():
             paths.append(self.job.log)
         return f". Logs: {', '.join(paths)}" if paths else ""

@@ -20,7 +20,8 @@ class ChainJob:
 
     kind: `job`; `array` and `finalise` of a stage in parts; `link` of several that go on with one stage;
         `evaluation` of a checkpoint beside training.
-    elements: indices of the array that were submitted; None for a job that is no array.
+    elements: indices of the array that were submitted; None for a job that is no array. phase: what it does of the
+        stage, for an array.
     log: what the job itself says (stages write elsewhere). spec: its JobSpec.
     """
 
@@ -32,6 +33,7 @@ class ChainJob:
     dependencies: tuple[str, ...] = ()
     log: str = ""
     spec: str = ""
+    phase: str = ""
 
 
 @dataclass(frozen=True)

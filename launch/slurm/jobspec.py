@@ -20,7 +20,7 @@ class JobSpec:
         chain: id of the submission; `--force` counts once for it.
         ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
         wrap: a command that the stage is started with, such as a container's.
-        parts: elements of the array; 0 if the job is none.
+        parts: elements of the array; 0 if the job is none. phase: of the stage, whose units they share.
         link, links: which of how many jobs that go on with the same stage, from 1.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
@@ -43,6 +43,7 @@ class JobSpec:
     gpus_per_node: int = 0
     wrap: tuple[str, ...] = ()
     parts: int = 0
+    phase: str = ""
     link: int = 1
     links: int = 1
     requeue: bool = True

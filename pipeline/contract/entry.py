@@ -13,21 +13,20 @@ from typing import NoReturn
 from pipeline.config.loading import load_config
 from pipeline.config.places import blocked, make_folder
 from pipeline.console import say
-from pipeline.contract.locks import StageLock, lock
+from pipeline.contract.locks import NETWORK_S, StageLock, lock
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
-from pipeline.contract.preparation import forced, is_leader, prepare, report_done
-from pipeline.contract.run import Run, begun_by
+from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
+from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work, mark_failed
 from pipeline.contract.stages import STAGES, before
+from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
-NETWORK_S = 75.0
-"""Longer than network file systems remember by default that a file was not there."""
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
 
@@ -83,6 +82,8 @@ def parser(name: str) -> argparse.ArgumentParser:
     result.add_argument("--part", metavar="I/N",
                         help="do only part I, from 0, of N of the stage's units; others may do the other parts at the "
                              "same time, and the stage run without --part finishes it")
+    result.add_argument("--phase", metavar="NAME",
+                        help="of which phase --part does its share: the one before must be done (default: the first)")
     result.add_argument("--accept-drift", action="store_true",
                         help="go on although inputs or settings changed; recorded in every later manifest")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
@@ -209,6 +210,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
     # Nobody rebuilds what is read here.
     reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
     if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
+        tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
     else:
         if held:
@@ -253,20 +255,22 @@ def _do(work: Work, body: Callable[[Work], None]) -> None:
 
 
 def _part(name: str, options: argparse.Namespace) -> Part | None:
+    phases = STAGES[name].phases
     if options.part is None:
+        if options.phase is not None:
+            raise UserError("--phase says of which phase --part does its share. Give --part I/N with it, or neither.")
         return None
-    part = Part.parse(options.part)
-    if not STAGES[name].parts:
-        raise UserError(f"The stage {name} cannot be done in parts; {', '.join(_in_parts())} can. Run it without "
-                        f"--part.")
+    part = Part.parse(options.part, options.phase or next(iter(phases), ""))
+    if not phases:
+        in_parts = ", ".join(other for other, stage in STAGES.items() if stage.phases)
+        raise UserError(f"The stage {name} cannot be done in parts; {in_parts} can. Run it without --part.")
+    if part.phase not in phases:
+        raise UserError(f"The stage {name} has no phase {part.phase} to share out. Give --phase one of "
+                        f"{', '.join(phases)}.")
     if options.force:
         raise UserError("Each part with --force would throw away what the others did. Give all of them, and the call "
                         "that finishes the stage, the same --force-id instead: only the first then starts it afresh.")
     return part
-
-
-def _in_parts() -> list[str]:
-    return [name for name, stage in STAGES.items() if stage.parts]
 
 
 def _reason(error: Exception) -> str | None:

@@ -7,7 +7,9 @@ has not changed: raw text is deleted once its tokens are made.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +21,21 @@ from pipeline.config.places import OUTSIDE
 from pipeline.config.section import flatten
 from pipeline.config.tree import Config
 from pipeline.console import say
+from pipeline.contract.content_hash import BLOCK_BYTES, content_hash, hash_of_blocks, same_form
 from pipeline.contract.manifest import Difference
 from pipeline.contract.stages import Stage
+from pipeline.contract.threads import in_threads
 from pipeline.errors import AbsentInputError, UserError
-from pipeline.files import read_json, sha256_file, write_json
+from pipeline.files import read_json, write_json
 
 HASHES = ".hashes.json"
 """In a run folder: hashes of files whose size or time is not what a manifest says."""
 LONG_BYTES = 1_000_000_000
 """So much is not hashed without a word."""
+HASHING = 4
+"""Files hashed at one time."""
+KEEP_S = 60.0
+"""Hashes are written down so often: a kill costs no more."""
 Record = dict[str, Any]
 
 
@@ -41,6 +49,11 @@ class Outside:
 
     records: list[Record]
     incomplete: frozenset[str] = field(default_factory=frozenset)
+
+    def __add__(self, other: Outside) -> Outside:
+        """Both."""
+        return Outside(sorted([*self.records, *other.records], key=lambda record: str(record["name"])),
+                       self.incomplete | other.incomplete)
 
     def compared(self, recorded: Iterable[Record], old: Mapping[str, str]) -> dict[str, str]:
         """sha256 by name, to be compared with `old`, of the time of `recorded`: what is not there is as it was.
@@ -62,12 +75,14 @@ class Outside:
                 and record["path"] not in there and record["name"] not in there]
 
 
-def look(stage: Stage, config: Config, known: Mapping[str, Record], *, run_folder: Path, remember: bool,
-         strict: bool) -> Outside:
-    """The stage's outside files now.
+def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Mapping[str, Record], *, run_folder: Path,
+         remember: bool, strict: bool) -> Outside:
+    """Outside files of a stage now.
 
     Args:
-        known: records by path, whose hashes are taken where size and time are equal.
+        find: gives them, as (name, path).
+        known: records by path, whose hashes are taken where size and time are equal, and otherwise tell in which form
+            a file is to be hashed.
         remember: hashes are kept for the next time, in the run's folder, and taken from there.
         strict: all of them have to be there.
 
@@ -76,31 +91,73 @@ def look(stage: Stage, config: Config, known: Mapping[str, Record], *, run_folde
     """
     incomplete: set[str] = set()
     try:
-        found = stage.input_files(config)
+        found = find()
     except UserError as error:
         if strict:
             raise
         found, incomplete = (sorted(error.found), error.sources) if isinstance(error, AbsentInputError) else \
             ([], set(map(_source, known.values())))
-    stats = {path: _stat(path, strict) for _, path in found}
+    stats = dict(in_threads(lambda path: (path, _stat(path, strict)), [path for _, path in found]))
     incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
+    forms = {str(record["name"]): str(record["sha256"]) for record in known.values()}
+    moved = {str(path.absolute()): (stat, str(known.get(str(path.absolute()), {}).get("sha256") or forms.get(name, "")))
+             for name, path in found if (stat := stats[path]) and not _same(known.get(str(path.absolute())), stat)}
     hashes = Hashes(run_folder, remember)
-    moved = [path for path, stat in stats.items() if stat and not _same(known.get(str(path.absolute())), stat)]
-    hashes.take(stage.name, {str(path.absolute()): stat for path in moved if (stat := stats[path])})
+    hashes.take(stage, moved)
     records = []
     for name, path in found:
         if (stat := stats[path]) is not None:
             full = str(path.absolute())
-            old = known.get(full)
-            digest = old["sha256"] if old is not None and _same(old, stat) else hashes.known[full]["sha256"]
+            digest = hashes.known[full]["sha256"] if full in moved else known[full]["sha256"]
             records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns,
                             "sha256": digest})
     return Outside(records, frozenset(incomplete))
 
 
+def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Records for `Work.commit(files=...)` of what all units say they read of each file.
+
+    Args:
+        inputs: name, path, bytes, mtime_ns; whether the unit read the `whole` file, and then its sha256 as the one of
+            `digests`; otherwise `start` of its range, and `digests` of the blocks that begin in it.
+
+    Returns:
+        name, path, bytes, mtime_ns and sha256 (`pipeline.contract.content_hash`) of each file, sorted by name.
+
+    Raises:
+        UserError: units saw another size, time or content of one file.
+    """
+    of_file: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in inputs:
+        of_file.setdefault(entry["name"], []).append(entry)
+    records, changed = [], []
+    for name, entries in sorted(of_file.items()):
+        first = {key: entries[0][key] for key in ("name", "path", "bytes", "mtime_ns")}
+        hashes = _hashes(entries)
+        if len(hashes) != 1 or any(entry[key] != first[key] for entry in entries for key in ("bytes", "mtime_ns")):
+            changed.append(name)
+        records.append({**first, "sha256": hashes.pop()})
+    if changed:
+        raise UserError(f"{len(changed):,} input files changed while they were read, one unit after another "
+                        f"({', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}). Let nobody write to them, "
+                        f"and run the stage again: what was read of them is read anew.")
+    return records
+
+
+def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The content hashes that the entries of one file amount to: one, if all saw the same."""
+    found = {entry["digests"][0] for entry in entries if entry["whole"]}
+    if ranges := {entry["start"]: entry["digests"] for entry in entries if not entry["whole"]}:
+        digests = [digest for _, own in sorted(ranges.items()) for digest in own]
+        size = entries[0]["bytes"]
+        assert len(digests) == -(-size // BLOCK_BYTES), f"{entries[0]['path']}: units hashed {len(digests)} blocks"
+        found.add(hash_of_blocks(digests))
+    return found
+
+
 def places(stage: Stage, config: Config) -> dict[str, Any]:
     """The settings that say where the stage's outside files are, by their full names."""
-    if stage.files is None:
+    if stage.files is None and stage.unit_files is None:
         return {}
     parts = {part: config.part(part) for part in stage.reads}
     values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part
@@ -132,22 +189,34 @@ class Hashes:
         self.path, self.remember = run_folder / HASHES, remember
         self.known: dict[str, Record] = {}
 
-    def take(self, stage: str, files: Mapping[str, os.stat_result]) -> None:
-        """Have `known` hold the hash of each file, as it is now."""
+    def take(self, stage: str, files: Mapping[str, tuple[os.stat_result, str]]) -> None:
+        """Have `known` hold the hash of each file, as it is now, in the form of the hash that stands beside it."""
         if not files:
             return
         if self.remember:
             with suppress(OSError, ValueError):
                 self.known = dict(read_json(self.path))
-        todo = {path: stat for path, stat in files.items() if not _same(self.known.get(path), stat)}
-        if self.remember and (size := sum(stat.st_size for stat in todo.values())) > LONG_BYTES:
+        todo = {path: (stat, like) for path, (stat, like) in files.items()
+                if not _same(self.known.get(path), stat) or not same_form(self.known[path]["sha256"], like)}
+        if self.remember and (size := sum(stat.st_size for stat, _ in todo.values())) > LONG_BYTES:
             say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
                        f"than when they were read")
-        for path, stat in todo.items():
-            self.known[path] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": _hashed(Path(path))}
-        if todo and self.remember and self.path.parent.is_dir():
+        kept = time.monotonic()
+        with ThreadPoolExecutor(HASHING) as pool:
+            for path, digest in pool.map(lambda item: (item[0], _hashed(Path(item[0]), item[1][1])), todo.items()):
+                stat = todo[path][0]
+                self.known[path] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+                if time.monotonic() - kept > KEEP_S:
+                    kept = self._keep()
+        if todo:
+            self._keep()
+
+    def _keep(self) -> float:
+        """Write what is known; when that was."""
+        if self.remember and self.path.parent.is_dir():
             with suppress(OSError):  # the run may be another user's
                 write_json(self.path, self.known)
+        return time.monotonic()
 
 
 def _same(record: Record | None, stat: os.stat_result) -> bool:
@@ -173,9 +242,9 @@ def _stat(path: Path, strict: bool) -> os.stat_result | None:
         raise _unreadable(path, error) from None
 
 
-def _hashed(path: Path) -> str:
+def _hashed(path: Path, like: str) -> str:
     try:
-        return sha256_file(path)
+        return content_hash(path, like)
     except OSError as error:
         raise _unreadable(path, error) from None
 

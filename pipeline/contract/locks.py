@@ -23,6 +23,8 @@ LOCKS = ".locks"
 EARLIER_S = 180.0
 """How long an earlier start of the same Slurm job or chain of jobs may go on to hold a stage: on a node that Slurm has
 given up, or where a file system notices late that its process has ended."""
+NETWORK_S = 75.0
+"""Longer than network file systems remember by default that a file was not there."""
 
 
 class StageLock:
@@ -35,7 +37,7 @@ class StageLock:
     def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
         """Take it; UserError if the stage is in use otherwise than by other parts."""
         self.folder, self.stage, self.part = folder, stage, part
-        self._start = _wait_for(folder, f"{stage}.start", stage)
+        self._start = take_turn(folder, f"{stage}.start", stage)
         self._own = lock(folder, stage, shared=part is not None)
         if part is None:
             self._end_start()
@@ -134,13 +136,13 @@ def _chain() -> str:
     return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
 
 
-def _wait_for(folder: Path, name: str, stage: str) -> IO[str] | None:
+def take_turn(folder: Path, name: str, stage: str, doing: str = "starts") -> IO[str] | None:
     """Hold a lock alone as soon as nobody else does; None where there are no locks."""
     file = _open(folder, name)
     try:
         _flock(file, folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say(stage, f"waits while {_holder(file)} starts")
+        say(stage, f"waits while {_holder(file)} {doing}")
         _flock(file, folder, fcntl.LOCK_EX)
     return _take(file, folder, stage, shared=False)
 

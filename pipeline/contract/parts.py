@@ -18,16 +18,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """One share of several: `index` counts from 0."""
+    """One share of several of a phase's units: `index` counts from 0."""
 
     index: int
     count: int
+    phase: str
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str, phase: str) -> Part:
         """Read `I/N`; UserError if it is not one."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
-        part = cls(*map(int, found.groups())) if found else cls(0, 0)
+        part = cls(int(found[1]), int(found[2]), phase) if found else cls(0, 0, phase)
         if not part.index < part.count:
             raise UserError(f"--part {text} is not a part of a whole. Give I/N: I counts from 0 and is less than N, as "
                             f"in --part 0/4.")
@@ -45,9 +46,9 @@ class Part:
         """Every count-th unit: neighbours are alike in size, so the shares are too."""
         return units[self.index::self.count]
 
-    def marker(self, folder: Path, phase: str) -> Path:
-        """Where the stage in `folder` notes that this share of a phase is done."""
-        return folder / PARTS / f"{phase}.{self.tag}.json"
+    def marker(self, folder: Path) -> Path:
+        """Where the stage in `folder` notes that this share is done."""
+        return folder / PARTS / f"{self.phase}.{self.tag}.json"
 
 
 class ShareDone(Exception):  # noqa: N818 - no error: it leaves the stage's body, which goes on to things for all units
@@ -59,9 +60,10 @@ def identity_key(fingerprint: dict[str, Any]) -> str:
     return sha256_json(fingerprint)
 
 
-def marked_parts(folder: Path, count: int, key: str | None = None) -> set[int]:
-    """Which of `count` parts the stage in `folder` has markers of; with `key`, only those made under that identity."""
-    pattern = re.compile(rf".*\.([0-9]+)-of-{count}\.json")
+def marked_parts(folder: Path, count: int, phase: str, key: str | None = None) -> set[int]:
+    """Which of `count` parts of a phase the stage in `folder` has markers of; with `key`, only those made under that
+    identity."""
+    pattern = re.compile(rf"{re.escape(phase)}\.([0-9]+)-of-{count}\.json")
     markers = [(path, found) for path in (folder / PARTS).glob("*.json") if (found := pattern.fullmatch(path.name))]
     return {int(found[1]) for path, found in markers if key is None or _key(path) == key}
 

@@ -10,9 +10,10 @@ from pipeline.config.shapes import POSITIONS
 from pipeline.console import say
 from pipeline.contract.manifest import MANIFEST, read_manifest
 from pipeline.contract.parts import Part
-from pipeline.contract.run import Run, State, force_id
+from pipeline.contract.run import Run, State
 from pipeline.contract.stage_work import Work, begin, set_aside
 from pipeline.contract.stages import STAGES, before
+from pipeline.contract.start_record import force_id
 from pipeline.contract.state import STATE
 from pipeline.errors import UserError
 
@@ -52,6 +53,8 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
         _refuse_mixing(run, name, state)
         drift = [*_earlier_drift(run, name), accepted]
     fingerprint = run.fingerprint(name)  # refuses absent files before anything is withdrawn
+    if state.kind == "partial":
+        tell_changed_files(run, name)
     if state.kind == "partial" and state.differences:
         _renew(run, name, state)
     if state.kind == "stale":
@@ -83,6 +86,12 @@ def _renew(run: Run, name: str, state: State) -> None:
     _withdraw(run, name)
     if name in before(["report"]):
         set_aside(run.own_folder("report"), keep=False)
+
+
+def tell_changed_files(run: Run, name: str) -> None:
+    """Say, of a stage that goes on, which of the files that its units read have changed since it was begun."""
+    if is_leader() and (changed := run.files_changed_since_begun(name)):
+        say(name, f"{changed}; what was read of them is read again")
 
 
 def report_done(run: Run, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +12,15 @@ from pipeline.config.loading import load_config
 from pipeline.config.plugins import loaded_plugins
 from pipeline.config.section import identity
 from pipeline.config.tree import Config
-from pipeline.contract.external_inputs import Outside, changed_places, look, places, source_of_place
+from pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
+from pipeline.contract.listing import begun_identity, changed_files, listed_files, listing_digest
 from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from pipeline.contract.parts import identity_key, marked_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
+from pipeline.contract.start_record import STARTED, read_start
 from pipeline.errors import UserError, listed
-from pipeline.files import read_json, sha256_file
+from pipeline.files import sha256_file
 
-STARTED = "started.json"
 KEEPS = "will be made as asked now; what still fits of its results is kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
 
@@ -54,7 +55,8 @@ class Run:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = config.folder
-        self._known_files: dict[str, Outside] = {}
+        self._known_files: dict[tuple[str, bool], Outside] = {}
+        self._listings: dict[str, list[Record]] = {}
         self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     @cached_property
@@ -121,26 +123,40 @@ class Run:
         return manifest
 
     def fingerprint(self, stage: str) -> dict[str, Any]:
-        """The identity that the stage would have now; UserError if a stage before it is not done."""
+        """The identity that the stage would have now, were it begun; UserError if a stage before it is not done.
+
+        Of files that its units read, a digest of their list stands in it; their hashes once they have been read.
+        """
+        listing = {"listing": listing_digest(self.listing(stage))} if STAGES[stage].unit_files else {}
         return {"config": self._settings(stage),
                 "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
-                "files": {record["name"]: record["sha256"] for record in self.files(stage)}}
+                "files": {record["name"]: record["sha256"] for record in self.files(stage)}, **listing}
 
-    def files(self, stage: str) -> list[dict[str, Any]]:
-        """The stage's outside input files with path, bytes, mtime_ns and sha256; UserError if one is not there.
+    def listing(self, stage: str) -> list[Record]:
+        """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first saw
+        them; UserError if one is not there."""
+        if stage not in self._listings:
+            self._listings[stage] = listed_files(STAGES[stage].read_by_units(self.config))
+        return self._listings[stage]
+
+    def files(self, stage: str) -> list[Record]:
+        """The stage's outside files that are hashed before it begins, with name, path, bytes, mtime_ns and sha256;
+        UserError if one is not there.
 
         A file whose path, size and modification time are those of the manifest, or of the start record of a stage
         that is not finished, is not hashed again.
         """
-        found = self._outside(stage, strict=True)
+        found = self._look(stage, strict=True)
         if found.incomplete:  # looked at before, when they were allowed to be gone
             self.forget_files(stage)
-            found = self._outside(stage, strict=True)
+            found = self._look(stage, strict=True)
         return found.records
 
     def forget_files(self, stage: str) -> None:
         """Look at the stage's outside files anew when they are asked for next."""
-        self._known_files.pop(stage, None)
+        self._known_files.pop((stage, False), None)
+        self._known_files.pop((stage, True), None)
+        self._listings.pop(stage, None)
 
     def absent_files(self, stage: str) -> list[str]:
         """Names of outside files that a finished stage read and that are not there any more. That is no change."""
@@ -155,18 +171,25 @@ class Run:
                 f"{' ...' if len(names) > 3 else ''}); what was made of them is used as it was recorded"
                 for stage, names in found.items() if names]
 
-    def _outside(self, stage: str, *, strict: bool = False) -> Outside:
-        """The stage's outside files, looked at once."""
-        if STAGES[stage].files is None:
+    def _outside(self, stage: str) -> Outside:
+        """The outside files of a stage that is finished, both kinds."""
+        return self._look(stage) + self._look(stage, by_units=True)
+
+    def _look(self, stage: str, *, by_units: bool = False, strict: bool = False) -> Outside:
+        """The stage's outside files, looked at once; those that its units read are only hashed to be compared with what
+        they read."""
+        spec = STAGES[stage]
+        if (spec.unit_files if by_units else spec.files) is None:
             return Outside([])
-        if stage not in self._known_files:
+        if (stage, by_units) not in self._known_files:
             manifest = self.manifest(stage)
-            records = manifest.files if manifest else _started(self.own_folder(stage)).get("files", [])
-            self._known_files[stage] = look(
-                STAGES[stage], self.config, {record["path"]: record for record in records}, run_folder=self.folder,
+            records = manifest.files if manifest else read_start(self.own_folder(stage)).get("files", [])
+            self._known_files[stage, by_units] = look(
+                stage, partial(spec.read_by_units if by_units else spec.input_files, self.config),
+                {record["path"]: record for record in records}, run_folder=self.folder,
                 remember=manifest is not None and os.environ.get("RANK", "0") == "0",
                 strict=strict or manifest is None)
-        return self._known_files[stage]
+        return self._known_files[stage, by_units]
 
     def state(self, stage: str) -> State:
         """Whether the stage is done, to do, or not to be trusted. Reads only; never hashes unchanged files."""
@@ -188,18 +211,31 @@ class Run:
             return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
         if not (folder / STARTED).is_file():
             return State("to do")
-        changed = differences(_started(folder)["fingerprint"], self.fingerprint(stage))
-        if changed and spec.may_renew(_started(folder)["fingerprint"], self.fingerprint(stage)):
+        started, now = read_start(folder), self.fingerprint(stage)
+        before = begun_identity(started["fingerprint"], now)
+        changed = differences(before, now)
+        if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
-        if changed and _started(folder).get("failed") and not spec.checkpoints:
+        if changed and started.get("failed") and not spec.checkpoints:
             return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
         if changed:
             return State("stale", changed, begun_only=True)
-        return State("partial", reasons=["will continue"])
+        other = self.files_changed_since_begun(stage)
+        return State("partial", reasons=["will continue" + (f"; {other}" if other else "")])
+
+    def files_changed_since_begun(self, stage: str) -> str:
+        """In words, which files that the stage's units read are not those of when it was begun; empty if all are."""
+        if STAGES[stage].unit_files is None:
+            return ""
+        names = changed_files(self.own_folder(stage), self.listing(stage))
+        if not names:
+            return ""
+        return (f"{len(names):,} of its input files {'is' if len(names) == 1 else 'are'} new, gone or changed since it "
+                f"was begun ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})")
 
     def begun_drift(self, stage: str) -> list[dict[str, Any]]:
         """The drift that was accepted for a stage that is begun and not finished."""
-        return list(_started(self.own_folder(stage)).get("drift", []))
+        return list(read_start(self.own_folder(stage)).get("drift", []))
 
     def changed_settings(self, stage: str) -> list[Difference]:
         """Settings in which a finished stage differs from what is asked now, its inputs apart."""
@@ -299,37 +335,19 @@ class Run:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
 
 
-def done_parts(run: Run, stage: str, parts: int) -> set[int]:
-    """Which of `parts` parts of a stage that is begun are done, with the settings and inputs of now.
+def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
+    """Which of `parts` parts of a phase of a stage that is begun are done, with the settings and inputs of now.
 
     Of a stage that is to be forced nothing is: its parts go with all else.
     """
     folder = run.own_folder(stage)
-    if not marked_parts(folder, parts):
+    if not marked_parts(folder, parts, phase):
         return set()  # then nothing need be hashed
     try:
         key = identity_key(run.fingerprint(stage))
     except UserError:
         return set()  # a stage before it, or an input file, is gone: the stage itself will say so
-    return marked_parts(folder, parts, key)
-
-
-def begun_by(folder: Path) -> str | None:
-    """The chain of jobs (`DROVER_CHAIN`) that has last begun the stage in `folder`; None outside of one."""
-    try:
-        found: str | None = read_json(folder / STARTED).get("chain")
-        return found
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def force_id(folder: Path) -> str | None:
-    """What the last `--force-id` that the stage in `folder` was begun under said; None if there was none."""
-    try:
-        found: str | None = read_json(folder / STARTED).get("force_id")
-        return found
-    except (FileNotFoundError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
-        return None
+    return marked_parts(folder, parts, phase, key)
 
 
 def run_in(folder: Path, *, check: bool = True) -> Run:
@@ -355,17 +373,6 @@ def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
     outside = loaded_plugins() | (stage.outside_files(config) if config is not None else {})
     return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
-
-
-def _started(folder: Path) -> dict[str, Any]:
-    """The start record of a stage, {} if it was not begun."""
-    try:
-        record: dict[str, Any] = read_json(folder / STARTED)
-        return record if record["fingerprint"] else {}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{folder / STARTED} is damaged. Run the stage with --force to start it afresh.") from None
 
 
 def _reuse_chain(folder: Path) -> list[Path]:

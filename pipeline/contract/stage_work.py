@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,32 +21,27 @@ from pipeline.config.tree import Config
 from pipeline.console import ProgressBar, duration, say
 from pipeline.contract.external_inputs import places
 from pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from pipeline.contract.listing import LISTING, refuse_unread, write_listing
+from pipeline.contract.locks import NETWORK_S, take_turn
 from pipeline.contract.manifest import Manifest
-from pipeline.contract.orphans import end_with_parent
-from pipeline.contract.parts import UNITS, Part, ShareDone, identity_key
-from pipeline.contract.run import STARTED, Run, code_hashes, force_id
+from pipeline.contract.parts import Part, ShareDone, identity_key
+from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
+from pipeline.contract.start_record import STARTED, force_id
 from pipeline.contract.state import RESERVE, STATE, write_state
+from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
 from pipeline.errors import UserError
-from pipeline.files import read_json, remove_temporary, sha256_file, sha256_json, write_json
+from pipeline.files import read_json, remove_temporary, sha256_file, write_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A piece of a stage's work that is done or not done: a readable name and what the worker needs for it."""
-
-    name: str
-    payload: Any
 
 
 @dataclass
 class Work:
     """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
 
-    With a `part`, only a share of the first phase's units is done. asked: what tells the command line from another.
+    With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -93,6 +84,10 @@ class Work:
         """The stage's outside files, as they were when it began."""
         return outside(self.run.files(self.name), self.name)
 
+    def listing(self) -> list[dict[str, Any]]:
+        """Name, path, bytes and mtime_ns of the outside files that its units read, as they were when it began."""
+        return self.run.listing(self.name)
+
     def check(self, files: Sequence[Expected]) -> InputCheck:
         """Hash what is read beside the work: before the commit all of it must be what it was."""
         self.checks.append(InputCheck(files))
@@ -114,66 +109,95 @@ class Work:
         """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
-        `outputs` list holds `output_record`s. The record becomes `units/<phase>/<name>.json`, the unit's own commit:
-        after a kill, units whose record matches (same stage fingerprint, same payload, outputs in place) are kept.
+        `outputs` list holds `output_record`s. The record becomes a file under `units/<phase>/`, the unit's own commit:
+        after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept. So all
+        that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
+
+        As a part, the stage does its share of its phase's units, and of a phase before that only takes the records.
 
         Raises:
             ShareDone: the stage is run as a part and has now done its share.
+            UserError: as a part, of a phase before its own something is not done.
         """
-        units = units if self.part is None else list(self.part.of(units))
-        records: dict[str, dict[str, Any]] = {}
-        keys = {unit.name: sha256_json([self.fingerprint, phase, unit.payload]) for unit in units}
+        # A unit's own key decides whether it is to be read again: that a file of another one changed says nothing.
+        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
+        keys = unit_keys(identity, phase, units)
+        assert len(keys) == len(units), f"two units of {phase} have one name"
+        store, part = UnitRecords(self.folder, phase, self.say), self.part
+        if part is not None and phase != part.phase:
+            self._refuse_later(part, phase)
+            return self._taken(part, store, phase, keys)
+        if part is not None:
+            units = list(part.of(units))
+            keys = {unit.name: keys[unit.name] for unit in units}
         with ProgressBar(self.name, phase, len(units), unit_word) as progress:
-            for unit in units:
-                if (record := self._finished_unit(phase, unit.name, keys[unit.name])) is not None:
-                    records[unit.name] = record
+            records = store.found(keys)
             found = len(records)
             progress.already(found)
-            todo = [unit for unit in units if unit.name not in records]
-            for name, record in _in_workers(function, self.folder, todo, self.processes()):
-                write_json(self._unit_path(phase, name), {"key": keys[name], **record})
+            if todo := [unit for unit in units if unit.name not in records]:
+                store.whole.unlink(missing_ok=True)
+            for name, record in in_workers(function, self.folder, todo, self.processes()):
+                store.write(name, keys[name], record)
                 records[name] = record
                 progress.advance()
-        if self.part is not None:
-            self._leave(self.part, phase, len(units), found)
+        if part is not None:
+            self._leave(part, len(units), found)
+        store.gather(keys, records)
         return [records[unit.name] for unit in units]
 
-    def _leave(self, part: Part, phase: str, units: int, found: int) -> NoReturn:
-        write_json(part.marker(self.folder, phase), {
+    def _refuse_later(self, part: Part, phase: str) -> None:
+        """ShareDone where the body has come to a phase after the part's own, which had no units then."""
+        phases = STAGES[self.name].phases
+        if phase in phases and phases.index(phase) > phases.index(part.phase):
+            self._leave(part, 0, 0)
+
+    def _taken(self, part: Part, store: UnitRecords, phase: str, keys: dict[str, str]) -> list[dict[str, Any]]:
+        """The records of a phase that other parts did. Of many, the first that comes makes one file for all."""
+        until, turn = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ), None
+        if len(keys) >= MANY and not store.is_gathered():
+            turn = take_turn(self.run.folder, f"{self.name}.{phase}", self.name, f"gathers the records of {phase}")
+        if turn is not None and store.is_gathered():
+            turn.close()
+        records = store.found(keys, outputs=False)
+        while len(records) < len(keys) and time.monotonic() < until:
+            time.sleep(1.0)
+            records = store.found(keys, outputs=False)
+        if missing := [name for name in keys if name not in records]:
+            raise UserError(
+                f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
+                f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
+                f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is "
+                f"left.")
+        store.gather(keys, records)
+        if turn is not None:
+            turn.close()
+        return [records[name] for name in keys]
+
+    def _leave(self, part: Part, units: int, found: int) -> NoReturn:
+        write_json(part.marker(self.folder), {
             "key": identity_key(self.fingerprint), "units": units, "found": found,
             "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
             "job": os.environ.get("SLURM_JOB_ID", "")})
-        self.say(f"part {part} of {phase} is done; running {self.name} without --part finishes it")
+        self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
 
-    def _unit_path(self, phase: str, name: str) -> Path:
-        return self.folder / UNITS / phase / f"{name}.json"
-
-    def _finished_unit(self, phase: str, name: str, key: str) -> dict[str, Any] | None:
-        try:
-            record = read_json(self._unit_path(phase, name))
-        except (OSError, ValueError):
-            return None
-        if record.pop("key", None) != key:
-            return None
-        for output in record.get("outputs", []):
-            path = self.folder / output["path"]
-            if not path.is_file() or path.stat().st_size != output["bytes"]:
-                self.say(f"{path} is missing or cut: making it again")
-                return None
-        return record
-
-    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False) -> Manifest:
+    def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False,
+               files: list[dict[str, Any]] | None = None) -> Manifest:
         """Prove the outputs and write the manifest, which makes the stage done.
 
         Every output is read back and its hash compared, unless the body just did so itself (`verified`).
 
+        files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`).
+
         Raises:
-            UserError: an output is not what was written (failing disk, a second writer), or an input that is checked
-                is not what was committed.
+            UserError: an output is not what was written (failing disk, a second writer), an input that is checked is
+                not what was committed, or a file is not what it was when the stage began.
         """
-        assert self.part is None, f"{self.name} has no units to share out"
+        if self.part is not None:
+            self._leave(self.part, 0, 0)  # no phase of its name has come
         self.refuse_changed_inputs()
+        assert (files is not None) == (STAGES[self.name].unit_files is not None), "what units read is to be committed"
+        refuse_unread(self.listing(), files or [], self.name)
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
@@ -183,18 +207,25 @@ class Work:
                 raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
-            stage=self.name, fingerprint=self.fingerprint, outputs=outputs, counts=counts,
-            config_sha256=config_hash(self.config), files=self.run.files(self.name),
+            stage=self.name, fingerprint=self._fingerprint(files or []), outputs=outputs, counts=counts,
+            config_sha256=config_hash(self.config),
+            files=sorted([*self.run.files(self.name), *(files or [])], key=lambda record: str(record["name"])),
             places=places(STAGES[self.name], self.config), drift=self._all_drift(),
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         manifest.write(self.folder)
+        (self.folder / LISTING).unlink(missing_ok=True)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
+
+    def _fingerprint(self, files: list[dict[str, Any]]) -> dict[str, Any]:
+        """The identity of the finished stage: of files, their hashes."""
+        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
+        return {**identity, "files": identity["files"] | {record["name"]: record["sha256"] for record in files}}
 
     def _all_drift(self) -> list[dict[str, Any]]:
         found = list(self.drift)
@@ -215,6 +246,8 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
     save_config(run.config, run.folder / "config.yaml")
+    if STAGES[name].unit_files is not None:
+        write_listing(work.folder, run.listing(name))
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
     write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
@@ -271,31 +304,6 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return {}
-
-
-def _in_workers(function: Callable[[Path, Any], dict[str, Any]], folder: Path, units: list[Unit],
-                processes: int) -> Any:
-    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in."""
-    if processes == 1 or len(units) <= 1:
-        for unit in units:
-            yield unit.name, function(folder, unit.payload)
-        return
-    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
-                               initializer=_start_worker, initargs=(os.getpid(),))
-    try:
-        futures = {pool.submit(function, folder, unit.payload): unit.name for unit in units}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool:
-        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
-                        "launch.processes lower and run the same command again; finished units are kept.") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    end_with_parent(parent)
 
 
 def _now() -> str:

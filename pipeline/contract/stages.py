@@ -30,7 +30,8 @@ class Stage:
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
             of the outputs of the stages before (`pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`).
-        parts: whether its units may be shared out among several jobs (`--part`); one more call then finishes it.
+        phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
+            `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
             goes on from the newest, and may do so under other settings.
         goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
@@ -39,7 +40,10 @@ class Stage:
         code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
         outside_code: "module:function" giving the source files from outside of Drover that a configuration names, by
             their modules' names; they are recorded and warned of as well.
-        files: "module:function" giving its input files that no stage made, as (name, path) pairs.
+        files: "module:function" giving its input files that no stage made, as (name, path) pairs. They are hashed
+            before it begins.
+        unit_files: the same of those that its units hash while they read them; before, they are only listed. The body
+            commits with records of them (`pipeline.contract.external_inputs.gathered`).
         renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
             without being forced. Its body keeps each of its results under an identity of its own.
     """
@@ -51,12 +55,13 @@ class Stage:
     ranks: bool = False
     told: bool = False
     workers: bool = False
-    parts: bool = False
+    phases: tuple[str, ...] = ()
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
     outside_code: str | None = None
     files: str | None = None
+    unit_files: str | None = None
     renews: str | None = None
     own_module: str = ""
 
@@ -66,10 +71,16 @@ class Stage:
         return self.own_module or f"pipeline.{self.name}"
 
     def input_files(self, config: Config) -> list[tuple[str, Path]]:
-        """Files from outside the run that this stage reads, as (name, path), sorted by name."""
-        if self.files is None:
-            return []
-        return sorted(_named(self.files)(config))
+        """Files from outside the run that are hashed before the stage begins, as (name, path), sorted by name."""
+        return _input_files(self.files, config)
+
+    def read_by_units(self, config: Config) -> list[tuple[str, Path]]:
+        """Files from outside the run that its units read and hash, as (name, path), sorted by name."""
+        return _input_files(self.unit_files, config)
+
+    def all_input_files(self, config: Config) -> list[tuple[str, Path]]:
+        """All files from outside the run that the stage reads, as (name, path), sorted by name."""
+        return sorted(self.input_files(config) + self.read_by_units(config))
 
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
@@ -96,6 +107,10 @@ class Stage:
         return _named(self.outside_code)(config) if self.outside_code is not None else {}
 
 
+def _input_files(function: str | None, config: Config) -> list[tuple[str, Path]]:
+    return [] if function is None else sorted(_named(function)(config))
+
+
 def _named(text: str) -> Any:
     """What "module:function" names, imported only now."""
     module, _, function = text.partition(":")
@@ -103,7 +118,7 @@ def _named(text: str) -> Any:
 
 
 STAGES = {stage.name: stage for stage in (
-    Stage("shard", needs=(), reads=("shard",), workers=True, parts=True, reusable=True,
+    Stage("shard", needs=(), reads=("shard",), workers=True, phases=("read", "write"), reusable=True,
           outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
@@ -111,7 +126,8 @@ STAGES = {stage.name: stage for stage in (
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           files="pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
-    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, parts=True, reusable=True,
+    Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
+          reusable=True,
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,

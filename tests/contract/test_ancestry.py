@@ -13,8 +13,9 @@ from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.external_inputs import HASHES
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import STARTED, Run
+from pipeline.contract.run import Run
 from pipeline.contract.stages import parse_stages
+from pipeline.contract.start_record import STARTED
 from pipeline.errors import UserError
 from pipeline.files import write_json
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
@@ -149,9 +150,9 @@ def test_a_stage_before_that_was_deleted_has_not_changed(made):
 
 
 def test_a_touched_file_is_hashed_once(made, monkeypatch):
-    hashed, sha256 = [], pipeline.contract.external_inputs.sha256_file
-    monkeypatch.setattr(pipeline.contract.external_inputs, "sha256_file",
-                        lambda path: hashed.append(path.name) or sha256(path))
+    hashed, sha256 = [], pipeline.contract.external_inputs.content_hash
+    monkeypatch.setattr(pipeline.contract.external_inputs, "content_hash",
+                        lambda path, like: hashed.append(path.name) or sha256(path, like))
     os.utime(made / "corpus.txt", (1, 1))
     for _ in range(3):
         ask(made, "encode")
@@ -162,7 +163,7 @@ def test_a_touched_file_is_hashed_once(made, monkeypatch):
 def test_only_the_first_rank_looks_at_files(made, monkeypatch):
     (made / "corpus.txt").write_text("other text\n")
     looked, look = [], pipeline.contract.run.look
-    monkeypatch.setattr(pipeline.contract.run, "look", lambda stage, *rest, **more: looked.append(stage.name) or look(
+    monkeypatch.setattr(pipeline.contract.run, "look", lambda stage, *rest, **more: looked.append(stage) or look(
         stage, *rest, **more))
     monkeypatch.setenv("RANK", "3")
     assert call(made, "encode", lambda work: None) == 0 and looked == []

@@ -42,7 +42,7 @@ def make(folder, number):
 def body(work):
     if os.environ.get("REFUSE"):
         raise UserError("the corpus is in Latin-1")
-    records = work.do_units("numbers", [Unit(str(number), number) for number in range(12)], make)
+    records = work.do_units("read", [Unit(str(number), number) for number in range(12)], make)
     work.commit([output for record in records for output in record["outputs"]], {"docs": 12})
 
 if __name__ == "__main__":
@@ -95,7 +95,7 @@ def times_done(start):
 
 
 def records(start):
-    return {path.stem: path.stat().st_mtime_ns for path in (start.folder / "units/numbers").glob("*.json")}
+    return {path.stem: path.stat().st_mtime_ns for path in (start.folder / "units/read").rglob("*.json")}
 
 
 def in_parts(stage, config, parts, chosen, *overrides):
@@ -120,13 +120,13 @@ def test_shards_and_tokens_made_in_parts_are_those_of_one_run(corpus):
     settings = (*settings, "name=b")
     said = in_parts("shard", corpus, 3, range(3), *settings)
     assert all("read: 4/4 units" in text for text in said) and read_manifest(other / "shard") is None
-    assert len(list((other / "shard/units/read").glob("*.json"))) == 12
+    assert len(list((other / "shard/units/read").rglob("*.json"))) == 12
     assert not (other / "shard/units/write").exists() and read_state(other / "shard") is None
     run_whole("shard", corpus, *settings)
     assert not (other / "shard/units/parts").exists() and not (other / "shard/staging").exists()
     run_whole("tokenizer", corpus, *settings)
     in_parts("encode", corpus, 3, range(3), *settings)
-    units = {path: path.stat().st_mtime_ns for path in (other / "encode/units/encode").glob("*.json")}
+    units = {path: path.stat().st_mtime_ns for path in (other / "encode/units/encode").rglob("*.json")}
     assert len(units) == len(read_manifest(one / "encode").outputs) > 6
     run_whole("encode", corpus, *settings)
     assert units == {path: path.stat().st_mtime_ns for path in units}, "the last call did units again"
@@ -139,7 +139,7 @@ def test_shards_and_tokens_made_in_parts_are_those_of_one_run(corpus):
 def test_what_nobody_did_the_last_call_does(corpus):
     run_whole("shard", corpus)
     in_parts("shard", corpus, 3, [0, 2], "name=b")
-    assert done_parts(Run(load_config(corpus, ["name=b"])), "shard", 3) == {0, 2}
+    assert done_parts(Run(load_config(corpus, ["name=b"])), "shard", 3, "read") == {0, 2}
     run_whole("shard", corpus, "name=b")
     one, other = (read_manifest(corpus.parent / "runs" / name / "shard") for name in "ab")
     assert one.outputs == other.outputs and one.counts == other.counts
@@ -160,7 +160,7 @@ def test_a_killed_part_goes_on_with_its_share(twelve):
     ended(other)
     markers = {path.name: read_json(path) for path in (twelve.folder / "units/parts").iterdir()}
     assert {name: (marker["units"], marker["found"]) for name, marker in markers.items()} == {
-        "numbers.0-of-2.json": (6, 0), "numbers.1-of-2.json": (6, 2)}
+        "read.0-of-2.json": (6, 0), "read.1-of-2.json": (6, 2)}
     ended(twelve())
     assert times_done(twelve) == Counter([*range(12), 5]), "only the unit that was being done is done again"
     assert before.items() <= records(twelve).items()
@@ -257,10 +257,10 @@ def test_parts_of_other_settings_are_not_done(twelve):
         ended(twelve("--part", f"{index}/3"))
 
     def done(*overrides, parts=3):
-        return done_parts(Run(load_config(twelve.config, list(overrides))), "shard", parts)
+        return done_parts(Run(load_config(twelve.config, list(overrides))), "shard", parts, "read")
     assert done() == done("launch.processes=2") == {0, 2} and done(parts=2) == set()
     assert done("shard.heldout_share=0.5") == done("name=b") == set()
-    (twelve.folder / "units/parts/numbers.0-of-3.json").write_text("{")  # as a full disk may leave it
+    (twelve.folder / "units/parts/read.0-of-3.json").write_text("{")  # as a full disk may leave it
     assert done() == {2}
     (twelve.folder.parents[2] / "corpus.txt").write_text("other text\n")
     assert done() == set()
@@ -269,7 +269,7 @@ def test_parts_of_other_settings_are_not_done(twelve):
 def test_more_parts_than_units(twelve):
     for part in [twelve("--part", f"{index}/13") for index in (11, 12)]:
         ended(part)
-    assert done_parts(Run(load_config(twelve.config)), "shard", 13) == {11, 12}
+    assert done_parts(Run(load_config(twelve.config)), "shard", 13, "read") == {11, 12}
     assert list(records(twelve)) == ["11"]
 
 

@@ -13,8 +13,8 @@ import yaml
 from launch.slurm.chain import Chain, ChainJob
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import STARTED
 from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED
 from pipeline.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -88,12 +88,13 @@ class HandMade:
               jobs=jobs).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
-            needs: tuple[str, ...] = (), parts: int = 0, name: str = "") -> ChainJob:
+            needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
         """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts).save(spec)
-        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec))
+        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts, phase=phase).save(spec)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
+                        phase)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""

@@ -143,10 +143,13 @@ def test_every_stage_is_done(done: Submitted) -> None:
 
 def test_what_the_chain_is_made_of(done: Submitted) -> None:
     jobs = [job for job in read_chains(done.run)[0].jobs if job.kind != "evaluation"]
+    phases = STAGES["shard"].phases
     assert [(job.stage, job.kind) for job in jobs] == [
-        ("shard", "array"), ("shard", "finalise"), ("tokenizer", "job"), ("encode", "array"), ("encode", "finalise"),
+        *(("shard", "array") for _ in phases), ("shard", "finalise"), ("tokenizer", "job"), ("encode", "array"),
+        ("encode", "finalise"),
         ("train", "job"), ("convert", "job"), ("evaluate", "job"), ("report", "job")]
-    assert [job.elements for job in jobs if job.kind == "array"] == [(0, 1, 2, 3)] * 2
+    assert [job.elements for job in jobs if job.kind == "array"] == [(0, 1, 2, 3)] * (len(phases) + 1)
+    assert [job.phase for job in jobs if job.kind == "array"] == [*phases, "encode"]
     assert [job.dependencies for job in jobs] == [(), *((job.id,) for job in jobs[:-1])]
     ended = [(event["job"], event["status"]) for event in read_attempts(done.run) if event["event"] == "ended"]
     names = {f"{job.id}_{element}" if job.elements else job.id for job in jobs for element in job.elements or (0,)}

@@ -117,7 +117,7 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, tmp_path, corp
     shutil.rmtree(folder)
 
     def units():
-        return len(list(folder.rglob("units/encode/*.json")))
+        return len(list(folder.rglob("units/encode/**/*.json")))
     for _ in range(50):
         child, done = subprocess.Popen(stage_command("encode", config), cwd=REPOSITORY, env=environment(),
                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), units()

@@ -91,7 +91,7 @@ def kill_at(begin, folder, units, goal, rest_s=0.0):
     `folder/units`. Where it was done sooner than it could be killed, its folder goes and it starts anew."""
     for _ in range(50):
         process = begin()
-        while process.poll() is None and len(list((folder / units).glob("*.json"))) < goal:
+        while process.poll() is None and len(list((folder / units).rglob("*.json"))) < goal:
             time.sleep(0.002)
         time.sleep(rest_s)
         process.kill()

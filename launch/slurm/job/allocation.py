@@ -44,9 +44,10 @@ class Allocation:
                    tuple(scheduler.hostnames(environment.get("SLURM_JOB_NODELIST", ""))),
                    None if element is None else int(element))
 
-    def part(self, parts: int) -> list[str]:
+    def part(self, parts: int, phase: str = "") -> list[str]:
         """What the stage's command gets for an element of an array."""
-        return [] if self.index is None else ["--part", f"{self.index}/{parts}"]
+        which = ["--phase", phase] if phase else []
+        return [] if self.index is None else ["--part", f"{self.index}/{parts}", *which]
 
     def next_start(self, attempts: Iterable[dict[str, Any]], logs: Path) -> int:
         """Number of the next start of this job, over all its restarts: none that was logged or left a folder."""

@@ -84,7 +84,7 @@ class Runner:
             signal.signal(number, self._note)
         spec, here = self.spec, self.allocation
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
-        which += f", part {here.index} of {spec.parts}" if here.index is not None else ""
+        which += f", part {here.index} of {spec.parts} of {spec.phase or 'it'}" if here.index is not None else ""
         which += f", restart {here.restart}" if here.restart else ""
         self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}")
         if (status := self._nothing_to_do()) is not None:

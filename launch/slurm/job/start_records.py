@@ -36,7 +36,7 @@ def point_latest(folder: Path) -> None:
 def is_committed(spec: JobSpec, here: Allocation) -> bool:
     """Whether the manifest is there; for an element of an array, the record that its part is done."""
     if here.index is not None:
-        records = (spec.folder / "units" / "parts").glob(f"*.{here.index}-of-{spec.parts}.json")
+        records = (spec.folder / "units" / "parts").glob(f"{spec.phase or '*'}.{here.index}-of-{spec.parts}.json")
         return any(records) or read_manifest(spec.folder) is not None
     return read_manifest(spec.folder) is not None
 

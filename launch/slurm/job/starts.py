@@ -68,7 +68,7 @@ class Starts:
         self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
             "from": self.newest_step()})
         self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
-        command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts)]
+        command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts, self.spec.phase)]
         if not self.spec.ranks:
             end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping)
         else:

@@ -168,7 +168,7 @@ def _tell(run: Run, submitted: list[ChainJob], forced: bool) -> int:
     without = " without --force" if forced else ""
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
-        kind = "" if entry.kind == "job" else f" ({entry.kind})"
+        kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
         print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
     print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
           f"`python launch/status.py --run {run.folder} --watch` shows it; the same command{without} submits what is "

@@ -161,7 +161,8 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
         for element in job.elements:
             _copy(written, written.with_name(written.name.replace(prefix, f"{prefix}{element}_", 1)))
     return ChainJob(job.name, job.stage, kind or job.kind, ticket.job_id, job.elements or None,
-                    tuple(ids[need] for need in job.dependencies), _log(submission, job, ticket.job_id), str(spec))
+                    tuple(ids[need] for need in job.dependencies), _log(submission, job, ticket.job_id), str(spec),
+                    job.phase)
 
 
 def _copy(written: Path, target: Path) -> None:
@@ -185,6 +186,7 @@ def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
         run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
         environment=job.environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
         cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
+        phase=job.phase,
         link=job.link, links=job.links, requeue=launch.requeue,
         signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,

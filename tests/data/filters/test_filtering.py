@@ -179,7 +179,7 @@ def test_a_stage_that_was_begun_or_finished_before_there_were_filters_goes_on(tm
     make_corpus(tmp_path / "in", files=2)
     config = write_config(tmp_path, [files_source("web", tmp_path / "in/web/*.jsonl")], shard_mb=0.005)
     kill_at(lambda: start(config, "launch.processes=1"), folder_of(config), "units/read", 1)
-    for path in (folder_of(config) / "units/read").glob("*.json"):  # as that version wrote them
+    for path in (folder_of(config) / "units/read").rglob("*.json"):  # as that version wrote them
         record = json.loads(path.read_text())
         assert set(record) - {"key", "documents", "empty", "rejected", "lost", "outputs"} == {"read", "filters"}
         assert record.pop("filters") == {}
@@ -254,7 +254,7 @@ def test_units_read_by_other_code_are_read_again(mine):
     assert run(mine, "--part", "0/1") == 0
     assert run(mine, "name=b", "--part", "0/1") == 0
     (mine.parent / "my_filters.py").write_text(MINE.replace(".upper()", ".title()").replace("bad", "good") + "\n")
-    records = [folder_of(mine, name) / "units/read/s-00000.json" for name in "ab"]
+    records = [folder_of(mine, name) / "units/read/s-00/s-00000.json" for name in "ab"]
     keys = [json.loads(record.read_text())["key"] for record in records]
     assert keys[0] == keys[1]
     process = start(mine, "name=b", "--part", "0/1")

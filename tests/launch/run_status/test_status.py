@@ -168,6 +168,31 @@ def test_array_with_a_failed_element(run: HandMade) -> None:
     assert (row.state, row.progress, row.nodes, row.elapsed_s) == ("running", "3/4 done", "n1", 30)
 
 
+def test_arrays_of_several_phases(run: HandMade) -> None:
+    phases = ("read", "sort", "write")
+    arrays = [run.job(f"2{number}", "shard", "array", (0, 1), (), parts=2, name=f"demo-shard-{phase}", phase=phase)
+              for number, phase in enumerate(phases)]
+    run.submitted(*arrays, run.job("23", "shard", "finalise"))
+    run.begun("shard")
+    for index in (0, 1):
+        run.part("shard", "read", index, 2)
+    run.part("shard", "sort", 1, 2)
+
+    def shown(**jobs: str) -> tuple[str, str, str]:
+        infos = {id[1:]: JobInfo(id[1:], *state.split()) for id, state in jobs.items()}
+        [row] = [row for row in standing(run, infos).rows if row.stage == "shard"]
+        return row.job, row.state, row.progress
+    waiting = {"_22": "PENDING Dependency", "_23": "PENDING Dependency"}
+    assert shown(_20="COMPLETED", _21="RUNNING", **waiting) == ("21 x2", "running", "sort 1/2 done")
+    ended = {"_21_0": "FAILED", "_21_1": "COMPLETED", "_22": "CANCELLED", "_23": "CANCELLED"}
+    assert shown(_20="COMPLETED", _21="FAILED", **ended) == ("21 x2", "failed", "sort 1/2 done, 1 failed (element 0)")
+    assert "element 0 of sort ended FAILED" in text(run, {id[1:]: JobInfo(id[1:], state) for id, state in {
+        "_20": "COMPLETED", "_21": "FAILED", **ended}.items()})
+    for phase, index in (("sort", 0), ("write", 0), ("write", 1)):
+        run.part("shard", phase, index, 2)
+    assert shown(_20="COMPLETED", _21="COMPLETED", _22="COMPLETED", _23="RUNNING")[2] == "write 2/2 done"
+
+
 def test_local_run(run: HandMade, tmp_path: Path) -> None:
     run.done("shard", "tokenizer", "encode")
     run.trained(320)

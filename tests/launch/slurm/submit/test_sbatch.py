@@ -5,6 +5,7 @@ The jobs themselves are tested in tests/slurm, on a real cluster or one of fake 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -125,17 +126,19 @@ def test_the_script_of_training_on_four_nodes(house: House) -> None:
 
 def test_the_chain_of_a_run_on_four_nodes(house: House) -> None:
     found = scripts(house.submit("--stage", "all", "--dry-run", *FOUR_NODES).stdout)
-    assert list(found) == ["shard-parts", "shard", "tokenizer", "encode-parts", "encode", "train", "convert",
-                           "evaluate", "report"]
+    phases = [f"shard-{phase}" for phase in STAGES["shard"].phases]
+    assert list(found) == [*phases, "shard", "tokenizer", "encode-parts", "encode", "train", "convert", "evaluate",
+                           "report"] and len(phases) > 1
     waits = {key: option(text, "dependency") for key, text in found.items()}
     assert waits == {
-        "shard-parts": None, "shard": "afterok:ID_OF_shard-parts", "tokenizer": "afterok:ID_OF_shard",
+        "shard-read": None, **{later: f"afterok:ID_OF_{phase}" for phase, later in itertools.pairwise(
+            [*phases, "shard"])}, "tokenizer": "afterok:ID_OF_shard",
         "encode-parts": "afterok:ID_OF_tokenizer", "encode": "afterok:ID_OF_encode-parts",
         "train": "afterok:ID_OF_encode,singleton", "convert": "afterok:ID_OF_train",
         "evaluate": "afterok:ID_OF_convert", "report": "afterok:ID_OF_evaluate"}
     for key, text in found.items():
-        assert (option(text, "kill-on-invalid-dep") == "yes") == (key != "shard-parts"), key
-        assert option(text, "array") == ("0-3" if key.endswith("-parts") else None)
+        assert (option(text, "kill-on-invalid-dep") == "yes") == (key != "shard-read"), key
+        assert option(text, "array") == ("0-3" if key in (*phases, "encode-parts") else None)
         assert option(text, "time") == ("1500" if key == "train" else "600")
         assert option(text, "partition") == {"train": "gpu", "encode": "cpu", "encode-parts": "cpu"}.get(key)
         assert option(text, "gpus-per-node") == ("8" if key in ("train", "evaluate") else None)
@@ -147,7 +150,8 @@ def test_the_chain_of_a_run_on_four_nodes(house: House) -> None:
 def test_what_will_be_submitted_is_shown_as_a_table(house: House) -> None:
     text = house.submit("--stage", "all", "--dry-run", *FOUR_NODES).stdout
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert re.fullmatch(r"shard-parts +to do +4 of 4 parts +2 processes +6 +500G +10 h 00 m +-", rows["shard-parts"])
+    assert re.fullmatch(r"shard-read +to do +4 of 4 parts +2 processes +6 +500G +10 h 00 m +-", rows["shard-read"])
+    assert re.fullmatch(r"shard-write +.*4 of 4 parts .* shard-\w+", rows["shard-write"])
     assert re.fullmatch(r"train +waiting +4 +32 ranks x 6 threads +48 +8 +500G +25 h 00 m +gpu, high, h100 +encode",
                         rows["train"]), rows["train"]
     assert "memory" in text and "a rank for weights, gradients and moments" in text
@@ -278,8 +282,9 @@ def test_all_that_the_site_forbids_is_told_at_once(house: House, slurm: Path) ->
         "launch.limits={nodes: 2, time: 60, array: 3, jobs: 4, gpu_memory_gb: 0.000001}",
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=3")
     assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
+    queued = 11 + 4 * len(STAGES["shard"].phases)
     for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
-                 "shard-parts has 4 elements; the site allows 3", "15 jobs would be queued; the site allows 4",
+                 "shard-read has 4 elements; the site allows 3", f"{queued} jobs would be queued; the site allows 4",
                  "a GPU here has 1e-06 GB", "your shell has no such variable", "HF_TOKEN, which looks like a secret",
                  "nothing would be left to train in"):
         assert part in result.stderr, part

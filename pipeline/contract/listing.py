@@ -1,0 +1,78 @@
+"""The list of the files that a stage's units read: what is known of a begun stage's input before it has been read.
+
+The units hash what they read themselves (`Stage.unit_files`), so that no file is read twice. Until all have, name, size
+and time of each file stand for its content. Which units are done again after a change is decided by their own keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.threads import in_threads
+from pipeline.errors import UserError
+from pipeline.files import atomic_file, sha256_json
+
+LISTING = "listing.jsonl"
+"""In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""
+Record = dict[str, Any]
+
+
+def listed_files(files: Sequence[tuple[str, Path]]) -> list[Record]:
+    """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is not there."""
+    def record(item: tuple[str, Path]) -> Record:
+        name, path = item
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise UserError(f"The input file {path} cannot be read: {error.strerror}.") from None
+        return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    found = {record["name"]: record for record in in_threads(record, files)}
+    return [found[name] for name, _ in files]
+
+
+def listing_digest(listing: Sequence[Record]) -> str:
+    """What stands for the files in the identity of a stage that is begun."""
+    return sha256_json([_line(record) for record in listing])
+
+
+def begun_identity(started: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The identity under which a stage was begun, as it is to be compared with that of now. A version before this one
+    hashed beforehand what units hash now; what it has read is read again."""
+    if "listing" not in now or "listing" in started:
+        return started
+    return {**started, "files": {name: digest for name, digest in started["files"].items() if name in now["files"]}}
+
+
+def write_listing(folder: Path, listing: Sequence[Record]) -> None:
+    """Keep it in a stage's folder."""
+    with atomic_file(folder / LISTING, "w") as file:
+        file.writelines(json.dumps(_line(record)) + "\n" for record in listing)
+
+
+def changed_files(folder: Path, listing: Sequence[Record]) -> list[str]:
+    """Names of the files that are new, gone, or of another size or time than when the stage in `folder` was begun."""
+    before: dict[str, list[Any]] = {}
+    try:
+        with open(folder / LISTING, encoding="utf-8") as file:
+            before = {line[0]: line for line in map(json.loads, file)}
+    except (OSError, ValueError, IndexError, TypeError):  # not there or torn: then every file is new
+        pass
+    now = {record["name"]: _line(record) for record in listing}
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str) -> None:
+    """UserError if what units read of the files is not what was listed when they began."""
+    known = {str(record["name"]): _line(record) for record in read}
+    other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _line(record)]
+    if other := [*other, *known]:
+        raise UserError(f"{len(other):,} input files were changed while {stage} was reading them "
+                        f"({', '.join(other[:3])}{' ...' if len(other) > 3 else ''}), so it is not committed. Run it "
+                        f"again: it reads what is there now.")
+
+
+def _line(record: Record) -> list[Any]:
+    return [record["name"], record["bytes"], record["mtime_ns"]]

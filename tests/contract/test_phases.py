@@ -1,0 +1,183 @@
+"""Stages of several phases whose units are shared out: each follows the one before it, and all make what one makes."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.contract import stage_work
+from pipeline.contract.entry import stage_main
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run, done_parts
+from pipeline.contract.stage_work import Unit
+from pipeline.contract.stages import STAGES, Stage
+from pipeline.contract.units import UnitRecords, unit_keys
+from pipeline.files import output_record, sha256_json, write_text
+from tests.stages.test_shard import files_source, write_config
+
+
+class Count:
+    """A stage that writes numbers, sorts each ten of them by their last digit, and adds up what it sorted."""
+
+    def __init__(self, place, numbers=40):
+        self.place, self.numbers, self.made, self.sorts = place, numbers, Counter(), True
+
+    def __call__(self, *arguments, name="a"):
+        return stage_main("count", self.body, ["--config", str(self.place / "c.yaml"), "launch.processes=1",
+                                               f"name={name}", *arguments])
+
+    def body(self, work):
+        numbers = [Unit(f"n-{number:05d}", number) for number in range(self.numbers)]
+        made = work.do_units("read", numbers, self.write)
+        tens = [Unit(f"ten-{at}", [record["outputs"][0]["path"] for record in made[at:at + 10]])
+                for at in range(0, self.numbers, 10)]
+        outputs = [record["outputs"][0] for record in made]
+        if self.sorts:
+            outputs += [record["outputs"][0] for record in work.do_units("sort", tens, self.sort)]
+        sums = [Unit(f"sum-{digit}", [digit, sha256_json(outputs)]) for digit in range(10)]
+        outputs += [record["outputs"][0] for record in work.do_units("sum", sums, self.sum)]
+        work.commit(outputs, {"numbers": self.numbers})
+
+    def write(self, folder, number):
+        return self._written(folder, f"n-{number:05d}", str(number * 7 % 100))
+
+    def sort(self, folder, paths):
+        read = [(folder / path).read_text() for path in paths]
+        return self._written(folder, f"sorted-{paths[0][:-4]}", " ".join(sorted(read, key=lambda text: text[-1])))
+
+    def sum(self, folder, payload):
+        read = [int(text) for path in folder.glob("sorted-*.txt") for text in path.read_text().split()]
+        return self._written(folder, f"sum-{payload[0]}", str(sum(value for value in read if value % 10 == payload[0])))
+
+    def _written(self, folder, name, text):
+        self.made[name] += 1
+        write_text(folder / f"{name}.txt", text)
+        return {"outputs": [output_record(folder, folder / f"{name}.txt")]}
+
+
+PHASES = ("read", "sort", "sum")
+
+
+@pytest.fixture
+def count(tmp_path, monkeypatch):
+    """The stage, and a run to do it in."""
+    (tmp_path / "corpus.txt").write_text("some text\n")
+    write_config(tmp_path, [files_source("t", tmp_path / "corpus.txt")])
+    monkeypatch.setitem(STAGES, "count", Stage("count", needs=(), reads=(), code=(), phases=PHASES, own_module="x"))
+    return Count(tmp_path)
+
+
+def folder(count, name="a"):
+    return count.place / "runs" / name / "count"
+
+
+def contents(path):
+    return {found.name: found.read_bytes() for found in path.glob("*.txt")}
+
+
+def test_phases_in_parts_make_what_one_run_makes(count):
+    assert count() == 0
+    ours = contents(folder(count))
+    count.made.clear()
+    for phase in PHASES:
+        run = Run(load_config(count.place / "c.yaml", ["name=b"]))
+        assert [done_parts(run, "count", 3, other) for other in PHASES] == [
+            {0, 1, 2} if PHASES.index(other) < PHASES.index(phase) else set() for other in PHASES]
+        for index in (2, 0, 1):
+            assert count("--part", f"{index}/3", "--phase", phase, name="b") == 0
+    assert read_manifest(folder(count, "b")) is None and set(count.made.values()) == {1}
+    done = count.made.total()
+    assert count(name="b") == 0 and count.made.total() == done, "the last call did units again"
+    one, other = read_manifest(folder(count)), read_manifest(folder(count, "b"))
+    assert contents(folder(count, "b")) == ours and len(ours) == 54
+    assert (one.outputs, one.counts) == (other.outputs, other.counts)
+
+
+def test_a_phase_starts_when_the_one_before_is_done(count, capsys):
+    for index in (0, 2):
+        assert count("--part", f"{index}/3") == 0
+    assert count("--part", "1/3", "--phase", "sort") == 2
+    told = capsys.readouterr().err
+    assert "13 of 40 units are not done (n-00001, n-00004, n-00007 ...)" in told and "--phase read" in told
+    assert not list(folder(count).glob("sorted*"))
+    assert count("--part", "1/3") == 0 and count("--part", "1/3", "--phase", "sort") == 0
+    assert "of the phase sort, 3 of 4 units" in (count("--part", "0/3", "--phase", "sum"), capsys.readouterr().err)[1]
+    assert count() == 0, "a run without --part does all that is left"
+    assert set(count.made.values()) == {1}
+
+
+def test_a_phase_without_units_is_done_at_once(count):
+    count.sorts = False
+    for phase in PHASES:
+        for index in range(2):
+            assert count("--part", f"{index}/2", "--phase", phase) == 0
+    marker = json.loads((folder(count) / "units/parts/sort.1-of-2.json").read_text())
+    assert marker["units"] == 0 and not list(folder(count).glob("sorted*"))
+    assert done_parts(Run(load_config(count.place / "c.yaml")), "count", 2, "sort") == {0, 1}
+    assert count() == 0 and set(count.made.values()) == {1}
+
+
+def test_the_last_phase_without_units_is_done_at_once(count, monkeypatch):
+    monkeypatch.setitem(STAGES, "count", Stage("count", (), (), (), phases=(*PHASES, "end"), own_module="x"))
+    for phase in (*PHASES, "end"):
+        assert count("--part", "0/1", "--phase", phase) == 0
+    assert (folder(count) / "units/parts/end.0-of-1.json").is_file() and read_manifest(folder(count)) is None
+    assert count() == 0
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--part", "0/2", "--phase", "write"], "has no phase write to share out. Give --phase one of read, sort, sum"),
+    (["--phase", "read"], "Give --part I/N with it")])
+def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
+    assert count(*arguments) == 2
+    assert told in capsys.readouterr().err and not folder(count).exists()
+
+
+def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.contract.units.MANY", 30)
+    monkeypatch.setattr(stage_work, "MANY", 30)
+    monkeypatch.setattr("pipeline.contract.threads.AT_ONCE", 7)  # several batches
+    whole = folder(count) / "units/read.jsonl"
+    for index in range(2):
+        assert count("--part", f"{index}/2") == 0 and not whole.exists()
+    assert count("--part", "0/2", "--phase", "sort") == 0
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert [line["unit"] for line in lines] == [f"n-{number:05d}" for number in range(40)]
+    for path in (folder(count) / "units/read").rglob("*.json"):
+        path.unlink()  # nobody needs them now
+    assert count("--part", "1/2", "--phase", "sort") == 0 and count("--part", "0/1", "--phase", "sum") == 0
+    (folder(count) / "n-00017.txt").unlink()
+    count.made.clear()
+    assert count() == 0
+    assert set(count.made) == {"n-00017"}
+    assert capsys.readouterr().out.count("n-00017.txt is missing or cut") == 1
+    count.made.clear()
+    (folder(count) / "n-00018.txt").write_text("cut")
+    assert count() == 0 and set(count.made) == {"n-00018"}, "the finished stage is mended"
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert len(lines) == 40
+    whole.write_text(whole.read_text().replace("n-00018", "n-00019", 1))  # damaged
+    (folder(count) / "n-00020.txt").unlink()
+    count.made.clear()
+    assert count() == 0 and set(count.made) == {"n-00020"}
+
+
+def test_records_that_one_parser_reads_otherwise_are_not_gathered(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.contract.units.MANY", 2)
+    units = [Unit("one", 1), Unit("two", {"large": 2 ** 70, "name": "\udce9"})]
+    keys, store = unit_keys({"config": {}}, "read", units), UnitRecords(tmp_path, "read", print)
+    assert keys == unit_keys({"config": {}}, "read", units) and len(set(keys.values())) == 2
+    for large, gathered in ((2 ** 70, False), (float("nan"), False), (2 ** 60, True)):
+        records = {"one": {"count": 1}, "two": {"count": large, "name": "\udce9"[:not gathered]}}
+        store.gather(keys, records)
+        assert store.is_gathered() == gathered and not list(tmp_path.rglob("*.tmp"))
+    assert store.found(keys) == records
+
+
+def test_no_folder_holds_more_than_a_thousand_records(tmp_path):
+    store = UnitRecords(tmp_path, "read", print)
+    names = (f"{source}-{number:05d}" for source in ("web", "s-1") for number in range(102_500))
+    held = Counter(store.path(name).parent for name in names)
+    assert len(held) == 206 and set(held.values()) == {1000, 500}
+    assert store.path("vocabulary").parent == store.folder == tmp_path / "units/read"

@@ -1,0 +1,218 @@
+"""Stages whose units hash what they read: nothing is hashed before, and a manifest says the same as of any other."""
+
+import hashlib
+import os
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import pipeline.contract.external_inputs
+from pipeline.config.loading import load_config
+from pipeline.contract.content_hash import BLOCK_BYTES, block_digests, content_hash
+from pipeline.contract.entry import stage_main
+from pipeline.contract.external_inputs import HASHES, gathered
+from pipeline.contract.listing import LISTING
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import Unit
+from pipeline.contract.stages import STAGES, Stage
+from pipeline.errors import UserError
+from pipeline.files import output_record, read_json, write_json, write_text
+from tests.stages.test_shard import files_source, write_config
+
+LARGE = BLOCK_BYTES + 100
+"""Bytes of the file that two units read."""
+SOURCES = "pipeline.data.sources:input_files"
+
+
+class Upper:
+    """A stage that writes its files in capitals. Each is a unit, `large` two; `stop_at`: the unit that fails."""
+
+    def __init__(self, place):
+        self.place, self.made, self.stop_at = place, Counter(), None
+
+    def __call__(self, *arguments, body=None):
+        return stage_main("upper", body or self.body, ["--config", str(self.place / "c.yaml"),
+                                                       "launch.processes=1", *arguments])
+
+    def body(self, work):
+        units = []
+        for file in work.listing():
+            cuts = [(0, BLOCK_BYTES), (BLOCK_BYTES, LARGE)] if file["bytes"] >= LARGE else [(0, file["bytes"])]
+            units += [Unit(f"{Path(file['path']).stem}-{start}", {**file, "start": start, "stop": stop,
+                                                                  "whole": len(cuts) == 1}) for start, stop in cuts]
+        records = work.do_units("read", units, self.read)
+        work.commit([record["outputs"][0] for record in records], {"units": len(records)},
+                    files=gathered([entry for record in records for entry in record["inputs"]]))
+
+    def read(self, folder, payload):
+        path, start, stop = Path(payload["path"]), payload["start"], payload["stop"]
+        name = f"{path.stem}-{start}"
+        if name == self.stop_at:
+            raise UserError("cannot go on")
+        self.made[name] += 1
+        text = path.read_bytes()[start:stop]
+        write_text(folder / f"{name}.txt", text.decode().upper())
+        digests = [hashlib.sha256(text).hexdigest()] if payload["whole"] else block_digests(path, start, stop)
+        entry = {key: payload[key] for key in ("name", "path", "bytes", "mtime_ns", "whole", "start")}
+        return {"outputs": [output_record(folder, folder / f"{name}.txt")], "inputs": [{**entry, "digests": digests}]}
+
+    @property
+    def folder(self):
+        return self.place / "runs/a/upper"
+
+    @property
+    def state(self):
+        return Run(load_config(self.place / "c.yaml")).state("upper")
+
+
+def stage(files=None, unit_files=SOURCES):
+    return Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",), files=files, unit_files=unit_files,
+                 own_module="x")
+
+
+@pytest.fixture
+def upper(tmp_path, monkeypatch):
+    """The stage and its files; hashing before the units do is counted as `hashed`."""
+    (tmp_path / "in").mkdir()
+    for name in ("one", "two", "three"):
+        (tmp_path / "in" / f"{name}.txt").write_text(f"text of {name}\n")
+    (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
+    write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
+    monkeypatch.setitem(STAGES, "upper", stage())
+    made, hashing = Upper(tmp_path), pipeline.contract.external_inputs.content_hash
+    made.hashed = []
+    monkeypatch.setattr(pipeline.contract.external_inputs, "content_hash",
+                        lambda path, like: made.hashed.append(path.name) or hashing(path, like))
+    return made
+
+
+def test_what_units_hash_stands_in_the_manifest(upper):
+    assert upper() == 0 and upper.hashed == []
+    manifest = read_manifest(upper.folder)
+    names = [f"t/{name}.txt" for name in ("large", "one", "three", "two")]
+    assert [record["name"] for record in manifest.files] == sorted(manifest.fingerprint["files"]) == names
+    large, *small = manifest.files
+    assert all(record["sha256"] == hashlib.sha256(Path(record["path"]).read_bytes()).hexdigest() for record in small)
+    assert large["sha256"].startswith("blocks:") and large["sha256"] == content_hash(Path(large["path"]), "blocks:")
+    assert set(manifest.fingerprint) == {"config", "inputs", "files"} and not (upper.folder / LISTING).exists()
+    assert upper.state.kind == "done" and upper() == 0 and upper.hashed == [] and set(upper.made.values()) == {1}
+
+
+def test_a_finished_stage_compares_files_in_the_form_they_were_hashed_in(upper, capsys):
+    assert upper() == 0
+    for path in (upper.place / "in").iterdir():
+        os.utime(path, (1, 1))
+    for _ in range(3):
+        assert upper.state.kind == "done"
+    assert sorted(upper.hashed) == ["large.txt", "one.txt", "three.txt", "two.txt"], "once, and remembered"
+    with open(upper.place / "in/large.txt", "r+b") as file:
+        file.seek(BLOCK_BYTES + 5)
+        file.write(b"!")
+    assert [found.key for found in upper.state.differences] == ["files.t/large.txt"]
+    assert upper() == 2 and "t/large.txt has other content" in capsys.readouterr().err
+    (upper.place / "in").rename(upper.place / "gone")
+    assert upper.state.kind == "done", "raw text may go"
+
+
+def test_hashes_of_another_form_are_not_taken(upper):
+    assert upper() == 0
+    path = upper.place / "in/large.txt"
+    os.utime(path, (1, 1))
+    stat = path.stat()
+    write_json(upper.place / "runs/a" / HASHES, {str(path): {
+        "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}})
+    assert upper.state.kind == "done" and upper.hashed == ["large.txt"]
+
+
+def test_manifests_of_stages_that_hashed_before_stay_valid(upper, monkeypatch):
+    monkeypatch.setitem(STAGES, "upper", stage(SOURCES, None))
+
+    def before(work):
+        write_text(work.folder / "x.txt", "x")
+        work.commit([output_record(work.folder, work.folder / "x.txt")], {})
+    assert upper(body=before) == 0 and len(upper.hashed) == 4
+    monkeypatch.setitem(STAGES, "upper", stage())
+    assert upper.state.kind == "done" and len(upper.hashed) == 4
+    os.utime(upper.place / "in/large.txt", (1, 1))
+    assert upper.state.kind == "done" and upper.hashed[4:] == ["large.txt"]
+
+
+def test_a_begun_stage_of_a_version_that_hashed_before_goes_on(upper, monkeypatch):
+    monkeypatch.setitem(STAGES, "upper", stage(SOURCES, None))
+    assert upper(body=lambda work: None) == 130
+    monkeypatch.setitem(STAGES, "upper", stage())
+    assert upper.state.kind == "partial"
+    assert upper() == 0 and len(read_manifest(upper.folder).files) == 4
+
+
+def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, capsys):
+    upper.stop_at = "two-0"
+    assert upper() == 2
+    assert set(upper.made) == {"large-0", f"large-{BLOCK_BYTES}", "one-0", "three-0"}
+    (upper.place / "in/one.txt").write_text("another text\n")
+    (upper.place / "in/three.txt").unlink()
+    (upper.place / "in/zero.txt").write_text("nothing\n")
+    assert upper.state.kind == "partial"
+    told = "3 of its input files are new, gone or changed since it was begun (t/one.txt, t/three.txt, t/zero.txt)"
+    assert told in str(upper.state)
+    upper.made.clear()
+    upper.stop_at = None
+    assert upper() == 0 and told in capsys.readouterr().out
+    assert set(upper.made) == {"one-0", "two-0", "zero-0"}
+    manifest = read_manifest(upper.folder)
+    assert [record["path"] for record in manifest.outputs] == [
+        "large-0.txt", f"large-{BLOCK_BYTES}.txt", "one-0.txt", "two-0.txt", "zero-0.txt"]
+    assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n" and upper.state.kind == "done"
+
+
+def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, capsys):
+    assert upper("--part", "0/2") == 0
+    (upper.place / "in/one.txt").write_text("another text\n")
+    assert upper("--part", "1/2") == 0
+    assert "1 of its input files is new, gone or changed since it was begun (t/one.txt)" in capsys.readouterr().out
+    assert read_json(upper.folder / "units/parts/read.0-of-2.json")["key"] != \
+        read_json(upper.folder / "units/parts/read.1-of-2.json")["key"]
+    assert upper() == 0
+    assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n"
+    hashes = {record["name"]: record["sha256"] for record in read_manifest(upper.folder).files}
+    assert hashes["t/one.txt"] == hashlib.sha256(b"another text\n").hexdigest()
+
+
+def test_a_file_that_changes_while_the_stage_runs_is_not_committed(upper, capsys):
+    def body(work):
+        work.listing()
+        (upper.place / "in/one.txt").write_text("another text\n")
+        files = [{**record, "sha256": "0", **({"bytes": 13, "mtime_ns": 1} if record["name"] == "t/one.txt" else {})}
+                 for record in work.listing()]
+        work.commit([], {}, files=files)
+    assert upper(body=body) == 2
+    assert "1 input files were changed while upper was reading them (t/one.txt)" in capsys.readouterr().err
+    assert read_manifest(upper.folder) is None and upper() == 0
+
+
+def entry(name="s/a", **more):
+    return {"name": name, "path": f"/in/{name}", "bytes": 20, "mtime_ns": 5, "whole": True, "start": 0,
+            "digests": ["aa"], **more}
+
+
+def test_what_units_say_of_a_file_is_brought_together(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(3 * BLOCK_BYTES + 17))
+    size = path.stat().st_size
+    cuts = [0, 100, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, size]
+    parts = [entry("s/b", path=str(path), bytes=size, whole=False, start=start,
+                   digests=block_digests(path, start, stop)) for start, stop in pairwise(cuts)]
+    found = gathered([parts[2], entry(), *parts[:2], entry(), parts[3]])
+    assert [record["name"] for record in found] == ["s/a", "s/b"] and found[0]["sha256"] == "aa"
+    assert found[1] == {"name": "s/b", "path": str(path), "bytes": size, "mtime_ns": 5,
+                        "sha256": content_hash(path, "blocks:")}
+    assert gathered([entry(bytes=0, whole=False, digests=[])])[0]["sha256"].startswith("blocks:")
+
+
+@pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"digests": ["ab"]}])
+def test_units_that_saw_other_files_are_not_brought_together(other):
+    with pytest.raises(UserError, match=r"1 input files changed while they were read, .*\(s/a\)"):
+        gathered([entry(), entry("s/b"), entry(**other)])
