@@ -1,12 +1,198 @@
-"""Files as streams of bytes, decompressed by the ending of their name; the name may be any bytes that a disk holds."""
+"""Files as streams of bytes, decompressed by the ending of their name; the name may be any bytes that a disk holds.
+
+What a unit reads of a file is hashed as it passes, so that nothing is read twice for it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.contract.content_hash import BLOCK_BYTES
+from pipeline.errors import UserError
+
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+BUFFER = 1 << 20
+"""Bytes read from the disk at a time."""
+STEP = 1 << 13
+"""Bytes unpacked at a time: so much, at most, is lost of what stands before damage."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file or a part of it, as a unit of reading is told of it.
+
+    Attributes:
+        name: `<source>/<path below the source's common folder>`.
+        path: where the file lies.
+        bytes: the file's size.
+        mtime_ns: when it was last written.
+        start: first byte of the part.
+        stop: the byte behind it; 0 and `bytes` for a whole file.
+    """
+
+    name: str
+    path: str
+    bytes: int
+    mtime_ns: int
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the file."""
+        return self.start == 0 and self.stop == self.bytes
+
+    @property
+    def file(self) -> str:
+        """The file's name within its source."""
+        return self.name.partition("/")[2]
+
+    def refuse_changed(self) -> None:
+        """UserError if the file's size or time is another than the unit was told; OSError if it cannot be had."""
+        now = Path(self.path).stat()
+        if (now.st_size, now.st_mtime_ns) != (self.bytes, self.mtime_ns):
+            sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
+                "its time is another, its size is not"
+            raise UserError(f"{self.path} is not what it was when the stage shard began: {sizes}. Put back what was "
+                            f"there, or run --stage shard --force to take what is there now; then the same command "
+                            f"goes on.")
+
+
+class Input:
+    """What is read of one piece, hashed on the way.
+
+    Raises:
+        UserError: the file is not the one that the unit was told of.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece, self.path = piece, Path(piece.path)
+        piece.refuse_changed()
+        self._hash = _RangeHash(piece)
+
+    def open(self) -> io.BufferedReader:
+        """A stream of the bytes from the start of the piece on, unpacked by the name's ending."""
+        raw = _Watched(self.path, self.piece.start, self._hash.feed)
+        compression = COMPRESSIONS.get(self.path.suffix.lower())
+        return io.BufferedReader(raw if compression is None else _Unpacked(raw, compression), BUFFER)
+
+    def record(self) -> dict[str, Any]:
+        """What the unit's record says of the file: hashes of its content, for which the rest of the piece is read now.
+
+        A whole file has one digest, its sha256; a part has those of the blocks that begin in it.
+        """
+        digests = self._hash.digests()
+        self.piece.refuse_changed()
+        piece = self.piece
+        return {"path": os.path.abspath(piece.path), "name": piece.name, "bytes": piece.bytes,
+                "mtime_ns": piece.mtime_ns, "whole": piece.whole, "start": piece.start, "digests": digests}
+
+    def hash(self) -> None:
+        """Read the whole piece, so that it is in memory for whoever looks at it in any order."""
+        self._hash.digests()
+
+
+class _RangeHash:
+    """The hash of a whole file, or those of the blocks that begin in a part, of bytes that come in order."""
+
+    def __init__(self, piece: Piece) -> None:
+        self._piece, self._found = piece, list[str]()
+        self._block = piece.bytes if piece.whole else BLOCK_BYTES
+        self._at = 0 if piece.whole else -(-piece.start // BLOCK_BYTES) * BLOCK_BYTES
+        self._stop = piece.bytes if piece.whole else min(piece.bytes, -(-piece.stop // BLOCK_BYTES) * BLOCK_BYTES)
+        self._left, self._current = self._block, hashlib.sha256()
+
+    def feed(self, position: int, data: memoryview) -> None:
+        """Take in what was read at `position`; of what does not go on where the last ended, nothing."""
+        if not position <= self._at < min(position + len(data), self._stop):
+            return
+        data = data[self._at - position:self._stop - position]
+        while data:
+            taken = data[:self._left]
+            self._current.update(taken)
+            self._at += len(taken)
+            self._left -= len(taken)
+            data = data[len(taken):]
+            if not self._left and not self._piece.whole:
+                self._next_block()
+
+    def digests(self) -> list[str]:
+        """All of them; what was not fed is read."""
+        if self._at < self._stop:
+            with open(self._piece.path, "rb", buffering=0) as file:
+                file.seek(self._at)
+                buffer = memoryview(bytearray(BUFFER))
+                while self._at < self._stop and (count := file.readinto(buffer)):
+                    self.feed(self._at, buffer[:count])
+        begun = self._piece.whole or self._left < self._block
+        return [*self._found, self._current.hexdigest()] if begun else list(self._found)
+
+    def _next_block(self) -> None:
+        self._found.append(self._current.hexdigest())
+        self._left, self._current = self._block, hashlib.sha256()
+
+
+class _Watched(io.RawIOBase):
+    """The bytes of a file from `position` on; `seen` is shown each as it is read."""
+
+    def __init__(self, path: Path, position: int, seen: Callable[[int, memoryview], None]) -> None:
+        self._file, self._position, self._seen = open(path, "rb", buffering=0), position, seen  # noqa: SIM115
+        self._file.seek(position)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._seen(self._position, memoryview(buffer)[:count])
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Unpacked(io.RawIOBase):
+    """Compressed bytes as what they hold. Damage is told after all that stands before it was given."""
+
+    def __init__(self, raw: io.RawIOBase, compression: str) -> None:
+        import pyarrow as pa
+        self._raw, self._stream = raw, pa.input_stream(raw, compression=compression)
+        self._damage: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._damage is not None:
+            raise self._damage
+        done = 0
+        while done < len(buffer):
+            try:
+                data = self._stream.read(min(STEP, len(buffer) - done))
+            except (OSError, EOFError) as error:
+                if not done:
+                    raise
+                self._damage = error
+                break
+            if not data:
+                break
+            buffer[done:done + len(data)] = data
+            done += len(data)
+        return done
+
+    def close(self) -> None:
+        self._stream.close()
+        self._raw.close()
+        super().close()
 
 
 def open_stream(path: Path) -> Any:
