@@ -66,8 +66,8 @@ def _row_group(parquet: Any, group: int, first: int, columns: list[str], source:
 def _first_byte(about: Any) -> int:
     """Where a row group's data begins, as far as its columns say."""
     columns = [about.column(number) for number in range(about.num_columns)]
-    places = [place for column in columns for place in (column.dictionary_page_offset, column.data_page_offset) if place]
-    return min(places, default=0)
+    places = [(column.dictionary_page_offset, column.data_page_offset) for column in columns]
+    return min((place for pair in places for place in pair if place), default=0)
 
 
 def _holds(file: Input, place: int) -> bool:

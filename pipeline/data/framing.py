@@ -1,8 +1,8 @@
 """A stream of bytes into records: lines, and what stands between separators, of a whole file or of a part of it.
 
-A part is a range of bytes [start, stop). Which part a record belongs to follows from the bytes around the range's two
-ends alone, so that parts that cover a file give its records once each, in order, without knowing of one another. No
-record longer than `limit` is held: it comes as None, and the next one is looked for.
+A part is a range of bytes [start, stop), a `Span`. Which part a record belongs to follows from the bytes around the two
+ends of the range alone, so that parts that cover a file give its records once each, in order, without knowing of one
+another. No record longer than `limit` is held: it comes as None, and the next one is looked for.
 
 Every record comes with the offset of its first byte, counted as `start` is.
 """
@@ -10,7 +10,9 @@ Every record comes with the offset of its first byte, counted as `start` is.
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 
 CHUNK = 1 << 20
@@ -18,69 +20,81 @@ CHUNK = 1 << 20
 Framed = Iterator[tuple[int, bytes | None]]
 
 
-def lines(stream: BufferedReader, limit: int, start: int, stop: int) -> Framed:
-    """The lines that begin in (start, stop], and the one at 0 where `start` is 0; each with its newline.
+@dataclass
+class Span:
+    """What a reader has to read: the bytes [start, stop) of a stream that stands at `start`.
 
-    `stream` stands at `start`. A byte order mark at 0 belongs to no line. Only b"\\n" ends a line.
+    first: the file begins here. stop may be set lower while the stream is read, before anything behind it is.
     """
-    at = start
-    if start:
-        skipped = _to_next_line(stream, stop - at)
+
+    start: int = 0
+    stop: int = sys.maxsize
+    first: bool = True
+
+
+def lines(stream: BufferedReader, limit: int, span: Span) -> Framed:
+    """The lines that begin in (start, stop], and the one that begins the file; each with its newline.
+
+    A byte order mark at the file's beginning belongs to no line. Only b"\\n" ends a line.
+    """
+    at, mark = span.start, span.first
+    if not span.first:
+        skipped = _to_next_line(stream, at, span)
         if skipped is None:
             return
-        at += skipped
-    while at <= stop:
+        at = skipped
+    while at <= span.stop:
         line = stream.readline(limit + 1)
         if not line:
             return
-        if at == 0 and line.startswith(codecs.BOM_UTF8):
-            line, at = line[3:], 3
+        if mark:
+            mark = False
+            if line.startswith(codecs.BOM_UTF8):
+                line = line[3:]
+                at += 3
         if len(line) > limit and line[-1:] != b"\n":
             yield at, None
-            at += len(line)
-            skipped = _to_next_line(stream, stop - at)
+            skipped = _to_next_line(stream, at + len(line), span)
             if skipped is None:
                 return
-            at += skipped
+            at = skipped
         else:
             yield at, line
             at += len(line)
 
 
-def _to_next_line(stream: BufferedReader, most: int) -> int | None:
-    """Pass over the rest of a line; how many bytes that took, None where no line begins after `most` bytes or less."""
-    passed = 0
-    while passed < most and (part := stream.readline(CHUNK)):
-        passed += len(part)
+def _to_next_line(stream: BufferedReader, at: int, span: Span) -> int | None:
+    """Pass over the rest of a line; where the next one begins, None where none does up to the end of the span."""
+    while at < span.stop and (part := stream.readline(CHUNK)):
+        at += len(part)
         if part[-1:] == b"\n":
-            return passed
+            return at
     return None
 
 
-def separated(stream: BufferedReader, limit: int, start: int, stop: int, separator: bytes) -> Framed:
+def separated(stream: BufferedReader, limit: int, span: Span, separator: bytes) -> Framed:
     """What stands between separators, found from left to right without overlap; nothing after one that ends the file.
 
     Separators may overlap where one begins with what it ends with ("\\n\\n" in "\\n\\n\\n"), and then which of them count
-    depends on all before. One that no other reaches into from the left always counts: any that counts before it ends
-    before it. So a part begins after the first such *free* separator at or after start + len(separator) - 1, where what
-    reaches into it can be seen from `start` on, and ends with the first at or after stop + len(separator) - 1.
+    depends on all before. One that no other reaches into from the left always counts, since any that counts before it
+    ends before it. So a part begins after the first such *free* separator at or after start + len(separator) - 1, where
+    what reaches into it can be seen from `start` on, and ends with the first at or after stop + len(separator) - 1.
     """
     size = len(separator)
-    border, limit = stop + size - 1, max(limit, size)
-    window = _Window(stream, start)
-    if start:
-        if not _to_free(window, separator, border):
+    limit = max(limit, size)
+    window, first = _Window(stream, span.start), span.first
+    if not first:
+        if not _to_free(window, separator, span):
             return
     elif window.startswith(codecs.BOM_UTF8):
         window.drop(3)
-    first = start == 0
     while True:
         at, long = window.at, False
         while (place := window.find(separator)) < 0:
             if len(window) - size > limit:
                 long = True
                 window.drop(len(window) - size + 1)
-                if window.at >= border + size:  # a separator further on is free: it begins a later part
+                if window.at >= span.stop + 2 * size:  # a separator further on is free: it begins a later part
                     yield at, None
                     return
             if not window.grow():
@@ -88,7 +102,7 @@ def separated(stream: BufferedReader, limit: int, start: int, stop: int, separat
                     yield at, None if long or len(window) > limit else window.take(len(window))
                 return
         free = first or long or place >= size or not _reaches_into(separator, window.peek(place))
-        ends = window.at + place >= border and free
+        ends = free and window.at + place >= span.stop + size - 1
         yield at, None if long or place > limit else window.peek(place)
         if ends:
             return
@@ -102,20 +116,20 @@ def _reaches_into(separator: bytes, between: bytes) -> bool:
     return whole.find(separator, len(between) + 1) < len(separator) + len(between)
 
 
-def _to_free(window: _Window, separator: bytes, border: int) -> bool:
+def _to_free(window: _Window, separator: bytes, span: Span) -> bool:
     """Go to behind the first free separator of a part; False where it has none."""
     size = len(separator)
-    known = window.at + size - 1
+    known = span.start + size - 1
     before = -size  # offset of the last separator, counted or not
     while True:
         while (place := window.find(separator)) < 0:
-            if window.at + len(window) >= border + size:
+            if window.at + len(window) >= span.stop + 2 * size:
                 return False
             window.drop(max(0, len(window) - size + 1))
             if not window.grow():
                 return False
         at = window.at + place
-        if at >= border:
+        if at >= span.stop + size - 1:
             return False
         if at >= known and at - before >= size:
             window.drop(place + size)

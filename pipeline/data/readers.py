@@ -16,7 +16,6 @@ import codecs
 import csv
 import io
 import json
-import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +27,7 @@ import orjson
 from pipeline.config.data import FilesSource
 from pipeline.data.columnar import arrow_records, check_columns, parquet_records
 from pipeline.data.file_kinds import mistaken
-from pipeline.data.framing import CHUNK, Framed, lines, separated
+from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
 from pipeline.data.records import Limit, PlainText, Records, Unreadable
 from pipeline.data.streams import COMPRESSIONS, Input
 
@@ -100,13 +99,16 @@ def _plain_text(data: bytes) -> PlainText:
 
 def _framed(file: Input, limit: Limit, frame: Callable[..., Framed]) -> Iterator[tuple[int | str, bytes | None]]:
     """Records of a file with their numbers, or of a part with their offsets."""
-    piece = file.piece
-    with file.open() as stream:
-        if piece.whole:
-            yield from enumerate((data for _, data in frame(stream, limit.bytes, 0, sys.maxsize)), 1)
+    opened = file.open_part() if not file.piece.whole else (file.open(), Span(), None)
+    if opened is None:
+        return
+    stream, span, prefix = opened
+    with stream:
+        if prefix is None:
+            yield from enumerate((data for _, data in frame(stream, limit.bytes, span)), 1)
         else:
-            for offset, data in frame(stream, limit.bytes, piece.start, piece.stop):
-                yield str(offset), data
+            for offset, data in frame(stream, limit.bytes, span):
+                yield f"{prefix}{offset}", data
 
 
 def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -253,7 +255,7 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _csv_lines(stream: io.BufferedReader, limit: Limit) -> Iterator[str]:
-    for _, line in lines(stream, limit.bytes, 0, sys.maxsize):
+    for _, line in lines(stream, limit.bytes, Span()):
         if line is None:
             raise TooLongError
         yield line.decode("utf-8", "surrogateescape")

@@ -27,6 +27,7 @@ from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record
 
 STAGING = "staging"
+FRAMES = "frames"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 HAS_NUL, HAS_U2581 = 1, 2
@@ -78,7 +79,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     observers = observers_of(payload)
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
-        for item in unit_documents(payload, inputs.append):
+        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES):
             if isinstance(item, Rejection):
                 counts["read"] += item.documents
                 counts["rejected"] += item.documents
@@ -120,10 +121,11 @@ def index_row(text: str, offset: int, length: int) -> bytes:
 
 
 def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,
-                   ) -> Iterator[Item]:
+                   cache: Path | None = None) -> Iterator[Item]:
     """The documents of one unit in order: by file name, then place in the file.
 
     seen: called with the record of each file or part, when it has been read (see `Input.record`).
+    cache: a folder for what is found out about a file once for all its parts.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; the dataset of a `kind: hf` source
@@ -139,7 +141,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             seen(_opened(source, piece).record())
         return
     for piece in pieces:
-        file = _opened(source, piece)
+        file = _opened(source, piece, cache)
         records = python_records(file, limit) if isinstance(source, StdlibSource) else file_records(file, source, limit)
         yield from _file_documents(source, piece.file, records, limit)
         try:
@@ -149,9 +151,9 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
         seen(record)
 
 
-def _opened(source: Source, piece: Piece) -> Input:
+def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
     try:
-        return Input(piece)
+        return Input(piece, cache)
     except OSError as error:
         raise _unreadable(source, piece.file, error) from None
 
@@ -198,6 +200,8 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
                          "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         return Rejection(source.name, file, place, str(error))
+    except RecursionError:
+        return Rejection(source.name, file, place, "a field that is kept as meta is nested too deeply")
 
 
 def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Document:

@@ -8,6 +8,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
     groups: list[list[Piece]] = []
     held, part_size = size, max(size, LEAST_PART)
     for file in files:
-        if file.bytes > WHOLE_UP_TO * part_size and isinstance(source, FilesSource) and divisible(Path(file.path), source):
+        large = file.bytes > WHOLE_UP_TO * part_size
+        if large and isinstance(source, FilesSource) and divisible(Path(file.path), source):
             groups += [[part] for part in _parts(file, part_size)]
             held = size
             continue
@@ -186,4 +188,4 @@ def _parts(file: Piece, size: float) -> list[Piece]:
     step = BLOCK_BYTES if file.bytes // count >= BLOCK_BYTES else 1
     borders = [file.bytes * number // count // step * step for number in range(count)] + [file.bytes]
     return [Piece(file.name, file.path, file.bytes, file.mtime_ns, start, stop)
-            for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+            for start, stop in pairwise(borders)]

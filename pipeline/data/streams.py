@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.contract.content_hash import BLOCK_BYTES
+from pipeline.data.framing import Span
+from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -21,6 +24,8 @@ BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
 STEP = 1 << 13
 """Bytes unpacked at a time: so much, at most, is lost of what stands before damage."""
+Seen = Callable[[int, memoryview], None]
+"""Called with the offset of what was read, and what was."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,16 @@ class Piece:
 class Input:
     """What is read of one piece, hashed on the way.
 
+    Args:
+        cache: a folder for what is found out about a file once for all its parts.
+
     Raises:
         UserError: the file is not the one that the unit was told of.
         OSError: it cannot be read.
     """
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece, self.path = piece, Path(piece.path)
+    def __init__(self, piece: Piece, cache: Path | None = None) -> None:
+        self.piece, self.path, self._cache = piece, Path(piece.path), cache
         piece.refuse_changed()
         self._hash = _RangeHash(piece)
 
@@ -83,6 +91,27 @@ class Input:
         compression = COMPRESSIONS.get(self.path.suffix.lower())
         return io.BufferedReader(raw if compression is None else _Unpacked(raw, compression), BUFFER)
 
+    def open_part(self) -> tuple[io.BufferedReader, Span, str | None] | None:
+        """A stream that stands where a part begins, the part's span, and what stands before offsets in the names of its
+        records; None where nothing begins in it.
+
+        Of zstd a part has the frames that begin in it. Offsets are then those of the unpacked bytes, from the first of
+        them on, and `<its own offset>+` stands before them. A file with a single frame is read as a whole by the part
+        in which it begins, and its records are numbered: the prefix is None.
+        """
+        piece = self.piece
+        if self.path.suffix.lower() not in COMPRESSIONS:
+            return self.open(), Span(piece.start, piece.stop, piece.start == 0), ""
+        starts = frame_starts(self.path, self._cache)
+        own = starts[(starts >= piece.start) & (starts < piece.stop)]
+        if not len(own):
+            return None
+        self._hash.read_to(int(own[0]))
+        after, span = starts[starts >= piece.stop], Span(first=bool(own[0] == starts[0]))
+        behind = int(after[0]) if len(after) else None
+        raw = _Frames(self.path, int(own[0]), behind, self._hash.feed, span)
+        return io.BufferedReader(raw, BUFFER), span, None if len(starts) == 1 else f"{own[0]}+"
+
     def record(self) -> dict[str, Any]:
         """What the unit's record says of the file: hashes of its content, for which the rest of the piece is read now.
 
@@ -91,7 +120,7 @@ class Input:
         digests = self._hash.digests()
         self.piece.refuse_changed()
         piece = self.piece
-        return {"path": os.path.abspath(piece.path), "name": piece.name, "bytes": piece.bytes,
+        return {"path": str(Path(piece.path).absolute()), "name": piece.name, "bytes": piece.bytes,
                 "mtime_ns": piece.mtime_ns, "whole": piece.whole, "start": piece.start, "digests": digests}
 
     def hash(self) -> None:
@@ -125,14 +154,20 @@ class _RangeHash:
 
     def digests(self) -> list[str]:
         """All of them; what was not fed is read."""
-        if self._at < self._stop:
+        self.read_to(self._stop)
+        begun = self._piece.whole or self._left < self._block
+        return [*self._found, self._current.hexdigest()] if begun else list(self._found)
+
+    def read_to(self, offset: int) -> None:
+        """Read what was not fed up to there."""
+        if self._at < min(offset, self._stop):
             with open(self._piece.path, "rb", buffering=0) as file:
                 file.seek(self._at)
                 buffer = memoryview(bytearray(BUFFER))
-                while self._at < self._stop and (count := file.readinto(buffer)):
+                while self._at < min(offset, self._stop):
+                    if not (count := file.readinto(buffer[:min(offset, self._stop) - self._at])):
+                        break
                     self.feed(self._at, buffer[:count])
-        begun = self._piece.whole or self._left < self._block
-        return [*self._found, self._current.hexdigest()] if begun else list(self._found)
 
     def _next_block(self) -> None:
         self._found.append(self._current.hexdigest())
@@ -140,17 +175,18 @@ class _RangeHash:
 
 
 class _Watched(io.RawIOBase):
-    """The bytes of a file from `position` on; `seen` is shown each as it is read."""
+    """The bytes of a file from `position` on, up to `end`; `seen` is shown each as it is read."""
 
-    def __init__(self, path: Path, position: int, seen: Callable[[int, memoryview], None]) -> None:
+    def __init__(self, path: Path, position: int, seen: Seen, end: int | None = None) -> None:
         self._file, self._position, self._seen = open(path, "rb", buffering=0), position, seen  # noqa: SIM115
         self._file.seek(position)
+        self._end = sys.maxsize if end is None else end
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer)
+        count = self._file.readinto(memoryview(buffer)[:max(0, self._end - self._position)])
         self._seen(self._position, memoryview(buffer)[:count])
         self._position += count
         return count
@@ -192,6 +228,36 @@ class _Unpacked(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         self._raw.close()
+        super().close()
+
+
+class _Frames(io.RawIOBase):
+    """What the zstd frames of a part hold, and then those behind it; sets the span's stop where the part's end."""
+
+    def __init__(self, path: Path, start: int, behind: int | None, seen: Seen, span: Span) -> None:
+        self._own = _Unpacked(_Watched(path, start, seen, behind), "zstd")
+        self._path, self._behind, self._seen, self._span, self._given = path, behind, seen, span, 0
+        self._next: _Unpacked | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._next is not None:
+            return self._next.readinto(buffer)
+        if count := self._own.readinto(buffer):
+            self._given += count
+            return count
+        self._span.stop = self._given
+        if self._behind is None:
+            return 0
+        self._next = _Unpacked(_Watched(self._path, self._behind, self._seen), "zstd")
+        return self._next.readinto(buffer)
+
+    def close(self) -> None:
+        self._own.close()
+        if self._next is not None:
+            self._next.close()
         super().close()
 
 

@@ -1,13 +1,15 @@
-"""Files read in parts: every document once, in order, as if the file were read whole; and what parts say of the file."""
+"""Files read in parts: every document once, in order, as if the file were read whole; and what parts say of it."""
 
 import hashlib
 import json
 import os
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +19,10 @@ from pipeline.data import sources, streams
 from pipeline.data.documents import Rejection
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import reading_units
+from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
 
-SETTINGS = settings(max_examples=300, deadline=None,
+SETTINGS = settings(max_examples=100, deadline=None,
                     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -37,7 +40,7 @@ def payload_of(path, *borders, megabytes=128.0, **fields):
     """The payload of a unit that reads the pieces of a file between these borders."""
     about = path.stat()
     pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
-               "start": start, "stop": stop} for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+               "start": start, "stop": stop} for start, stop in pairwise(borders)]
     return {"name": "s-00000", "source": source_of(path, **fields).model_dump(mode="json"), "pieces": pieces,
             "max_document_mb": megabytes}
 
@@ -53,9 +56,8 @@ def read(payload):
 
 def in_parts(path, borders, **fields):
     """What each part gives, in order, each read as a unit of its own."""
-    found = [read(payload_of(path, start, stop, **fields)) for start, stop in zip(borders[:-1], borders[1:],
-                                                                                  strict=True)]
-    return [list(sum(([*part[field]] for part in found), [])) for field in range(4)]
+    found = [read(payload_of(path, start, stop, **fields)) for start, stop in pairwise(borders)]
+    return [list(chain.from_iterable(part[field] for part in found)) for field in range(4)]
 
 
 def all_borders(size, inner):
@@ -137,6 +139,48 @@ def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, 
             assert data[int(own.record):].startswith(tuple(row.encode() for row in rows if len(row) > limit))
 
 
+def frame(data, skipped=b""):
+    """A zstd frame with `data`, after one that holds nothing to be read."""
+    before = b"\x53\x2a\x4d\x18" + len(skipped).to_bytes(4, "little") + skipped if skipped else b""
+    return before + zstandard.ZstdCompressor(write_checksum=len(data) % 2 == 0).compress(data)
+
+
+@SETTINGS
+@given(rows=st.lists(LINE, min_size=1, max_size=12), cuts=st.lists(st.integers(0, 200), max_size=6),
+       inner=st.lists(st.integers(0, 1000), max_size=8), separator=st.sampled_from([None, "\n\n", "\n", "aba"]),
+       skipped=st.sampled_from([b"", b"x", zstandard.compress(b'{"text": "hidden"}\n')]))
+def test_frames_that_end_in_the_middle_of_records(tmp_path, rows, cuts, inner, separator, skipped):
+    data = b"\n".join(rows).replace(b"b", b"aba" if separator == "aba" else b"\n\n")
+    path = tmp_path / ("f.jsonl.zst" if separator is None else "f.txt.zst")
+    parts = [data[start:stop] for start, stop in pairwise(all_borders(len(data), cuts) if data else [0, 0])]
+    path.write_bytes(b"".join(frame(part, skipped) for part in parts))
+    size, fields = path.stat().st_size, {} if separator is None else {"separator": separator}
+    whole = read(payload_of(path, 0, size, **fields))
+    for borders in (all_borders(size, inner), [*range(0, size, max(1, size // 20)), size]):
+        texts, ids, rejections, _ = in_parts(path, borders, **fields)
+        assert texts == whole[0] and [own.reason for own in rejections] == [own.reason for own in whole[2]]
+        assert len(set(ids)) == len(ids)
+        if len(parts) == 1:
+            assert ids == whole[1]  # as before: a single frame is read in one go
+    starts = frame_starts(path, tmp_path / "frames")
+    assert len(starts) == len(parts) and (frame_starts(path, tmp_path / "frames") == starts).all()
+    assert len(list((tmp_path / "frames").iterdir())) == 1
+    (tmp_path / "frames" / next((tmp_path / "frames").iterdir()).name).unlink()
+
+
+def test_frames_are_found_among_blocks_of_every_kind(tmp_path):
+    """Stored, repeated and compressed blocks, sizes unknown and known, and whole frames as the content of others."""
+    incompressible, zeros = os.urandom(300_000), bytes(400_000)
+    texts = [incompressible, zeros, b"words " * 90_000, frame(b"inner") * 9, b""]
+    parts = [zstandard.ZstdCompressor(write_content_size=known).compress(text) for text in texts
+             for known in (True, False)]
+    (tmp_path / "f.zst").write_bytes(b"".join(parts))
+    assert frame_starts(tmp_path / "f.zst").tolist() == [sum(map(len, parts[:number])) for number in range(len(parts))]
+    (tmp_path / "g.zst").write_bytes(b"".join(parts)[:-30])
+    assert frame_starts(tmp_path / "g.zst").tolist() == frame_starts(tmp_path / "f.zst").tolist()[
+        :sum(sum(map(len, parts[:number])) < sum(map(len, parts)) - 38 for number in range(len(parts)))]
+
+
 @SETTINGS
 @given(groups=st.lists(st.integers(0, 6), min_size=1, max_size=8), inner=st.lists(st.integers(0, 5000), max_size=8))
 def test_row_groups(tmp_path, groups, inner):
@@ -145,7 +189,7 @@ def test_row_groups(tmp_path, groups, inner):
     with pq.ParquetWriter(path, schema) as writer:
         for rows in groups:
             texts = [f"row {first + number} " + "x" * number * 50 for number in range(rows)]
-            writer.write_table(pa.table({"text": texts, "other": list(range(rows))}, schema), row_group_size=max(1, rows))
+            writer.write_table(pa.table({"text": texts, "other": list(range(rows))}, schema), max(1, rows))
             first += rows
     size = path.stat().st_size
     whole = read(payload_of(path, 0, size))
@@ -167,9 +211,9 @@ def test_record_batches(tmp_path, batches, inner, stream):
     size = path.stat().st_size
     whole, borders = read(payload_of(path, 0, size)), all_borders(size, inner)
     parts = in_parts(path, borders)
-    assert parts[0] == whole[0] == [text for text in whole[0]] and len(whole[0]) == sum(batches)
+    assert parts[0] == whole[0] and len(whole[0]) == sum(batches)
     if len(borders) > 2 and not stream:
-        assert parts[1] == [f"f.arrow@{batch}:{row}" for batch, rows in enumerate(batches) for row in range(1, rows + 1)]
+        assert parts[1] == [f"f.arrow@{batch}:{row + 1}" for batch, rows in enumerate(batches) for row in range(rows)]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow", "jsonl"])
@@ -197,12 +241,11 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     assert [own["start"] for own in seen] == borders[:-1] and not any(own["whole"] for own in seen)
     for own, stop in zip(seen, borders[1:], strict=True):
         assert own["digests"] == block_digests(path, own["start"], stop)
-    assert hash_of_blocks(sum((own["digests"] for own in seen), [])) == hash_of_blocks(block_digests(path, 0, size))
+    assert hash_of_blocks(chain.from_iterable(own["digests"] for own in seen)) == hash_of_blocks(block_digests(path, 0, size))
 
 
 def test_nothing_is_read_twice(tmp_path, monkeypatch):
-    """Hashing included: a part reads its own bytes and what its last record needs beyond them, and a compressed file is
-    read once."""
+    """Hashing included: a part reads its own bytes and what its last record needs beyond them."""
     import gzip
     path = tmp_path / "f.jsonl"
     rows = [json.dumps({"text": f"{number} " * 20}) for number in range(5000)]
