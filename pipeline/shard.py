@@ -23,25 +23,14 @@ from typing import Any
 from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
+from pipeline.contract.input_check import wrong
 from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.chain import few_reasons, no_counts, total
+from pipeline.data.reading import DROPPED, HAS_NUL, HAS_U2581, STAGING, stage_unit, staged
 from pipeline.data.sources import input_files, reading_units
-from pipeline.data.staging import (
-    CUT,
-    DROPPED,
-    HAS_NUL,
-    HAS_U2581,
-    SPLITS,
-    STAGING,
-    Corpus,
-    hold_out_tails,
-    load_corpus,
-    plan_shards,
-    stage_unit,
-    write_unit,
-)
+from pipeline.data.staging import CUT, SPLITS, Corpus, hold_out_tails, load_corpus, plan_shards, write_unit
 from pipeline.errors import UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file
 
@@ -55,28 +44,26 @@ def shard(work: Work) -> None:
     files = input_files(work.config)
     _warn_of_unpinned(work)
 
-    hashes = {record["path"]: record["sha256"] for record in work.run.files(work.name)}
     filters = _filters(work)
-    units = [Unit(name, {"name": name, **payload, **filters, "sha256": [
-        hashes[str(Path(path).absolute())] for _, path in payload["files"]]}) for name, payload in
-        reading_units(config, files)]
+    units = [Unit(name, {**payload, **filters}) for name, payload in reading_units(config, files)]
     if work.part is None:  # of a data set its own library knows which files it reads
         whole = {source.name for source in config.sources if source.kind == "hf"}
         work.check([file for file, (name, _) in zip(work.outside(), files, strict=True)
                     if name.partition("/")[0] in whole])
     read = work.do_units("read", units, stage_unit)
+    _refuse_changed(work, read)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
-    staged = [record["outputs"][0]["sha256"] for record in read]
+    hashes = [record["outputs"][0]["sha256"] for record in read]
     _gather_rejections(folder, names)
     if config.heldout_rule == "tail":
         corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
-        names, staged = [*names, CUT], [*staged, parts]
+        names, hashes = [*names, CUT], [*hashes, parts]
     counts = _count(corpus, read, source_of_unit, sources, config.filters)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
+    payloads = plan_shards(folder, corpus, names, hashes, sources, config.shard_mb * 1e6)
     shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in payloads]
     outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_unit, "shards")]
     _reconcile(counts, outputs)
@@ -87,6 +74,15 @@ def shard(work: Work) -> None:
                                  text_bytes=0))
     _clear(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True)
+
+
+def _refuse_changed(work: Work, read: list[dict[str, Any]]) -> None:
+    expected = {str(file.path): file for file in work.outside()}
+    for record in read:
+        for own in record["inputs"]:
+            if own["whole"] and own["digests"][0] != expected[own["path"]].sha256:
+                (work.folder / record["outputs"][0]["path"]).unlink()  # so that the unit is read again
+                raise UserError(wrong(expected[own["path"]], own["digests"][0]))
 
 
 def _warn_of_unpinned(work: Work) -> None:
@@ -138,7 +134,7 @@ def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int]
 def _gather_rejections(folder: Path, units: list[str]) -> None:
     with atomic_file(folder / REJECTED) as out:
         for unit in units:
-            with open(folder / STAGING / f"{unit}.rejected", "rb") as file:
+            with open(staged(folder, unit, ".rejected"), "rb") as file:
                 shutil.copyfileobj(file, out)
 
 

@@ -36,7 +36,7 @@ class FilesSource(Section):
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """What the files hold; `auto` goes by the name's ending (before .gz or .zst). `json` is an array of objects or
     objects one after another; `arrow` an IPC file or stream; `csv` has a header."""
-    separator: str | None = None
+    separator: str | None = Field(None, min_length=1)
     """For txt: the string between two documents (for example "\\n\\n" or "<|endoftext|>"); null: a file is one."""
     text_field: str = "text"
     """Field or column that holds the document's text."""
@@ -106,6 +106,10 @@ class ShardConfig(Section):
     keep_dropped: bool = added(False)
     """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/.
     They are outputs of the stage, so a finished one is made again for them."""
+    max_document_mb: float = added(128.0, gt=0)
+    """Largest document in MB (10^6 bytes): a line of jsonl, a value of json, parquet or arrow, a field of csv, a text
+    in UTF-8. A larger one is rejected by name and never held in memory; what follows it in a json or csv file is lost.
+    A txt file without `separator` is one document."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""

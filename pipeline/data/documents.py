@@ -37,7 +37,8 @@ class Rejection:
     Attributes:
         source: name of the source.
         file: the input file, by its name within the source.
-        record: 1-based line or record in the file; None where the file as a whole is meant.
+        record: 1-based line or record in the file; text: in a file that is read in parts, the offset of its first byte
+            (in an Arrow file the batch and the row in it); None where the file as a whole is meant.
         reason: what is wrong with it.
         documents: how many documents are lost.
         lost: an unknown number of documents is lost beyond that: the file breaks off or cannot be opened.
@@ -45,7 +46,7 @@ class Rejection:
 
     source: str
     file: str
-    record: int | None
+    record: int | str | None
     reason: str
     documents: int = 1
     lost: bool = False
@@ -55,7 +56,12 @@ class Rejection:
         return (json.dumps(asdict(self)) + "\n").encode()
 
     def __str__(self) -> str:
-        return f"{self.file}{'' if self.record is None else f':{self.record}'}: {self.reason}"
+        return f"{place_in(self.file, self.record)}: {self.reason}"
+
+
+def place_in(file: str, record: int | str | None) -> str:
+    """What a record of a file is called: `file:7` by number, `file@1234` by offset."""
+    return file if record is None else f"{file}{'@' if isinstance(record, str) else ':'}{record}"
 
 
 def digest(text: bytes) -> bytes:

@@ -1,61 +1,41 @@
-"""Files into records: one generator per format, over plain, .gz and .zst files.
+"""Files into records: one generator per format, over plain, .gz and .zst files, each whole or a part of it.
 
-A generator yields `(number, record)` with the 1-based line or record number (None where the file is one document), or
-an `Unreadable` in its place; damage that ends the file is raised as one of `damage()`. Text is decoded with
-`surrogateescape`, so a broken byte costs its own record, not the rest of the file: whoever encodes the record again
-finds it.
+A generator yields `(place, record)`, or an `Unreadable` in its place. The place is the 1-based line or record number;
+in a part of a file, where nobody knows it, what stands after the `@` of a document's id: the offset of the record's
+first byte as text; None where the file is one document. Damage that ends the file is raised as one of `damage()`. Text
+is decoded with `surrogateescape`, so a broken byte costs its own record, not the rest of the file: whoever encodes the
+record again finds it.
+
+A record longer than the limit costs itself, without being held, and what follows it where the format has no mark of a
+record's end that can be found from inside of it.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
-import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from pipeline.config.data import FilesSource
+from pipeline.data.columnar import arrow_records, check_columns, parquet_records
 from pipeline.data.file_kinds import mistaken
-from pipeline.data.streams import COMPRESSIONS, map_file, open_stream
+from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
+from pipeline.data.records import Limit, PlainText, Records, Unreadable
+from pipeline.data.streams import COMPRESSIONS, Input
 
-CHUNK = 1 << 20
-"""Characters read at a time where records have no line ends to go by."""
-LARGEST = 1 << 28
-"""Characters of one JSON value or CSV field beyond which a missing quote or bracket is the likelier explanation."""
-ROWS = 256
-"""Rows of a columnar file taken into memory at a time."""
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """In place of a record: what is wrong, how many documents it costs, and whether unknown more are lost."""
-
-    number: int | None
-    reason: str
-    documents: int = 1
-    lost: bool = False
-
-
-class PlainText(str):
-    """A record without fields: all of it is the document's text. (A string in a JSON file is none.)"""
-
-
-Records = Iterator[tuple[int | None, Any] | Unreadable]
-
-
-class UnusableColumnsError(Exception):
-    """A columnar file has not the columns that the source names."""
-
-
-def damage() -> tuple[type[Exception], ...]:
-    """Exceptions that a damaged file causes in the readers; an OSError counts only without an errno."""
-    import pyarrow as pa
-    return (OSError, EOFError, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
+DEEPEST = 500
+"""Levels of a JSON value up to which two parsers surely agree; Python's own gives up at about 1,000."""
+CONTAINERS = (dict, list)
+LONGEST_TOKEN = 100
+"""Characters before the end of what was read in which an error may come of that end alone."""
 
 
 def file_format(path: Path, asked: str = "auto") -> str | None:
@@ -67,19 +47,31 @@ def file_format(path: Path, asked: str = "auto") -> str | None:
     return ending if ending in FORMATS else None
 
 
-def file_records(path: Path, source: FilesSource) -> Records:
-    """The records of one file of a `files` source."""
-    kind = file_format(path, source.format)
-    assert kind is not None, f"{path} was let in without a known format"
-    if (instead := mistaken(path, kind)) is not None:
-        yield Unreadable(None, instead, lost=True)
+def divisible(path: Path, source: FilesSource) -> bool:
+    """Whether parts of the file can be read without what stands before them; by its name alone."""
+    kind, ending = file_format(path, source.format), path.suffix.lower()
+    by_bytes = kind == "jsonl" or (kind == "txt" and source.separator is not None)
+    return by_bytes if ending == ".zst" else ending not in COMPRESSIONS and (by_bytes or kind in ("parquet", "arrow"))
+
+
+def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    """The records of one file of a `files` source, or of a part of one."""
+    kind = file_format(file.path, source.format)
+    assert kind is not None, f"{file.path} was let in without a known format"
+    if (instead := mistaken(file.path, kind)) is not None:
+        if file.piece.start == 0:  # said once for all parts
+            yield Unreadable(None, instead, lost=True)
         return
-    yield from FORMATS[kind](path, source)
+    yield from FORMATS[kind](file, source, limit)
 
 
-def python_records(path: Path) -> Records:
+def python_records(file: Input, limit: Limit) -> Records:
     """A Python source file as one document, in the encoding that it declares."""
-    data = path.read_bytes()
+    if file.piece.bytes > limit.bytes:
+        yield limit.exceeded(None)
+        return
+    with file.open() as stream:
+        data = stream.read()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         yield None, PlainText(data.decode(encoding))
@@ -87,58 +79,83 @@ def python_records(path: Path) -> Records:
         yield Unreadable(None, f"not in the encoding that it declares: {error}")
 
 
-@contextmanager
-def _text(path: Path) -> Iterator[io.TextIOWrapper]:
-    """The file's text, decompressed, line ends as they are, without a byte order mark."""
-    with io.TextIOWrapper(io.BufferedReader(open_stream(path)), "utf-8-sig", "surrogateescape", newline="\n") as text:
-        yield text
-
-
-@contextmanager
-def _random_access(path: Path) -> Iterator[Any]:
-    """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first."""
-    if path.suffix.lower() not in COMPRESSIONS:
-        with map_file(path) as file:
-            yield file
+def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    if source.separator is None:
+        with file.open() as stream:
+            text = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
+        yield limit.exceeded(None) if len(text) > limit.bytes else (None, _plain_text(text))
         return
-    with tempfile.NamedTemporaryFile() as unpacked, open_stream(path) as stream:
-        while data := stream.read(CHUNK):
-            unpacked.write(data)
-        unpacked.flush()
-        with map_file(unpacked.name) as file:
-            yield file
+    separator = source.separator.encode("utf-8", "surrogatepass")
+    for place, data in _framed(file, limit, partial(separated, separator=separator)):
+        if data is None:
+            yield limit.exceeded(place)
+        else:
+            yield place, _plain_text(data)
 
 
-def _text_records(path: Path, source: FilesSource) -> Records:
-    with _text(path) as stream:
-        if source.separator is None:
-            yield None, PlainText(stream.read())
-            return
-        number, rest = 0, ""
-        while chunk := stream.read(CHUNK):
-            *whole, rest = (rest + chunk).split(source.separator)
-            for text in whole:
-                number += 1
-                yield number, PlainText(text)
-        if rest:
-            yield number + 1, PlainText(rest)
+def _plain_text(data: bytes) -> PlainText:
+    return PlainText(data.decode("utf-8", "surrogateescape"))
 
 
-def _line_records(path: Path, source: FilesSource) -> Records:
-    with _text(path) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
+def _framed(file: Input, limit: Limit, frame: Callable[..., Framed]) -> Iterator[tuple[int | str, bytes | None]]:
+    """Records of a file with their numbers, or of a part with their offsets."""
+    opened = file.open_part() if not file.piece.whole else (file.open(), Span(), None)
+    if opened is None:
+        return
+    stream, span, prefix = opened
+    with stream:
+        if prefix is None:
+            yield from enumerate((data for _, data in frame(stream, limit.bytes, span)), 1)
+        else:
+            for offset, data in frame(stream, limit.bytes, span):
+                yield f"{prefix}{offset}", data
+
+
+def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    for place, line in _framed(file, limit, lines):
+        if line is None:
+            yield limit.exceeded(place)
+            continue
+        try:
+            value = orjson.loads(line)
+            if _is_what_json_gives(value):
+                yield place, value
                 continue
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield Unreadable(number, f"the line is not JSON: {error}")
+        except orjson.JSONDecodeError:
+            pass
+        text = line.decode("utf-8", "surrogateescape")
+        if not text.strip():
+            continue
+        try:
+            yield place, json.loads(text)
+        except (ValueError, RecursionError) as error:
+            yield Unreadable(place, f"the line is not JSON: {error}")
 
 
-def _json_records(path: Path, source: FilesSource) -> Records:
+def _is_what_json_gives(value: Any) -> bool:
+    """Whether Python's own parser surely gives the same as orjson, which makes a float of a very large whole number and
+    of -0, and has another limit of depth."""
+    level = [value]
+    for _ in range(DEEPEST):
+        below = []
+        for item in level:
+            for inner in item.values() if type(item) is dict else item if type(item) is list else (item,):
+                kind = type(inner)
+                if kind in CONTAINERS:
+                    below.append(inner)
+                elif kind is float and not (inner and -2.0**63 < inner < 2.0**63):
+                    return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of an array, or values one after another, without holding the whole file."""
-    with _text(path) as stream:
-        values = _JsonValues(stream)
+    # Line ends as they are, without a byte order mark.
+    with io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n") as stream:
+        values = _JsonValues(stream, limit)
         array = values.next_character(" \t\r\n") == "["
         values.position += array
         number = 0
@@ -146,6 +163,9 @@ def _json_records(path: Path, source: FilesSource) -> Records:
             number += 1
             try:
                 yield number, values.value()
+            except TooLongError:
+                yield limit.exceeded(number, lost=True)
+                return
             except (ValueError, RecursionError) as error:
                 yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
                 return
@@ -154,11 +174,16 @@ def _json_records(path: Path, source: FilesSource) -> Records:
             yield Unreadable(number + 1, reason, lost=True)
 
 
+class TooLongError(Exception):
+    """A value goes on beyond the limit."""
+
+
 class _JsonValues:
     """JSON values one by one from a stream of text."""
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
+    def __init__(self, stream: io.TextIOWrapper, limit: Limit) -> None:
         self.stream, self.buffer, self.position, self.ended = stream, "", 0, False
+        self.limit = limit
         self.decoder = json.JSONDecoder()
 
     def next_character(self, skipped: str) -> str:
@@ -173,17 +198,25 @@ class _JsonValues:
             self._fill()
 
     def value(self) -> Any:
-        """The value that begins here; ValueError if there is none, however much is read."""
+        """The value that begins here; ValueError if there is none, TooLongError if it has no end within the limit."""
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.buffer, self.position)
+                if end - self.position > self.limit.bytes:
+                    raise TooLongError
                 if end < len(self.buffer) or self.ended:
                     self.position = end
                     return value
-            except ValueError:
-                if self.ended or len(self.buffer) - self.position > LARGEST:
+            except json.JSONDecodeError as error:
+                wrong = error.pos < len(self.buffer) - LONGEST_TOKEN and not error.msg.startswith("Unterminated string")
+                if self.ended or (wrong and self._is_long()):
                     raise
+                if self._is_long():
+                    raise TooLongError from None
             self._fill()
+
+    def _is_long(self) -> bool:
+        return len(self.buffer) - self.position > self.limit.bytes
 
     def _fill(self) -> None:
         rest = self.buffer[self.position:]
@@ -191,120 +224,43 @@ class _JsonValues:
         self.buffer, self.position, self.ended = rest + more, 0, not more
 
 
-def _csv_records(path: Path, source: FilesSource) -> Records:
-    csv.field_size_limit(LARGEST)
-    with _text(path) as stream:
-        rows = csv.reader(stream, strict=True)
-        header = next(rows, [])
-        _check_columns(header, source)
+def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
+    csv.field_size_limit(limit.bytes)
+    with file.open() as stream:
+        rows = csv.reader(_csv_lines(stream, limit), strict=True)
         number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
+        try:
+            header = next(rows, [])
+            check_columns(header, source)
+            while True:
+                try:
+                    row = next(rows)
+                except csv.Error as error:
+                    if "field limit" in str(error):
+                        raise TooLongError from None
+                    number += 1
+                    yield Unreadable(number, f"the row is not CSV: {error}", lost="unexpected end" in str(error))
+                    continue
+                if not row:
+                    continue
                 number += 1
-                yield Unreadable(number, f"the row is not CSV: {error}", lost="unexpected end" in str(error))
-                continue
-            if not row:
-                continue
-            number += 1
-            if len(row) == len(header):
-                yield number, dict(zip(header, row, strict=True))
-            else:
-                yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}")
-
-
-def _parquet_records(path: Path, source: FilesSource) -> Records:
-    import pyarrow.parquet as pq
-    with _random_access(path) as file:
-        parquet = pq.ParquetFile(file)
-        columns = _check_columns(parquet.schema_arrow.names, source)
-        first = 0
-        for group in range(parquet.num_row_groups):
-            rows, done = parquet.metadata.row_group(group).num_rows, 0
-            try:
-                for batch in parquet.iter_batches(ROWS, row_groups=[group], columns=columns):
-                    for record in _batch_records(batch, first + done, source):
-                        yield record
-                        done += 1
-            except damage() as error:
-                yield Unreadable(first + done + 1, f"row group {group} cannot be read from here on: {error}",
-                                 documents=rows - done)
-            first += rows
-
-
-def _arrow_records(path: Path, source: FilesSource) -> Records:
-    """Both of Arrow's containers: the IPC file (record batches at any place) and the IPC stream."""
-    import pyarrow as pa
-    with _random_access(path) as file:
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-        _check_columns(reader.schema.names, source)
-        first = 0
-        if not is_file:
-            for batch in reader:
-                yield from _batch_records(batch, first, source)
-                first += batch.num_rows
+                if len(row) == len(header):
+                    yield number, dict(zip(header, row, strict=True))
+                else:
+                    yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}")
+        except StopIteration:
             return
-        for index in range(reader.num_record_batches):
-            rows, done = 0, 0
-            try:
-                batch = reader.get_batch(index)
-                rows = batch.num_rows
-                for record in _batch_records(batch, first, source):
-                    yield record
-                    done += 1
-            except damage() as error:
-                yield Unreadable(first + done + 1, f"record batch {index} cannot be read from here on: {error}",
-                                 documents=max(rows - done, 1), lost=rows == 0)
-            first += rows
+        except TooLongError:
+            yield limit.exceeded(number + 1, lost=True)
 
 
-def _batch_records(batch: Any, first: int, source: FilesSource) -> Records:
-    """The rows of an Arrow record batch, numbered from `first` + 1."""
-    names = _wanted(source)
-    for start in range(0, batch.num_rows, ROWS):
-        part = batch.slice(start, ROWS)
-        columns = [_strings(part.column(name), name) if name == source.text_field else part.column(name).to_pylist()
-                   for name in names]
-        for index, values in enumerate(zip(*columns, strict=True)):
-            yield first + start + index + 1, dict(zip(names, values, strict=True))
+def _csv_lines(stream: io.BufferedReader, limit: Limit) -> Iterator[str]:
+    for _, line in lines(stream, limit.bytes, Span()):
+        if line is None:
+            raise TooLongError
+        yield line.decode("utf-8", "surrogateescape")
 
 
-def _strings(column: Any, name: str) -> list[str | None]:
-    """A text column decoded value by value, so that one broken value does not cost the others."""
-    import pyarrow as pa
-    kinds = pa.types
-    if kinds.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if kinds.is_string(column.type):
-        column = column.view(pa.binary())
-    elif kinds.is_large_string(column.type):
-        column = column.view(pa.large_binary())
-    elif kinds.is_string_view(column.type):
-        column = column.cast(pa.large_string()).view(pa.large_binary())
-    elif not (kinds.is_binary(column.type) or kinds.is_large_binary(column.type)):
-        raise UnusableColumnsError(f"the column '{name}' holds {column.type}, not text")
-    column.validate(full=True)  # offsets beyond the data would be a crash, not an error
-    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in column.to_pylist()]
-
-
-def _wanted(source: FilesSource) -> list[str]:
-    names = [source.text_field, *([source.id_field] if source.id_field else []), *source.meta_fields]
-    return list(dict.fromkeys(names))
-
-
-def _check_columns(present: list[str], source: FilesSource) -> list[str]:
-    wanted = _wanted(source)
-    if missing := [name for name in wanted if name not in present]:
-        raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
-                                   f"{', '.join(present) or 'none'}")
-    return wanted
-
-
-FORMATS: dict[str, Callable[[Path, FilesSource], Records]] = {
+FORMATS: dict[str, Callable[[Input, FilesSource, Limit], Records]] = {
     "txt": _text_records, "jsonl": _line_records, "json": _json_records, "csv": _csv_records,
-    "parquet": _parquet_records, "arrow": _arrow_records}
+    "parquet": parquet_records, "arrow": arrow_records}

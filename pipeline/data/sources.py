@@ -1,39 +1,30 @@
-"""Where documents come from: the files of each source, the units they are read in, and their documents in order."""
+"""Where documents come from: the files of each source, and the units they are read in."""
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from pipeline.config.tree import Config
-from pipeline.data.documents import Document, Rejection, plain, to_json
-from pipeline.data.readers import (
-    FORMATS,
-    PlainText,
-    Records,
-    Unreadable,
-    damage,
-    file_format,
-    file_records,
-    python_records,
-)
-from pipeline.data.streams import COMPRESSIONS, name_as_text
+from pipeline.contract.content_hash import BLOCK_BYTES
+from pipeline.data.readers import FORMATS, divisible, file_format
+from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-Item = tuple[Document, bytes] | Rejection
-"""A document and its JSON, or why there is none."""
+WHOLE_UP_TO = 2
+"""A file of up to so many times shard_mb is read in one piece."""
+LEAST_PART = BLOCK_BYTES
+"""Parts of files are not made smaller, however small shards are."""
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
@@ -62,33 +53,32 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
 
 
 def reading_units(config: ShardConfig, files: list[tuple[str, Path]]) -> list[tuple[str, dict[str, Any]]]:
-    """The corpus cut into pieces of work, in order, as (name, payload for `unit_documents`).
+    """The corpus cut into pieces of work, in order, as (name, payload for `pipeline.data.reading.stage_unit`).
 
-    A unit is a run of files of one source with about `shard_mb` together, one larger file, or a dataset of
-    `kind: hf`. The cut depends on the files alone, never on who reads them.
-    """
-    units: list[tuple[str, dict[str, Any]]] = []
-    for source in config.sources:
-        own = sorted((name, str(path)) for name, path in files if name.partition("/")[0] == source.name)
-        groups = [[]] if isinstance(source, HubSource) else _groups(own, config.shard_mb * 1e6)
-        units += [(f"{source.name}-{index:05d}", {"source": source.model_dump(mode="json"), "files": group})
-                  for index, group in enumerate(groups)]
-    return units
+    A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
+    `LEAST_PART`) of a file that is more than twice as large, or a dataset of `kind: hf`. The cut depends on the files'
+    names, sizes and formats alone, never on who reads them; no file is opened for it.
 
-
-def unit_documents(payload: dict[str, Any]) -> Iterator[Item]:
-    """The documents of one unit in order: by file name, then record number.
+    A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
+    its own files, where they lie here.
 
     Raises:
-        UserError: the dataset of a `kind: hf` source cannot be loaded or read on.
+        UserError: a file that was there is not any more.
     """
-    source: Source = TypeAdapter(Source).validate_python(payload["source"])
-    if isinstance(source, HubSource):
-        yield from _hub_documents(source)
-        return
-    for name, path in payload["files"]:
-        records = python_records(Path(path)) if isinstance(source, StdlibSource) else file_records(Path(path), source)
-        yield from _file_documents(source, name.partition("/")[2], records)
+    of_source: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, path in files:
+        of_source[name.partition("/")[0]].append((name, str(path)))
+    units: list[tuple[str, dict[str, Any]]] = []
+    for source in config.sources:
+        pieces = [_whole(*entry) for entry in sorted(of_source[source.name])]
+        groups: list[list[Piece]] = [pieces] if isinstance(source, HubSource) else \
+            _groups(pieces, source, config.shard_mb * 1e6)
+        settings = source.model_dump(mode="json")
+        for index, group in enumerate(groups):
+            name = f"{source.name}-{index:05d}"
+            units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
+                                 "pieces": [asdict(piece) for piece in group]}))
+    return units
 
 
 def _paths(source: Source) -> tuple[list[Path], list[str]]:
@@ -164,105 +154,38 @@ def _named(source: str, paths: list[Path]) -> list[tuple[str, Path]]:
     return sorted((f"{source}/{name_as_text(path.relative_to(common).as_posix())}", path) for path in paths)
 
 
-def _groups(files: list[tuple[str, str]], size: float) -> list[list[tuple[str, str]]]:
-    """Runs of files of at least `size` bytes each, but for the last."""
-    groups: list[list[tuple[str, str]]] = []
-    held = size
-    for name, path in files:
+def _whole(name: str, path: str) -> Piece:
+    try:
+        about = os.stat(path)  # noqa: PTH116 - half the time of a Path, for a million files
+    except OSError as error:
+        raise UserError(f"source {name.partition('/')[0]}: {path} cannot be read: {error.strerror}. Put it back or "
+                        f"make it readable, and run the stage again.") from None
+    return Piece(name, path, about.st_size, about.st_mtime_ns, 0, about.st_size)
+
+
+def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:
+    """Runs of whole files of at least `size` bytes each, but for the last before a file in parts; those alone."""
+    groups: list[list[Piece]] = []
+    held, part_size = size, max(size, LEAST_PART)
+    for file in files:
+        large = file.bytes > WHOLE_UP_TO * part_size
+        if large and isinstance(source, FilesSource) and divisible(Path(file.path), source):
+            groups += [[part] for part in _parts(file, part_size)]
+            held = size
+            continue
         if held >= size:
             groups.append([])
             held = 0
-        groups[-1].append((name, path))
-        held += Path(path).stat().st_size
+        groups[-1].append(file)
+        held += file.bytes
     return groups
 
 
-def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records) -> Iterator[Item]:
-    number = None
-    try:
-        for record in records:
-            if isinstance(record, Unreadable):
-                yield Rejection(source.name, file, record.number, record.reason, record.documents, record.lost)
-            else:
-                number = record[0]
-                yield _document(source, file, *record)
-    except damage() as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk or the permissions, not the data
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(f"source {source.name}: {file} cannot be read: {os.strerror(error.errno)}. Put it back or "
-                            f"make it readable, and run the stage again.") from None
-        after = None if number is None else number + 1
-        yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
-
-
-def _document(source: Source, file: str, number: int | None, record: Any) -> Item:
-    """A record as a document, or why it is none."""
-    where = file if number is None else f"{file}:{number}"
-    try:
-        if isinstance(source, StdlibSource) or isinstance(record, PlainText):
-            document = Document(str(record), source.name, where, {})
-        else:
-            document = _from_fields(source, where, record)
-        return document, to_json(document)
-    except UnicodeEncodeError:
-        if isinstance(record, PlainText) and "\0" in record:
-            return Rejection(source.name, file, number, "binary data, not text: NUL bytes and broken UTF-8")
-        return Rejection(source.name, file, number, "broken UTF-8, or half of a surrogate pair; "
-                         "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
-    except TypeError as error:
-        return Rejection(source.name, file, number, str(error))
-
-
-def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Document:
-    """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
-    if not isinstance(record, dict):
-        raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    fields = [source.text_field, *([source.id_field] if source.id_field else [])]
-    if missing := [field for field in fields if field not in record]:
-        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
-    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
-    if not isinstance(text, str):
-        raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
-    if not isinstance(own, (str, int)):
-        raise TypeError(f"the field '{source.id_field}' is {_kind(own)}, not text or a whole number")
-    return Document(text, source.name, str(own), {field: plain(record.get(field)) for field in source.meta_fields})
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
-
-
-def _hub_documents(source: HubSource) -> Iterator[Item]:
-    """The rows of a Hugging Face dataset; damage inside it cannot be told row by row, so it fails the stage."""
-    import datasets
-    datasets.disable_progress_bars()
-    local = Path(source.dataset).expanduser()
-    call = f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
-    try:
-        rows = datasets.load_dataset(str(local) if local.is_dir() else source.dataset, source.config_name,
-                                     split=source.split, revision=source.revision, streaming=source.streaming)
-        iterator = iter(islice(rows, source.limit))
-    except Exception as error:
-        raise _hub_error(source, f"{call} failed", error) from error
-    number = 0
-    while True:
-        try:
-            row = next(iterator, None)
-        except Exception as error:
-            raise _hub_error(source, f"reading broke off after {number} records of {call}", error) from error
-        if row is None:
-            return
-        number += 1
-        if number == 1 and source.text_field not in row:
-            raise UserError(f"source {source.name}: the dataset {source.dataset} has no column "
-                            f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
-        yield _document(source, source.split, number, row)
-
-
-def _hub_error(source: HubSource, what: str, error: Exception) -> UserError:
-    text = " ".join(str(error).split())
-    return UserError(f"source {source.name}: {what}: {type(error).__name__}: {text[:500]}. Check the dataset's name, "
-                     f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run the "
-                     f"stage again; damaged local files are better read with `kind: files`, which names the broken "
-                     f"records and keeps the others.")
+def _parts(file: Piece, size: float) -> list[Piece]:
+    """A file in parts of about `size` bytes, whose borders are, where that is possible, those of blocks that are
+    hashed."""
+    count = max(2, round(file.bytes / size))
+    step = BLOCK_BYTES if file.bytes // count >= BLOCK_BYTES else 1
+    borders = [file.bytes * number // count // step * step for number in range(count)] + [file.bytes]
+    return [Piece(file.name, file.path, file.bytes, file.mtime_ns, start, stop)
+            for start, stop in pairwise(borders)]

@@ -1,5 +1,4 @@
-"""Between reading and writing: documents as they were read and filtered, an index of 16-byte digests, the two splits,
-and the plan of shards.
+"""Between reading and writing: an index of 16-byte digests of what was staged, the two splits, and the plan of shards.
 
 Texts stay on disk; memory holds one row of `INDEX` a document.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -18,87 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.input_check import outside, refuse_changed
-from pipeline.data.documents import Document, Rejection, digest, document_key, from_json, key_fits, to_json
-from pipeline.data.filters.chain import Chain, Dropped
-from pipeline.data.sources import unit_documents
+from pipeline.data.documents import Document, document_key, from_json, key_fits, to_json
+from pipeline.data.reading import INDEX, STAGING, index_row, staged
 from pipeline.data.text_shards import read_documents, write_members
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record
 
-STAGING = "staging"
 PLAN = f"{STAGING}/plan"
-DROPPED = "dropped"
-"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 CUT = "cut"
 """Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
 SPLITS = ("train", "heldout")
-HAS_NUL, HAS_U2581 = 1, 2
 
-INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                  ("characters", "<u8"), ("flags", "u1")])
-"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
-_ROW = struct.Struct("<QQQQQQB")
 PICKED = np.dtype([("unit", "<u4"), ("copy", "<u4"), ("high", "<u8"), ("low", "<u8"), ("offset", "<u8"),
                    ("length", "<u8"), ("text_bytes", "<u8")])
 """A document picked for a shard: the unit it is staged in and the place there; the how-manieth of equal texts it is."""
-
-
-def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Read one unit: its documents as the filters leave them, as JSON, one after another, their index, and what could
-    not be read; on request the documents that filters dropped.
-
-    Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
-    `filters` (see `Chain`), and the files as `outputs`, the staged documents first.
-
-    Raises:
-        UserError: a file is not what it was when the stage began, although its size and time are; a filter failed.
-    """
-    read = [{"path": path, "sha256": digest} for (_, path), digest in
-            zip(payload["files"], payload["sha256"], strict=True)]
-    for expected in outside(read, "shard"):
-        refuse_changed(expected)
-    place = folder / STAGING / payload["name"]
-    texts, index, rejections = (place.with_suffix(ending) for ending in (".documents", ".npy", ".rejected"))
-    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
-    chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
-    with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
-          atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
-        for item in unit_documents(payload):
-            if isinstance(item, Rejection):
-                counts["read"] += item.documents
-                counts["rejected"] += item.documents
-                counts["lost"] += item.lost
-                rejected.write(item.line())
-                continue
-            counts["read"] += 1
-            if not item[0].text.strip():
-                counts["empty"] += 1
-                continue
-            left = chain(*item)
-            if isinstance(left, Dropped):
-                if kept_aside is not None:
-                    kept_aside.write(left.line())
-                continue
-            document, member = left
-            rows += _index_row(document.text, offset, len(member))
-            offset += out.write(member)
-    with atomic_file(index) as file:
-        np.save(file, np.frombuffer(rows, INDEX))
-    outputs = [output_record(folder, path) for path in (texts, index, rejections)]
-    if kept_aside is not None:
-        source, gone = payload["source"]["name"], chain.counts.values()
-        outputs.append(output_record(folder, aside, split=DROPPED, source=source,
-                                     docs=sum(own["documents"] for own in gone),
-                                     text_bytes=sum(own["bytes"] for own in gone)))
-    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "outputs": outputs}
-
-
-def _index_row(text: str, offset: int, length: int) -> bytes:
-    data = text.encode()
-    high, low = struct.unpack(">QQ", digest(data))
-    flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
-    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
 
 
 @dataclass(frozen=True)
@@ -132,7 +63,7 @@ class Corpus:
 def load_corpus(folder: Path, units: list[str], source_of_unit: list[int], heldout_share: float,
                 drop_duplicates: bool) -> Corpus:
     """The index of all staged units, with duplicates decided, and the held-out split by hash."""
-    parts = [np.load(folder / STAGING / f"{unit}.npy") for unit in units]
+    parts = [np.load(staged(folder, unit, ".npy")) for unit in units]
     index = np.concatenate(parts)
     unit = np.repeat(np.arange(len(parts), dtype=np.uint32), [len(part) for part in parts])
     copy = copies(index["high"], index["low"])
@@ -179,15 +110,15 @@ def _stage_parts(folder: Path, corpus: Corpus, units: list[str], borders: dict[i
     Returns:
         Rows of `INDEX`, two for each document, and the hash of the staged parts.
     """
-    path, rows, offset = folder / STAGING / f"{CUT}.documents", bytearray(), 0
+    path, rows, offset = staged(folder, CUT, ".documents"), bytearray(), 0
     with atomic_file(path) as out:
         for row, border in sorted(borders.items()):
-            with open(folder / STAGING / f"{units[corpus.unit[row]]}.documents", "rb") as file:
+            with open(staged(folder, units[corpus.unit[row]], ".documents"), "rb") as file:
                 file.seek(int(corpus.index["offset"][row]))
                 whole = from_json(file.read(int(corpus.index["length"][row])), "")
             for text, place in ((whole.text[:border], f"[:{border}]"), (whole.text[border:], f"[{border}:]")):
                 member = to_json(Document(text, whole.source, whole.id + place, whole.meta))
-                rows += _index_row(text, offset, len(member))
+                rows += index_row(text, offset, len(member))
                 offset += out.write(member)
     return np.frombuffer(rows, INDEX), str(output_record(folder, path)["sha256"])
 
@@ -272,7 +203,7 @@ def _members(folder: Path, units: dict[str, str], picked: np.ndarray) -> Iterato
     runs = np.flatnonzero(np.diff(picked["unit"].astype(np.int64))) + 1
     for rows in np.split(np.arange(len(picked)), runs):
         unit = units[str(picked["unit"][rows[0]])]
-        with open(folder / STAGING / f"{unit}.documents", "rb") as file:
+        with open(staged(folder, unit, ".documents"), "rb") as file:
             for row in rows:
                 file.seek(int(picked["offset"][row]))
                 yield next(keys), file.read(int(picked["length"][row]))

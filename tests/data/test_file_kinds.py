@@ -16,7 +16,8 @@ from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.tree import Config
 from pipeline.data.documents import Rejection
 from pipeline.data.file_kinds import mistaken
-from pipeline.data.sources import input_files, reading_units, unit_documents
+from pipeline.data.reading import unit_documents
+from pipeline.data.sources import input_files, reading_units
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_json, write_json
 

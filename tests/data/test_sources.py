@@ -15,9 +15,10 @@ import zstandard
 
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, StdlibSource
 from pipeline.config.tree import Config
-from pipeline.data import readers
+from pipeline.data import framing, readers
 from pipeline.data.documents import Rejection
-from pipeline.data.sources import input_files, reading_units, unit_documents
+from pipeline.data.reading import unit_documents
+from pipeline.data.sources import input_files, reading_units
 from pipeline.errors import UserError
 
 RECORDS = [{"text": "one\ntwo", "name": "a", "stars": 1},
@@ -101,7 +102,7 @@ def test_text_files_are_one_document_or_split(tmp_path, ending):
 
 
 def test_a_separator_is_found_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", 5)
+    monkeypatch.setattr(framing, "CHUNK", 5)
     stories = [f"story {number} " * number for number in range(1, 9)]
     (tmp_path / "f.txt").write_text("<|end|>".join(stories) + "<|end|>")
     assert texts(read(files_source(tmp_path / "f.txt", separator="<|end|>"))[0]) == stories

@@ -1,0 +1,52 @@
+"""Datasets of the Hugging Face Hub, or in a folder of data files, through the `datasets` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data import HubSource
+from pipeline.errors import UserError
+
+
+def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
+    """The rows of a Hugging Face dataset with their numbers, from 1.
+
+    Damage inside it cannot be told row by row, so it fails the stage.
+
+    Raises:
+        UserError: it cannot be loaded or read on, or has no column with text.
+    """
+    import datasets
+    datasets.disable_progress_bars()
+    local = Path(source.dataset).expanduser()
+    call = f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
+    try:
+        rows = datasets.load_dataset(str(local) if local.is_dir() else source.dataset, source.config_name,
+                                     split=source.split, revision=source.revision, streaming=source.streaming)
+        iterator = iter(islice(rows, source.limit))
+    except Exception as error:
+        raise _hub_error(source, f"{call} failed", error) from error
+    number = 0
+    while True:
+        try:
+            row = next(iterator, None)
+        except Exception as error:
+            raise _hub_error(source, f"reading broke off after {number} records of {call}", error) from error
+        if row is None:
+            return
+        number += 1
+        if number == 1 and source.text_field not in row:
+            raise UserError(f"source {source.name}: the dataset {source.dataset} has no column "
+                            f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
+        yield number, row
+
+
+def _hub_error(source: HubSource, what: str, error: Exception) -> UserError:
+    text = " ".join(str(error).split())
+    return UserError(f"source {source.name}: {what}: {type(error).__name__}: {text[:500]}. Check the dataset's name, "
+                     f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run the "
+                     f"stage again; damaged local files are better read with `kind: files`, which names the broken "
+                     f"records and keeps the others.")

@@ -1,0 +1,223 @@
+"""One unit of reading: its files into documents, those through the filters, and what is left into `staging/`.
+
+Texts stay on disk. What is read is hashed on the way, so that the stage knows of every file what it held.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
+from pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
+from pipeline.data.filters.chain import Chain, Dropped
+from pipeline.data.hub import hub_rows
+from pipeline.data.readers import file_records, python_records
+from pipeline.data.records import Limit, Place, PlainText, Records, Unreadable, damage
+from pipeline.data.streams import Input, Piece
+from pipeline.errors import UserError
+from pipeline.files import atomic_file, output_record
+
+STAGING = "staging"
+FRAMES = "frames"
+DROPPED = "dropped"
+"""Folder of the documents that filters dropped, a file for each unit, where they are kept."""
+HAS_NUL, HAS_U2581 = 1, 2
+INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
+                  ("characters", "<u8"), ("flags", "u1")])
+"""A staged document: its digest as two numbers, place and size of its JSON, size of its text, what the text holds."""
+_ROW = struct.Struct("<QQQQQQB")
+Item = tuple[Document, bytes] | Rejection
+"""A document and its JSON, or why there is none."""
+
+
+class Observer(Protocol):
+    """Something that is shown each document of a unit as the filters leave it, in order."""
+
+    def add(self, document: Document) -> None:
+        """Take in one document."""
+
+    def record(self) -> dict[str, Any]:
+        """What the unit's record says of it, in JSON's types; called once, after the last document."""
+
+
+def observers_of(payload: dict[str, Any]) -> dict[str, Observer]:
+    """What looks on while a unit is read, by the key of the unit's record under which it tells."""
+    return {}
+
+
+def staged(folder: Path, name: str, ending: str) -> Path:
+    """Where a unit's staged file lies: a thousand units to a folder."""
+    return folder / STAGING / name[:-3] / f"{name}{ending}"
+
+
+def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Read one unit: its documents as the filters leave them, as JSON, one after another, their index, and what could
+    not be read; on request the documents that filters dropped.
+
+    Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
+    `filters` (see `Chain`), `inputs` (of each file or part: path, name, bytes, mtime_ns, whether it was read whole, the
+    first byte, and the digests, see `pipeline.contract.content_hash`), and the files as `outputs`, the staged documents
+    first.
+
+    Raises:
+        UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
+    """
+    texts, index, rejections = (staged(folder, payload["name"], ending)
+                                for ending in (".documents", ".npy", ".rejected"))
+    rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
+    chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
+    inputs: list[dict[str, Any]] = []
+    observers = observers_of(payload)
+    with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
+          atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
+        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES):
+            if isinstance(item, Rejection):
+                counts["read"] += item.documents
+                counts["rejected"] += item.documents
+                counts["lost"] += item.lost
+                rejected.write(item.line())
+                continue
+            counts["read"] += 1
+            if not item[0].text.strip():
+                counts["empty"] += 1
+                continue
+            left = chain(*item)
+            if isinstance(left, Dropped):
+                if kept_aside is not None:
+                    kept_aside.write(left.line())
+                continue
+            document, member = left
+            for observer in observers.values():
+                observer.add(document)
+            rows += index_row(document.text, offset, len(member))
+            offset += out.write(member)
+    with atomic_file(index) as file:
+        np.save(file, np.frombuffer(rows, INDEX))
+    outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    if kept_aside is not None:
+        source, gone = payload["source"]["name"], chain.counts.values()
+        outputs.append(output_record(folder, aside, split=DROPPED, source=source,
+                                     docs=sum(own["documents"] for own in gone),
+                                     text_bytes=sum(own["bytes"] for own in gone)))
+    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
+            **{name: observer.record() for name, observer in observers.items()}, "outputs": outputs}
+
+
+def index_row(text: str, offset: int, length: int) -> bytes:
+    """The row of `INDEX` for a text whose JSON has `length` bytes at `offset`."""
+    data = text.encode()
+    high, low = struct.unpack(">QQ", digest(data))
+    flags = HAS_NUL * ("\0" in text) + HAS_U2581 * ("\u2581" in text)
+    return _ROW.pack(high, low, offset, length, len(data), len(text), flags)
+
+
+def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,
+                   cache: Path | None = None) -> Iterator[Item]:
+    """The documents of one unit in order: by file name, then place in the file.
+
+    seen: called with the record of each file or part, when it has been read (see `Input.record`).
+    cache: a folder for what is found out about a file once for all its parts.
+
+    Raises:
+        UserError: a file is not what it was when the stage began, or cannot be read; the dataset of a `kind: hf` source
+            cannot be loaded or read on.
+    """
+    source: Source = TypeAdapter(Source).validate_python(payload["source"])
+    limit = Limit(payload["max_document_mb"])
+    pieces = [Piece(**piece) for piece in payload["pieces"]]
+    if isinstance(source, HubSource):
+        for number, row in hub_rows(source):
+            yield _document(source, source.split, number, row, limit)
+        for piece in pieces:  # its own library knows which of them it read
+            seen(_opened(source, piece).record())
+        return
+    for piece in pieces:
+        file = _opened(source, piece, cache)
+        records = python_records(file, limit) if isinstance(source, StdlibSource) else file_records(file, source, limit)
+        yield from _file_documents(source, piece.file, records, limit)
+        try:
+            record = file.record()
+        except OSError as error:
+            raise _unreadable(source, piece.file, error) from None
+        seen(record)
+
+
+def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
+    try:
+        return Input(piece, cache)
+    except OSError as error:
+        raise _unreadable(source, piece.file, error) from None
+
+
+def _unreadable(source: Source, file: str, error: OSError) -> UserError:
+    return UserError(f"source {source.name}: {file} cannot be read: {os.strerror(error.errno or errno.EIO)}. Put it "
+                     f"back or make it readable, and run the stage again.")
+
+
+def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records, limit: Limit,
+                    ) -> Iterator[Item]:
+    place: Place = None
+    try:
+        for record in records:
+            if isinstance(record, Unreadable):
+                yield Rejection(source.name, file, record.place, record.reason, record.documents, record.lost)
+            else:
+                place = record[0]
+                yield _document(source, file, *record, limit)
+    except damage() as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk or the permissions, not the data
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _unreadable(source, file, error) from None
+        after = place + 1 if isinstance(place, int) else place
+        yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
+
+
+def _document(source: Source, file: str, place: Place, record: Any, limit: Limit) -> Item:
+    """A record as a document, or why it is none."""
+    where = place_in(file, place)
+    try:
+        if isinstance(source, StdlibSource) or isinstance(record, PlainText):
+            document = Document(str(record), source.name, where, {})
+        else:
+            document = _from_fields(source, where, record)
+        if not limit.allows(document.text):
+            return Rejection(source.name, file, place, limit.reason)
+        return document, to_json(document)
+    except UnicodeEncodeError:
+        if isinstance(record, PlainText) and "\0" in record:
+            return Rejection(source.name, file, place, "binary data, not text: NUL bytes and broken UTF-8")
+        return Rejection(source.name, file, place, "broken UTF-8, or half of a surrogate pair; "
+                         "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
+    except TypeError as error:
+        return Rejection(source.name, file, place, str(error))
+    except RecursionError:
+        return Rejection(source.name, file, place, "a field that is kept as meta is nested too deeply")
+
+
+def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Document:
+    """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
+    if not isinstance(record, dict):
+        raise TypeError(f"the record is {_kind(record)}, not an object with fields")
+    fields = [source.text_field, *([source.id_field] if source.id_field else [])]
+    if missing := [field for field in fields if field not in record]:
+        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
+    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
+    if not isinstance(text, str):
+        raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
+    if not isinstance(own, (str, int)):
+        raise TypeError(f"the field '{source.id_field}' is {_kind(own)}, not text or a whole number")
+    return Document(text, source.name, str(own), {field: plain(record.get(field)) for field in source.meta_fields})
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,65 @@
+"""What a reader gives: records, what could not be read, and the limit of a document's size."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Place = int | str | None
+"""1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of a record: what is wrong, how many documents it costs, and whether unknown more are lost."""
+
+    place: Place
+    reason: str
+    documents: int = 1
+    lost: bool = False
+
+
+class PlainText(str):
+    """A record without fields: all of it is the document's text. (A string in a JSON file is none.)"""
+
+
+Records = Iterator[tuple[Place, Any] | Unreadable]
+
+
+class UnusableColumnsError(Exception):
+    """A columnar file has not the columns that the source names."""
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """Exceptions that a damaged file causes in the readers; an OSError counts only without an errno."""
+    import pyarrow as pa
+    return (OSError, EOFError, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest document: a record as it stands in its file, unpacked, and a text in UTF-8."""
+
+    megabytes: float
+
+    @cached_property
+    def bytes(self) -> int:
+        """The limit in bytes."""
+        return int(self.megabytes * 1e6)
+
+    @property
+    def reason(self) -> str:
+        """What is said of a longer document."""
+        return f"longer than shard.max_document_mb ({self.megabytes:g} MB) allows"
+
+    def exceeded(self, place: Place, *, lost: bool = False) -> Unreadable:
+        """In place of a longer document."""
+        return Unreadable(place, self.reason, lost=lost)
+
+    def allows(self, text: str) -> bool:
+        """Whether a text is short enough."""
+        most = self.bytes
+        return len(text) * 4 <= most or (len(text) <= most and len(text.encode("utf-8", "surrogatepass")) <= most)

@@ -1,0 +1,69 @@
+"""Where the frames of a zstd file begin: found by walking from header to header, so that no bytes inside of a frame are
+taken for one. Layout: RFC 8878, section 3.1."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.files import atomic_file
+
+MAGIC = b"\x28\xb5\x2f\xfd"
+SKIPPABLE = b"\x2a\x4d\x18"
+"""After a first byte of 0x50 to 0x5f: a frame without data."""
+_RAW, _RLE, _COMPRESSED = 0, 1, 2
+_DICTIONARY_BYTES, _SIZE_BYTES = (0, 1, 2, 4), (0, 2, 4, 8)
+
+
+def frame_starts(path: Path, cache: Path | None = None) -> np.ndarray:
+    """Offsets of the frames with data, in order, as far as headers can be followed.
+
+    cache: a folder in which they are kept for who asks next; the file is known by path, size and time.
+    """
+    about = path.stat()
+    key = hashlib.sha256(f"{path}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+    kept = None if cache is None else cache / f"{key.hexdigest()[:32]}.npy"
+    if kept is not None:
+        with suppress(OSError, ValueError):
+            return np.load(kept)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        data.madvise(mmap.MADV_RANDOM)  # of every block, the header alone is looked at
+        starts = np.array(_walk(data), dtype=np.int64)
+    if kept is not None:
+        with atomic_file(kept) as out:
+            np.save(out, starts)
+    return starts
+
+
+def _walk(data: mmap.mmap) -> list[int]:
+    found, at = [], 0
+    while at + 8 <= len(data):
+        if data[at:at + 4] == MAGIC:
+            found.append(at)
+            at = _end_of_frame(data, at)
+        elif data[at + 1:at + 4] == SKIPPABLE and 0x50 <= data[at] <= 0x5f:
+            at += 8 + int.from_bytes(data[at + 4:at + 8], "little")
+        else:
+            break  # whoever unpacks it finds what is wrong
+    return found
+
+
+def _end_of_frame(data: mmap.mmap, at: int) -> int:
+    """Where the frame at `at` ends; the file's end, where it breaks off or is damaged."""
+    about = data[at + 4]
+    single = about >> 5 & 1
+    size = _SIZE_BYTES[about >> 6] or single
+    at += 5 + (not single) + _DICTIONARY_BYTES[about & 3] + size
+    while at + 3 <= len(data):
+        header = int.from_bytes(data[at:at + 3], "little")
+        last, kind, length = header & 1, header >> 1 & 3, header >> 3
+        if kind not in (_RAW, _RLE, _COMPRESSED):
+            break
+        at += 3 + (1 if kind == _RLE else length)
+        if last:
+            return at + 4 * (about >> 2 & 1)
+    return len(data)
