@@ -23,7 +23,7 @@ from typing import Any
 from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
-from pipeline.contract.input_check import wrong
+from pipeline.contract.external_inputs import gathered
 from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
@@ -46,12 +46,7 @@ def shard(work: Work) -> None:
 
     filters = _filters(work)
     units = [Unit(name, {**payload, **filters}) for name, payload in reading_units(config, files)]
-    if work.part is None:  # of a data set its own library knows which files it reads
-        whole = {source.name for source in config.sources if source.kind == "hf"}
-        work.check([file for file, (name, _) in zip(work.outside(), files, strict=True)
-                    if name.partition("/")[0] in whole])
     read = work.do_units("read", units, stage_unit)
-    _refuse_changed(work, read)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
     corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
@@ -73,16 +68,7 @@ def shard(work: Work) -> None:
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
     _clear(folder, {record["path"] for record in outputs})
-    work.commit(outputs, counts, verified=True)
-
-
-def _refuse_changed(work: Work, read: list[dict[str, Any]]) -> None:
-    expected = {str(file.path): file for file in work.outside()}
-    for record in read:
-        for own in record["inputs"]:
-            if own["whole"] and own["digests"][0] != expected[own["path"]].sha256:
-                (work.folder / record["outputs"][0]["path"]).unlink()  # so that the unit is read again
-                raise UserError(wrong(expected[own["path"]], own["digests"][0]))
+    work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]))
 
 
 def _warn_of_unpinned(work: Work) -> None:

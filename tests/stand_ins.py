@@ -12,7 +12,7 @@ from pipeline.files import output_record, write_text
 def copy_corpus(work):
     """A stand-in for the shard stage: one output made of the input file."""
     path = work.folder / "text.txt"
-    write_text(path, Path(work.run.files("shard")[0]["path"]).read_text().upper())
+    write_text(path, Path(work.listing()[0]["path"]).read_text().upper())
     work.commit([output_record(work.folder, path, docs=1)], {"docs": 1})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
-from pipeline.files import atomic_file, sha256_json
+from pipeline.files import atomic_file, sha256_file, sha256_json
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""
@@ -31,6 +31,11 @@ def listed_files(files: Sequence[tuple[str, Path]]) -> list[Record]:
         return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     found = {record["name"]: record for record in in_threads(record, files)}
     return [found[name] for name, _ in files]
+
+
+def hashed_now(listing: Sequence[Record]) -> list[Record]:
+    """The records with the sha256 of each file, for a stage whose units did not hash what they read."""
+    return [{**record, "sha256": sha256_file(Path(record["path"]))} for record in listing]
 
 
 def listing_digest(listing: Sequence[Record]) -> str:

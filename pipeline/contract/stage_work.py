@@ -21,7 +21,7 @@ from pipeline.config.tree import Config
 from pipeline.console import ProgressBar, duration, say
 from pipeline.contract.external_inputs import places
 from pipeline.contract.input_check import Expected, InputCheck, committed, outside
-from pipeline.contract.listing import LISTING, refuse_unread, write_listing
+from pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
 from pipeline.contract.locks import NETWORK_S, take_turn
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import Part, ShareDone, identity_key
@@ -187,7 +187,8 @@ class Work:
 
         Every output is read back and its hash compared, unless the body just did so itself (`verified`).
 
-        files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`).
+        files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`); None: those
+            files are hashed now.
 
         Raises:
             UserError: an output is not what was written (failing disk, a second writer), an input that is checked is
@@ -196,8 +197,8 @@ class Work:
         if self.part is not None:
             self._leave(self.part, 0, 0)  # no phase of its name has come
         self.refuse_changed_inputs()
-        assert (files is not None) == (STAGES[self.name].unit_files is not None), "what units read is to be committed"
-        refuse_unread(self.listing(), files or [], self.name)
+        files = hashed_now(self.listing()) if files is None else files
+        refuse_unread(self.listing(), files, self.name)
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
@@ -207,9 +208,9 @@ class Work:
                 raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
-            stage=self.name, fingerprint=self._fingerprint(files or []), outputs=outputs, counts=counts,
+            stage=self.name, fingerprint=self._fingerprint(files), outputs=outputs, counts=counts,
             config_sha256=config_hash(self.config),
-            files=sorted([*self.run.files(self.name), *(files or [])], key=lambda record: str(record["name"])),
+            files=sorted([*self.run.files(self.name), *files], key=lambda record: str(record["name"])),
             places=places(STAGES[self.name], self.config), drift=self._all_drift(),
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),

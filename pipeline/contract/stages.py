@@ -119,7 +119,7 @@ def _named(text: str) -> Any:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, phases=("read", "write"), reusable=True,
-          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.sources:input_files",
+          outside_code="pipeline.data.filters.base:outside_code", unit_files="pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
                 "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
