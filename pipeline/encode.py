@@ -48,7 +48,7 @@ def encode(work: Work) -> None:
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
     work.commit(outputs, {**counts, "dtype": dtype, "vocab_size": vocabulary["size"],
-                          "tokenizer_sha256": vocabulary["sha256"]})
+                          "tokenizer_sha256": vocabulary["sha256"]}, verified=True)
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:

@@ -24,7 +24,6 @@ from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
 from pipeline.contract.external_inputs import gathered
-from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.chain import few_reasons, no_counts, total
@@ -68,7 +67,8 @@ def shard(work: Work) -> None:
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
     _clear(folder, {record["path"] for record in outputs})
-    work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]))
+    work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
+                scratch=[folder / STAGING])
 
 
 def _warn_of_unpinned(work: Work) -> None:
@@ -206,14 +206,11 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
 
 
 def _clear(folder: Path, outputs: set[str]) -> None:
-    """Remove what is no output, before the commit, so that no kill leaves a finished stage with twice its size."""
+    """Remove shards that are no outputs: an interrupted run saw another state of a Hub dataset."""
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
                  *(folder / DROPPED).glob("*.jsonl")]:
         if path.relative_to(folder).as_posix() not in outputs:
-            path.unlink()  # an interrupted run saw another state of a Hub dataset
-    shutil.rmtree(folder / PARTS, ignore_errors=True)  # first: they must not speak of units that are gone
-    shutil.rmtree(folder / UNITS / "read", ignore_errors=True)
-    shutil.rmtree(folder / STAGING, ignore_errors=True)
+            path.unlink()
 
 
 if __name__ == "__main__":

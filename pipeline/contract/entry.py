@@ -19,6 +19,7 @@ from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
 from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from pipeline.contract.run import Run
+from pipeline.contract.scratch import SCRATCH, remove_scratch
 from pipeline.contract.stage_work import Work, mark_failed
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
@@ -183,6 +184,8 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
         raise
     if done:
         report_done(run, name)  # without a lock: others may be reading it
+        if is_leader():
+            _remove_scratch(run, name)
         if writes_state:
             with suppress(UserError):  # somebody rebuilds it by now
                 _note_done(run, name, locked=False)
@@ -310,6 +313,18 @@ def _note_interrupt(run: Run, name: str) -> None:
     if state is not None and state.status == "running":
         with suppress(OSError):
             write_state(run.own_folder(name), "preempted", reason="interrupted")
+
+
+def _remove_scratch(run: Run, name: str) -> None:
+    """Remove what a kill after the commit left; whoever may write there, unless somebody rebuilds the stage."""
+    folder = run.own_folder(name)
+    if run.is_reused(name) or not (folder / SCRATCH).is_file() or not os.access(folder, os.W_OK):
+        return
+    with suppress(UserError, OSError):
+        held = lock(run.folder, name, shared=True)
+        if read_manifest(folder) is not None and (removed := remove_scratch(folder)):
+            say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
+        del held
 
 
 def _note_done(run: Run, name: str, *, locked: bool) -> None:

@@ -24,8 +24,9 @@ from pipeline.contract.input_check import Expected, InputCheck, committed, outsi
 from pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
 from pipeline.contract.locks import NETWORK_S, take_turn
 from pipeline.contract.manifest import Manifest
-from pipeline.contract.parts import Part, ShareDone, identity_key
+from pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from pipeline.contract.run import Run, code_hashes
+from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
 from pipeline.contract.start_record import STARTED, force_id
 from pipeline.contract.state import RESERVE, STATE, write_state
@@ -42,6 +43,7 @@ class Work:
     """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
 
     With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
+    phases: those whose units were asked for so far.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -55,6 +57,7 @@ class Work:
     checks: list[InputCheck] = field(default_factory=list)
     asked: str = ""
     store: Any = None
+    phases: list[str] = field(default_factory=list)
 
     @property
     def config(self) -> Config:
@@ -119,6 +122,7 @@ class Work:
             ShareDone: the stage is run as a part and has now done its share.
             UserError: as a part, of a phase before its own something is not done.
         """
+        self.phases.append(phase)
         # A unit's own key decides whether it is to be read again: that a file of another one changed says nothing.
         identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
         keys = unit_keys(identity, phase, units)
@@ -182,13 +186,18 @@ class Work:
         raise ShareDone
 
     def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False,
-               files: list[dict[str, Any]] | None = None) -> Manifest:
+               files: list[dict[str, Any]] | None = None, scratch: Sequence[Path] = ()) -> Manifest:
         """Prove the outputs and write the manifest, which makes the stage done.
 
-        Every output is read back and its hash compared, unless the body just did so itself (`verified`).
-
-        files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`); None: those
-            files are hashed now.
+        Args:
+            verified: the hashes are of outputs as they were read back when they were written (`output_record`), so that
+                only sizes are compared. Of a unit that an earlier attempt did, that was then: what has flipped since
+                without a change of size is found by the stage that reads it, which hashes what it reads.
+                Otherwise every output is read back now.
+            files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`); None:
+                those files are hashed now.
+            scratch: files and folders that are removed once the manifest is there, and with them the records of all
+                phases' units but the last one's, which serve to mend an output that is lost.
 
         Raises:
             UserError: an output is not what was written (failing disk, a second writer), an input that is checked is
@@ -216,7 +225,13 @@ class Work:
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        if scratch:
+            units = self.folder / UNITS
+            gone = [path for phase in self.phases[:-1] for path in (units / phase, units / f"{phase}.jsonl")]
+            note_scratch(self.folder, [*scratch, self.folder / PARTS, *gone])
         manifest.write(self.folder)
+        with suppress(OSError):  # whoever finds the stage done tries again
+            remove_scratch(self.folder)
         (self.folder / LISTING).unlink(missing_ok=True)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
@@ -246,6 +261,7 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
+    keep_scratch(work.folder)
     save_config(run.config, run.folder / "config.yaml")
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))

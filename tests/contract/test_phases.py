@@ -27,6 +27,8 @@ class Count:
         return stage_main("count", self.body, ["--config", str(self.place / "c.yaml"), "launch.processes=1",
                                                f"name={name}", *arguments])
 
+    scratch = ()
+
     def body(self, work):
         numbers = [Unit(f"n-{number:05d}", number) for number in range(self.numbers)]
         made = work.do_units("read", numbers, self.write)
@@ -37,7 +39,7 @@ class Count:
             outputs += [record["outputs"][0] for record in work.do_units("sort", tens, self.sort)]
         sums = [Unit(f"sum-{digit}", [digit, sha256_json(outputs)]) for digit in range(10)]
         outputs += [record["outputs"][0] for record in work.do_units("sum", sums, self.sum)]
-        work.commit(outputs, {"numbers": self.numbers})
+        work.commit(outputs, {"numbers": self.numbers}, scratch=[work.folder / name for name in self.scratch])
 
     def write(self, folder, number):
         return self._written(folder, f"n-{number:05d}", str(number * 7 % 100))
@@ -124,6 +126,65 @@ def test_the_last_phase_without_units_is_done_at_once(count, monkeypatch):
         assert count("--part", "0/1", "--phase", phase) == 0
     assert (folder(count) / "units/parts/end.0-of-1.json").is_file() and read_manifest(folder(count)) is None
     assert count() == 0
+
+
+def left(count):
+    return {str(path.relative_to(folder(count))) for name in ("staging", "units", "scratch.json")
+            for path in [folder(count) / name, *(folder(count) / name).glob("*")] if path.exists()}
+
+
+@pytest.fixture
+def staged(count, monkeypatch):
+    """The stage with something to be removed, every phase's records gathered."""
+    monkeypatch.setattr("pipeline.contract.units.MANY", 3)
+    count.scratch = ("staging", "never-made")
+    write_text(folder(count) / "staging/deep/x", "much")
+    return count
+
+
+def test_scratch_goes_after_the_commit(staged):
+    assert staged("--part", "0/1") == 0
+    assert staged() == 0
+    assert left(staged) == {"units", "units/sum", "units/sum.jsonl"}
+    staged.made.clear()
+    (folder(staged) / "sum-3.txt").unlink()
+    assert staged() == 0 and staged.made["sum-3"] == 1 and left(staged) == {"units", "units/sum", "units/sum.jsonl"}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", ["note_scratch", "remove_scratch"])
+def test_a_kill_around_the_commit_costs_nothing(staged, monkeypatch, capsys, place):
+    def kill(*arguments):
+        raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_work, place, kill)
+        with pytest.raises(Killed):
+            staged()
+    assert {"staging", "units/read", "units/sort"} <= left(staged)
+    committed = read_manifest(folder(staged)) is not None
+    assert committed == (place == "remove_scratch")
+    staged.made.clear()
+    capsys.readouterr()
+    assert staged() == 0 and not staged.made
+    told = "removed what was left behind when it was committed: staging"
+    assert (told in capsys.readouterr().out) == committed
+    assert left(staged) == {"units", "units/sum", "units/sum.jsonl"}
+    assert staged() == 0 and told not in capsys.readouterr().out
+
+
+def test_scratch_of_a_finished_stage_that_is_mended_is_used(staged, monkeypatch):
+    def kill(*arguments):
+        raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_work, "remove_scratch", kill)
+        with pytest.raises(Killed):
+            staged()
+    staged.made.clear()
+    (folder(staged) / "sum-3.txt").unlink()
+    assert staged() == 0 and set(staged.made) == {"sum-3"} and "staging" not in left(staged)
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
