@@ -41,9 +41,9 @@ def told(rejections):
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_a_line(tmp_path, ending):
     data = b'{"text": "first"}\n{"text": "' + b"x" * LARGE + b'"}\n{"text": "last"}\n' + b"[" * LARGE
-    packed = {"": lambda: data, ".gz": lambda: gzip.compress(data, 1), ".zst": lambda: zstandard.compress(data)}[ending]
-    (tmp_path / f"f.jsonl{ending}").write_bytes(packed())
-    del data
+    packed = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[ending](data)
+    (tmp_path / f"f.jsonl{ending}").write_bytes(packed)
+    del data, packed
     texts, rejections, peak = read(tmp_path / "f.*")
     assert texts == {f"f.jsonl{ending}:1": "first", f"f.jsonl{ending}:3": "last"}
     assert told(rejections) == [(2, REASON, 1, False), (4, REASON, 1, False)] and peak < LARGE / 2
