@@ -8,6 +8,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.data.quick_json import UNSURE, compact, parsed
+
 DIGEST_BYTES = 16
 
 
@@ -81,13 +83,15 @@ def key_fits(document: Document) -> bool:
 
 def to_json(document: Document) -> bytes:
     """The document as the `.json` member of a shard; UnicodeEncodeError if its text is not valid Unicode."""
-    value = {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta}
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    meta = document.meta
+    return compact({"text": document.text, "source": document.source, "id": document.id, "meta": meta}, meta)
 
 
 def from_json(member: bytes, key: str) -> Document:
     """The document of a shard's `.json` member; ValueError, KeyError or TypeError if it is none."""
-    value = json.loads(member)
+    value = parsed(member)
+    if value is UNSURE:
+        value = json.loads(member)
     document = Document(value["text"], value["source"], value["id"], value["meta"], key)
     if not (isinstance(document.text, str) and isinstance(document.source, str)):
         raise TypeError("text and source must be strings")

@@ -75,8 +75,8 @@ def _to_next_line(stream: BufferedReader, at: int, span: Span) -> int | None:
 def separated(stream: BufferedReader, limit: int, span: Span, separator: bytes) -> Framed:
     """What stands between separators, found from left to right without overlap; nothing after one that ends the file.
 
-    Separators may overlap where one begins with what it ends with ("\\n\\n" in "\\n\\n\\n"), and then which of them count
-    depends on all before. One that no other reaches into from the left always counts, since any that counts before it
+    Separators may overlap where one begins with what it ends with ("--" in "---"), and then which of them count depends
+    on all before. One that no other reaches into from the left always counts, since any that counts before it
     ends before it. So a part begins after the first such *free* separator at or after start + len(separator) - 1, where
     what reaches into it can be seen from `start` on, and ends with the first at or after stop + len(separator) - 1.
     """

@@ -22,18 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.config.data import FilesSource
 from pipeline.data.columnar import arrow_records, check_columns, parquet_records
 from pipeline.data.file_kinds import mistaken
 from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
+from pipeline.data.quick_json import UNSURE, parsed
 from pipeline.data.records import Limit, PlainText, Records, Unreadable
 from pipeline.data.streams import COMPRESSIONS, Input
 
-DEEPEST = 500
-"""Levels of a JSON value up to which two parsers surely agree; Python's own gives up at about 1,000."""
-CONTAINERS = (dict, list)
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -116,13 +112,10 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         if line is None:
             yield limit.exceeded(place)
             continue
-        try:
-            value = orjson.loads(line)
-            if _is_what_json_gives(value):
-                yield place, value
-                continue
-        except orjson.JSONDecodeError:
-            pass
+        value = parsed(line)
+        if value is not UNSURE:
+            yield place, value
+            continue
         text = line.decode("utf-8", "surrogateescape")
         if not text.strip():
             continue
@@ -130,25 +123,6 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield place, json.loads(text)
         except (ValueError, RecursionError) as error:
             yield Unreadable(place, f"the line is not JSON: {error}")
-
-
-def _is_what_json_gives(value: Any) -> bool:
-    """Whether Python's own parser surely gives the same as orjson, which makes a float of a very large whole number and
-    of -0, and has another limit of depth."""
-    level = [value]
-    for _ in range(DEEPEST):
-        below = []
-        for item in level:
-            for inner in item.values() if type(item) is dict else item if type(item) is list else (item,):
-                kind = type(inner)
-                if kind in CONTAINERS:
-                    below.append(inner)
-                elif kind is float and not (inner and -2.0**63 < inner < 2.0**63):
-                    return False
-        if not below:
-            return True
-        level = below
-    return False
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:

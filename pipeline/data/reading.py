@@ -87,7 +87,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 rejected.write(item.line())
                 continue
             counts["read"] += 1
-            if not item[0].text.strip():
+            text = item[0].text
+            if not text or text.isspace():
                 counts["empty"] += 1
                 continue
             left = chain(*item)
@@ -208,10 +209,13 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
     """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
     if not isinstance(record, dict):
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    fields = [source.text_field, *([source.id_field] if source.id_field else [])]
-    if missing := [field for field in fields if field not in record]:
-        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
-    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
+    try:
+        text, own = record[source.text_field], record[source.id_field] if source.id_field else where
+    except KeyError:
+        fields = [source.text_field, *([source.id_field] if source.id_field else [])]
+        missing = [field for field in fields if field not in record]
+        raise TypeError(f"no field named {', '.join(missing)}; the fields are "
+                        f"{', '.join(map(str, record)) or 'none'}") from None
     if not isinstance(text, str):
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):

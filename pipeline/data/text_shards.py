@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipeline.contract.input_check import committed, refuse_changed
 from pipeline.contract.manifest import Manifest
@@ -17,6 +16,13 @@ from pipeline.files import atomic_file
 
 SUFFIX = ".json"
 _BLOCK = tarfile.BLOCKSIZE
+_NAME = tarfile.LENGTH_NAME
+_TOGETHER = 1 << 20
+"""Bytes written or read at once."""
+_EMPTY = tarfile.TarInfo().tobuf()
+"""The header of a member without a name and content. Name, size (octal, at 124) and sum of all bytes (at 148, itself
+counted as spaces) are what differs in others."""
+_EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
 _MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
@@ -31,11 +37,32 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
 
     The bytes are those of webdataset's own TarWriter, whose import would bring torch into every worker.
     """
-    with atomic_file(path) as file, tarfile.open(fileobj=file, mode="w|") as tar:
+    with atomic_file(path) as file:
+        written, held, waiting = 0, 0, list[bytes]()
         for key, member in members:
-            entry = tarfile.TarInfo(key + SUFFIX)  # time, user and group are 0 and empty from the start
-            entry.size = len(member)
-            tar.addfile(entry, io.BytesIO(member))
+            header, size = _header(key + SUFFIX, len(member)), len(member)
+            waiting += (header, member, bytes(-size % _BLOCK))
+            held += len(header) + size + -size % _BLOCK
+            if held >= _TOGETHER:
+                written += file.write(b"".join(waiting))
+                held = 0
+                waiting.clear()
+        end = bytes(2 * _BLOCK)
+        written += file.write(b"".join(waiting) + end)
+        file.write(bytes(-written % tarfile.RECORDSIZE))
+
+
+def _header(name: str, size: int) -> bytes:
+    """A member's header as tarfile writes it; time, user and group are 0 and empty."""
+    data = name.encode("ascii", "replace")
+    if len(data) > _NAME or not name.isascii() or size >= 8**11:
+        entry = tarfile.TarInfo(name)
+        entry.size = size
+        return entry.tobuf()
+    digits = b"%011o" % size
+    total = _EMPTY_SUM + sum(data) + sum(digits)
+    return b"".join((data, bytes(_NAME - len(data)), _EMPTY[_NAME:124], digits, _EMPTY[135:148], b"%06o\0" % total,
+                     _EMPTY[155:]))
 
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
@@ -69,16 +96,27 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     Raises:
         UserError: naming the file and the place at which it is torn or not a text shard.
     """
-    place, end, number = "its beginning", 0, -1
+    place, end, number, start = "its beginning", 0, -1, 0
     try:
-        with tarfile.open(path, "r:") as tar:
-            while (member := tar.next()) is not None:
-                # tarfile would keep every member that it has met.
-                tar.members.clear()  # type: ignore[attr-defined]
-                place, end = f"the member {member.name}", member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+        with open(path, "rb", buffering=_TOGETHER) as file:
+            while (plain := _plain_member(file, end, read=only is None or number + 1 in only)) is not None:
+                (name, size, data), start = plain, end
+                place, end = f"the member {name}", start + _BLOCK + -(-size // _BLOCK) * _BLOCK
                 number += 1
-                if only is None or number in only:
-                    yield _document(tar, member)
+                if data is not None:
+                    yield _parsed(data, name)
+            # What is not as it is written here is left to tarfile, from the last good member on.
+            file.seek(start)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    # tarfile would keep every member that it has met.
+                    tar.members.clear()  # type: ignore[attr-defined]
+                    if member.offset < end:
+                        continue
+                    place, end = f"the member {member.name}", member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                    number += 1
+                    if only is None or number in only:
+                        yield _document(tar, member)
         place = f"byte {end}"
         _check_end(path, end)
     except FileNotFoundError:
@@ -88,6 +126,26 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
                         f"{_MEND}") from None
 
 
+def _plain_member(file: IO[bytes], start: int, *, read: bool) -> tuple[str, int, bytes | None] | None:
+    """Name, size and content (if it is to be read) of the member at `start`, whose header is as `write_members` makes
+    it, byte for byte; None if it is another or the file ends before the member does."""
+    file.seek(start)
+    header = file.read(_BLOCK)
+    name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
+    if not (digits.isdigit() and name.isascii() and name.endswith(SUFFIX.encode())):
+        return None
+    try:
+        size = int(digits, 8)
+    except ValueError:
+        return None
+    if header != _header(name.decode("ascii"), size):
+        return None
+    if not read:
+        return name.decode("ascii"), size, None
+    data = file.read(size)
+    return (name.decode("ascii"), size, data) if len(data) == size else None
+
+
 def _document(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Document:
     file = tar.extractfile(member)
     if file is None or not member.name.endswith(SUFFIX):
@@ -95,8 +153,12 @@ def _document(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Document:
     data = file.read()
     if len(data) != member.size:
         raise ValueError(f"{len(data)} of {member.size} bytes are there")
+    return _parsed(data, member.name)
+
+
+def _parsed(data: bytes, name: str) -> Document:
     try:
-        return from_json(data, member.name[:-len(SUFFIX)])
+        return from_json(data, name[:-len(SUFFIX)])
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
 

@@ -1,13 +1,17 @@
 """Text shards: equal bytes for equal documents, readable by other WebDataset readers, torn ones named."""
 
 import hashlib
+import io
 import json
 import tarfile
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipeline.contract.manifest import Manifest
+from pipeline.data import text_shards
 from pipeline.data.documents import Document, digest, document_key, to_json
 from pipeline.data.text_shards import read_documents, read_shard, shard_records, write_members
 from pipeline.errors import UserError
@@ -69,6 +73,70 @@ def test_bytes_are_those_of_the_webdataset_library(shard, tmp_path):
             tar.write({"__key__": document.key, "json": json.dumps(member, ensure_ascii=False,
                                                                    separators=(",", ":")).encode()})
     assert (tmp_path / "theirs.tar").read_bytes() == shard.read_bytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(members=st.lists(st.tuples(st.one_of(st.text("abc-0.", min_size=1, max_size=12), st.sampled_from(
+    ["k" * 94, "k" * 95, "k" * 96, "k" * 300, "\u20ac", "\u20ac" * 90, "a/b", "\udcff"])),
+    st.one_of(st.binary(max_size=20), st.sampled_from([b"x" * size for size in (511, 512, 513, 9728, 10240)]))),
+    max_size=8), together=st.sampled_from([1, 3000, 1 << 20]))
+def test_bytes_are_those_of_tarfile(tmp_path, monkeypatch, members, together):
+    monkeypatch.setattr(text_shards, "_TOGETHER", together)
+    write_members(tmp_path / "ours.tar", members)
+    with open(tmp_path / "theirs.tar", "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        for name, member in members:
+            entry = tarfile.TarInfo(name + ".json")
+            entry.size = len(member)
+            tar.addfile(entry, io.BytesIO(member))
+    assert (tmp_path / "ours.tar").read_bytes() == (tmp_path / "theirs.tar").read_bytes()
+
+
+def by_tarfile(path, only):
+    """What is told of a shard, and its documents, by tarfile alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_shards, "_plain_member", lambda *arguments, **options: None)
+        return found(path, only)
+
+
+def found(path, only):
+    documents = []
+    try:
+        documents.extend(read_documents(path, only))
+    except UserError as error:
+        return documents, str(error)
+    return documents, None
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10_239), byte=st.integers(0, 255), cut=st.booleans(),
+       only=st.sampled_from([None, {0}, {1, 3}, set()]))
+def test_damage_is_told_as_tarfile_tells_it(shard, tmp_path, place, byte, cut, only):
+    """Every byte of headers, texts and ends: the quick way never gives what the careful one would not."""
+    data = bytearray(shard.read_bytes())
+    place %= len(data)
+    if cut:
+        data = data[:place]
+    else:
+        data[place] = byte
+    (tmp_path / "harmed.tar").write_bytes(data)
+    assert found(tmp_path / "harmed.tar", only) == by_tarfile(tmp_path / "harmed.tar", only)
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_tars_of_other_writers_are_read(shard, tmp_path, form):
+    """With times, users, long names and other marks, among members that are as they are written here."""
+    expected = list(read_documents(shard))
+    with tarfile.open(tmp_path / "s.tar", "w", format=form) as tar:
+        for number, document in enumerate(expected):
+            member = to_json(document)
+            entry = tarfile.TarInfo(document.key + ("-" + "k" * 90 if number == 2 and form != tarfile.USTAR_FORMAT
+                                                    else "") + ".json")
+            entry.size, entry.mtime = len(member), 1_700_000_000.5 if number == 1 and form == tarfile.PAX_FORMAT else 0
+            tar.addfile(entry, io.BytesIO(member))
+    for only in (None, {1}, {2, 3}):
+        documents, told = found(tmp_path / "s.tar", only)
+        assert told is None and [document.text for document in documents] == [
+            document.text for number, document in enumerate(expected) if only is None or number in only]
 
 
 def test_the_webdataset_library_reads_them(shard):
