@@ -1,10 +1,12 @@
 """Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
 
-Documents are read in units of input files, through the filters, into `staging/`; one pass over their digests then
-decides which are kept, in which split and shard; shards are written, each as a unit. Documents keep the order of
-sources, file names and records, so the bytes depend on the input alone, not on the number of processes or on
-interruptions. What is held out is decided after the reading, by the digests or by the sizes of all documents
-(`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is trained on.
+Documents are read in units of input files, through the filters, into `staging/`; passes over their digests, sorted
+and matched in partitions (`pipeline.data.planning`), then decide which are kept, in which split and shard; shards are
+written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for several
+nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not on the
+number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the sizes
+of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
+trained on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import shutil
 from itertools import islice
 from typing import Any
 
+from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
@@ -27,25 +30,16 @@ from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.chain import few_reasons, no_counts, total
+from pipeline.data.planning.passes import Decided, decide
+from pipeline.data.planning.shards import write_shard
 from pipeline.data.sources import input_files, reading_units
-from pipeline.data.staging import (
-    CUT,
-    DROPPED,
-    HAS_NUL,
-    HAS_U2581,
-    SPLITS,
-    STAGING,
-    Corpus,
-    hold_out_tails,
-    load_corpus,
-    plan_shards,
-    stage_unit,
-    write_unit,
-)
+from pipeline.data.staging import DROPPED, SPLITS, STAGING, stage_unit, staged
 from pipeline.errors import UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file
 
 REJECTED = "rejected.jsonl"
+PASSES = ("read", "sort", "match", "components", "decide")
+"""The phases before the last, `write`."""
 
 
 def shard(work: Work) -> None:
@@ -67,26 +61,22 @@ def shard(work: Work) -> None:
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
-    corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
-    staged = [record["outputs"][0]["sha256"] for record in read]
-    _gather_rejections(folder, names)
-    if config.heldout_rule == "tail":
-        corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
-        names, staged = [*names, CUT], [*staged, parts]
-    counts = _count(corpus, read, source_of_unit, sources, config.filters)
+    decided = decide(work, config, names, source_of_unit, read)
+    _gather_rejections(folder, names, read)
+    counts = _count(decided, read, source_of_unit, config)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
-    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in payloads]
-    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_unit, "shards")]
+    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in decided.payloads]
+    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_shard, "shards")]
     _reconcile(counts, outputs)
     _tell(work, counts, outputs)
 
     outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
-    _clear(folder, {record["path"] for record in outputs})
+    _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True)
+    _clear_staging(folder)
 
 
 def _warn_of_unpinned(work: Work) -> None:
@@ -109,37 +99,40 @@ def _filters(work: Work) -> dict[str, Any]:
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 
-def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str],
-           filters: list[Any]) -> dict[str, Any]:
+def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],
+           config: ShardConfig) -> dict[str, Any]:
     """What became of every document, for each source and in all."""
     of_source: dict[str, dict[str, Any]] = {}
-    for number, source in enumerate(sources):
-        records = [record for record, owner in zip(read, source_of_unit, strict=True) if owner == number]
-        kept = {split: corpus.index[corpus.kept(split, number)] for split in SPLITS}
+    for number, source in enumerate(config.sources):
+        units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
+        records = [read[unit] for unit in units]
+        kept = dict(zip(SPLITS, (pieces[number] for pieces in decided.pieces), strict=True))
+        duplicates = decided.summary.dropped[units].sum(axis=0).tolist()
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
-        passed = few_reasons(total([no_counts(filters), *(record.get("filters", {}) for record in records)]))
-        of_source[source] = {
+        passed = few_reasons(total([no_counts(config.filters), *(record.get("filters", {}) for record in records)]))
+        of_source[source.name] = {
             # An unfinished stage may have records of a version that had no filters and did not count what it read.
             "documents_in": sum(record["read"] if "read" in record else record["documents"] + record["empty"]
                                 + record["rejected"] for record in records),
-            "cut_in_two": int((corpus.unit[corpus.source == number] == len(read)).sum()) // 2,
-            **{split: len(rows) for split, rows in kept.items()},
-            "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty,
+            "cut_in_two": decided.cuts.sources.count(number),
+            **{split: pieces.total("documents") for split, pieces in kept.items()},
+            "dropped": {"duplicate": duplicates[0], "empty": empty,
                         **{name: own["documents"] for name, own in passed.items()}},
-            **({"filters": passed} if filters else {}),
+            **({"filters": passed} if config.filters else {}),
             "rejected": rejected,
-            "text_bytes": {split: int(rows["text_bytes"].sum()) for split, rows in kept.items()},
-            "documents_with_nul": sum(int((rows["flags"] & HAS_NUL > 0).sum()) for rows in kept.values()),
-            "documents_with_u2581": sum(int((rows["flags"] & HAS_U2581 > 0).sum()) for rows in kept.values()),
+            "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
+            "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
+            "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
     return {**total(of_source.values()), "sources": of_source}
 
 
-def _gather_rejections(folder: Path, units: list[str]) -> None:
+def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
     with atomic_file(folder / REJECTED) as out:
-        for unit in units:
-            with open(folder / STAGING / f"{unit}.rejected", "rb") as file:
-                shutil.copyfileobj(file, out)
+        for unit, record in zip(units, read, strict=True):
+            if record["rejected"] or record["lost"]:
+                with open(staged(folder, unit, ".rejected"), "rb") as file:
+                    shutil.copyfileobj(file, out)
 
 
 def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
@@ -223,14 +216,19 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
              f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
 
 
-def _clear(folder: Path, outputs: set[str]) -> None:
-    """Remove what is no output, before the commit, so that no kill leaves a finished stage with twice its size."""
+def _clear_outputs(folder: Path, outputs: set[str]) -> None:
+    """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
                  *(folder / DROPPED).glob("*.jsonl")]:
         if path.relative_to(folder).as_posix() not in outputs:
-            path.unlink()  # an interrupted run saw another state of a Hub dataset
+            path.unlink()
+
+
+def _clear_staging(folder: Path) -> None:
+    """Remove what is of use until the commit only. After it: a kill before would have everything read again."""
     shutil.rmtree(folder / PARTS, ignore_errors=True)  # first: they must not speak of units that are gone
-    shutil.rmtree(folder / UNITS / "read", ignore_errors=True)
+    for phase in PASSES:
+        shutil.rmtree(folder / UNITS / phase, ignore_errors=True)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 
 

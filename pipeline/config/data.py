@@ -98,6 +98,9 @@ class ShardConfig(Section):
     drop_duplicates: bool = True
     """Keep only the first of documents with equal text, over all sources. Without it, `heldout_rule: tail` can hold out
     a text that is also trained on."""
+    keep_duplicate: Literal["first", "last"] = added("first")
+    """Which of equal documents stays: the `first` in the order of sources, files and records, or the `last`, where
+    sources are listed with the oldest crawl first."""
     filters: list[DocumentFilter] = added(default_factory=list)
     """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
     has a `kind` (length, repetition, characters, masking, or my_module:MyFilter for one of your own), a `name` to be
