@@ -30,8 +30,10 @@ from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.chain import few_reasons, no_counts, total
+from pipeline.data.planning.kept import DUPLICATES
 from pipeline.data.planning.passes import Decided, decide
 from pipeline.data.planning.shards import write_shard
+from pipeline.data.planning.signatures import signature_settings
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.staging import DROPPED, SPLITS, STAGING, stage_unit, staged
 from pipeline.errors import UserError, listed
@@ -50,7 +52,8 @@ def shard(work: Work) -> None:
     _warn_of_unpinned(work)
 
     hashes = {record["path"]: record["sha256"] for record in work.run.files(work.name)}
-    filters = _filters(work)
+    near = signature_settings(config.near_duplicates)
+    filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
     units = [Unit(name, {"name": name, **payload, **filters, "sha256": [
         hashes[str(Path(path).absolute())] for _, path in payload["files"]]}) for name, payload in
         reading_units(config, files)]
@@ -72,6 +75,7 @@ def shard(work: Work) -> None:
     _tell(work, counts, outputs)
 
     outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
+    outputs += decided.kept
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
     _clear_outputs(folder, {record["path"] for record in outputs})
@@ -116,7 +120,8 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
                                 + record["rejected"] for record in records),
             "cut_in_two": decided.cuts.sources.count(number),
             **{split: pieces.total("documents") for split, pieces in kept.items()},
-            "dropped": {"duplicate": duplicates[0], "empty": empty,
+            "dropped": {"duplicate": duplicates[0],
+                        **({"near_duplicate": duplicates[1]} if config.near_duplicates else {}), "empty": empty,
                         **{name: own["documents"] for name, own in passed.items()}},
             **({"filters": passed} if config.filters else {}),
             "rejected": rejected,
@@ -142,8 +147,8 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         if own["train"] + own["heldout"] == 0:
             problems.append(f"source {source} yields no documents: {own['documents_in']} read, of which "
                             f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
-                            f"{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. Correct the "
-                            f"source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
+                            f"{_near(own)}{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. "
+                            f"Correct the source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
     limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
     advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
               f"same command then goes on")
@@ -168,6 +173,10 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                         f"one text file.")
     if problems:
         raise UserError(listed(problems) if len(problems) == 1 else f"the corpus cannot be used:\n{listed(problems)}")
+
+
+def _near(own: dict[str, Any]) -> str:
+    return f"{own['dropped']['near_duplicate']} near-duplicates, " if "near_duplicate" in own["dropped"] else ""
 
 
 def _by_filters(own: dict[str, Any]) -> str:
@@ -219,7 +228,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
-                 *(folder / DROPPED).glob("*.jsonl")]:
+                 *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet")]:
         if path.relative_to(folder).as_posix() not in outputs:
             path.unlink()
 

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.contract.input_check import outside, refuse_changed
 from pipeline.data.documents import Rejection, digest
 from pipeline.data.filters.chain import Chain, Dropped
+from pipeline.data.planning.signatures import Signer
 from pipeline.data.sources import unit_documents
 from pipeline.files import atomic_file, output_record
 
@@ -30,7 +31,8 @@ _ROW = struct.Struct("<QQQQQQB")
 
 
 def staged(folder: Path, name: str, ending: str) -> Path:
-    """A file of the staged unit `name`: `.documents` (JSON, one after another), `.npy` (rows of INDEX), `.rejected`."""
+    """A file of the staged unit `name`: `.documents` (JSON, one after another), `.npy` (rows of INDEX), `.rejected`,
+    and where near-duplicates are looked for `.bands` (a row of `planning.signatures` each, as .npy)."""
     return folder / STAGING / f"{name}{ending}"
 
 
@@ -50,6 +52,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         refuse_changed(expected)
     texts, index, rejections = (staged(folder, payload["name"], ending)
                                  for ending in (".documents", ".npy", ".rejected"))
+    signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
@@ -73,9 +76,13 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             document, member = left
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
+            if signer is not None:
+                signer.add(document.text)
     with atomic_file(index) as file:
         np.save(file, np.frombuffer(rows, INDEX))
     outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    if signer is not None:
+        outputs.append(output_record(folder, signer.write(staged(folder, payload["name"], ".bands"))))
     if kept_aside is not None:
         source, gone = payload["source"]["name"], chain.counts.values()
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.data.planning.components import read_labels
+from pipeline.data.planning.kept import StagedDocuments, alike, write_kept
 from pipeline.data.planning.matches import read_matches
 from pipeline.data.planning.runs import Layout, equals_path, group_name
 from pipeline.data.staging import HAS_NUL, HAS_U2581, SPLITS, STAGING, staged
@@ -52,8 +54,10 @@ def decide_payload(layout: Layout, group: int, settings: dict[str, Any], matches
     """What `decide_group` needs.
 
     Args:
-        settings: `drop`, `heldout` (see `heldout_below`; None: not decided here) and `target` (bytes of a shard).
-        matches: a hash of all runs and matches.
+        settings: `drop`, `heldout` (see `heldout_below`; None: not decided here), `target` (bytes of a shard), `near`
+            (whether there are labels of near-duplicates), `verify` (the least similarity of one that is dropped, or
+            None) and `name_kept` (whether to write which document is kept instead of each that is dropped).
+        matches: a hash of all runs, matches and labels.
     """
     units = layout.units(group)
     return {"group": group, "groups": len(layout.groups) - 1, "partitions": layout.partitions, "keep": layout.keep,
@@ -70,37 +74,83 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write what becomes of each document of a group.
 
     Returns:
-        For each unit `sums`, `dropped` and `large` as in `Summary`, without the unit's number; the file as `outputs`.
+        For each unit `sums`, `dropped` and `large` as in `Summary`, without the unit's number; the file as `outputs`,
+        then that of the documents kept instead of others.
     """
-    starts = [start - payload["starts"][0] for start in payload["starts"]]
+    begin = payload["starts"][0]
+    starts = [start - begin for start in payload["starts"]]
+    group = Group(folder, payload)
     decisions = np.zeros(starts[-1], DECISION)
-    decisions["copy"] = copies(folder, payload, starts[-1])
+    decisions["copy"] = group.copy
     if payload["drop"]:
-        decisions["fate"][decisions["copy"] > 0] = DUPLICATE
-    path = decisions_path(folder, group_name(payload["group"]))
+        decisions["fate"][group.copy > 0] = DUPLICATE
+    staying, firsts = group.drop_near(decisions["fate"]) if payload["near"] else (np.empty(0, int), np.empty(0, int))
     record: dict[str, Any] = {"sums": [], "dropped": [], "large": []}
     for unit, start, end in zip(payload["units"], starts, starts[1:], strict=False):
         index, own = np.load(staged(folder, unit, ".npy")), decisions[start:end]
         if payload["heldout"] is not None:
-            own["fate"][(own["fate"] == TRAIN) & (index["high"] < np.uint64(payload["heldout"]))] = HELDOUT
+            high, here = index["high"], slice(*np.searchsorted(staying, (start, end)))
+            high[staying[here] - start] = firsts[here]
+            own["fate"][(own["fate"] == TRAIN) & (high < np.uint64(payload["heldout"]))] = HELDOUT
         splits = [index[own["fate"] == fate] for fate in (TRAIN, HELDOUT)]
         record["sums"].append([sums(rows) for rows in splits])
         record["dropped"].append([int((own["fate"] == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
         record["large"].append([[split, *place] for split, rows in enumerate(splits)
                                 for place in large(rows["text_bytes"], payload["target"])])
+    path = decisions_path(folder, group_name(payload["group"]))
     with atomic_file(path) as file:
         np.save(file, decisions)
-    return {**record, "outputs": [output_record(folder, path)]}
+    outputs = [output_record(folder, path)]
+    if payload["name_kept"]:
+        dropped = np.flatnonzero(decisions["fate"] >= DUPLICATE)
+        outputs.append(write_kept(StagedDocuments(folder), group_name(payload["group"]), dropped + begin,
+                                  group.kept[dropped], [FATES[fate] for fate in decisions["fate"][dropped]]))
+    return {**record, "outputs": outputs}
 
 
-def copies(folder: Path, payload: dict[str, Any], documents: int) -> np.ndarray:
-    """For each document of a group, how many equal ones are before it in the corpus."""
-    equal = np.load(equals_path(folder, payload["group"]))
-    matches = read_matches(folder, payload["group"], payload["groups"], payload["partitions"])
-    copy = np.zeros(documents, np.uint32)
-    copy[matches["place"]] = matches["copy"]
-    copy[equal["place"]] = copy[equal["first"]] + equal["copy"]
-    return copy
+class Group:
+    """The documents of a group and their equals and likes in the corpus.
+
+    Attributes:
+        copy: (n,) how many equal ones are before each in the corpus.
+        kept: (n,) number of the document that would stay instead of each: the first of its equals or, where that is a
+            near-duplicate, the first of its component; its own where there is none before it.
+    """
+
+    def __init__(self, folder: Path, payload: dict[str, Any]) -> None:
+        self.folder, self.payload, self.begin = folder, payload, payload["starts"][0]
+        documents = payload["starts"][-1] - self.begin
+        self.equal = np.load(equals_path(folder, payload["group"]))
+        matches = read_matches(folder, payload["group"], payload["groups"], payload["partitions"])
+        self.copy = np.zeros(documents, np.uint32)
+        self.copy[matches["place"]] = matches["copy"]
+        self.copy[self.equal["place"]] = self.copy[self.equal["first"]] + self.equal["copy"]
+        self.kept = np.arange(self.begin, self.begin + documents)
+        self.kept[matches["place"]] = matches["kept"]
+        self._follow_equals()
+
+    def _follow_equals(self) -> None:
+        self.kept[self.equal["place"]] = self.kept[self.equal["first"]]
+
+    def drop_near(self, fate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drop those that are like the first of their component.
+
+        Returns:
+            The places of those that stay although a component has them, and for each the high half of the digest of
+            its first document, whose split they share.
+        """
+        labels = read_labels(self.folder, self.payload["group"], self.payload["groups"])
+        like, firsts = np.ones(len(labels), bool), np.empty(0, np.uint64)
+        if self.payload["verify"] is not None:
+            documents = StagedDocuments(self.folder)
+            like = alike(documents, labels["place"].astype(np.int64) + self.begin, labels["kept"],
+                         self.payload["verify"])
+            firsts = np.array([documents.row(int(kept))[1]["high"] for kept in labels["kept"][~like]], np.uint64)
+        places = labels["place"][like]
+        fate[places[fate[places] == TRAIN]] = NEAR_DUPLICATE
+        self.kept[places] = labels["kept"][like]
+        self._follow_equals()
+        return labels["place"][~like].astype(np.int64), firsts
 
 
 def sums(rows: np.ndarray) -> list[int]:

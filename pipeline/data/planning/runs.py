@@ -92,9 +92,10 @@ def equals_path(folder: Path, group: int) -> Path:
 
 
 def sort_payload(layout: Layout, group: int, indexes: Sequence[str]) -> dict[str, Any]:
-    """What `sort_group` needs; indexes: hashes of the indexes of all units."""
+    """What `sort_group` needs; indexes: hashes of the indexes of all units, or of all that is sorted of them."""
     units = layout.units(group)
-    return {"group": group, "units": [layout.names[unit] for unit in units],
+    return {"group": group, "start": int(layout.starts[units.start]),
+            "units": [layout.names[unit] for unit in units],
             "documents": [int(layout.starts[unit + 1] - layout.starts[unit]) for unit in units],
             "indexes": [indexes[unit] for unit in units], "partitions": layout.partitions, "keep": layout.keep}
 

@@ -5,12 +5,15 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+from pyarrow import parquet
 
 from pipeline.config.data import ShardConfig
 from pipeline.data.documents import Document, to_json
 from pipeline.data.planning.passes import decide
 from pipeline.data.planning.shards import write_shard
+from pipeline.data.planning.signatures import Signer, signature_settings
 from pipeline.data.staging import INDEX, SPLITS, index_row, staged
+from pipeline.data.text_shards import read_documents
 from pipeline.files import atomic_file, output_record
 
 
@@ -31,8 +34,8 @@ class Work:
         return [records[unit.name] for unit in units]
 
 
-def stage(folder, corpus):
-    """Stage a corpus, given as texts by unit, by source.
+def stage(folder, corpus, near=None):
+    """Stage a corpus, given as texts by unit, by source; near: settings of signatures.
 
     Returns:
         names of the units, the number of each one's source, their records
@@ -42,11 +45,11 @@ def stage(folder, corpus):
         for unit, texts in enumerate(units):
             names.append(f"{source}-{unit:05d}")
             sources.append(number)
-            read.append(stage_texts(folder, names[-1], source, texts))
+            read.append(stage_texts(folder, names[-1], source, texts, near))
     return names, sources, read
 
 
-def stage_texts(folder, name, source, texts):
+def stage_texts(folder, name, source, texts, near=None):
     rows = bytearray()
     with atomic_file(staged(folder, name, ".documents")) as file:
         for number, text in enumerate(texts):
@@ -55,8 +58,15 @@ def stage_texts(folder, name, source, texts):
             file.write(member)
     with atomic_file(staged(folder, name, ".npy")) as file:
         np.save(file, np.frombuffer(rows, INDEX))
+    endings = [".documents", ".npy"]
+    if near:
+        signer = Signer(near)
+        for text in texts:
+            signer.add(text)
+        signer.write(staged(folder, name, ".bands"))
+        endings.append(".bands")
     return {"documents": len(texts), "outputs": [output_record(folder, staged(folder, name, ending))
-                                                 for ending in (".documents", ".npy")]}
+                                                 for ending in endings]}
 
 
 def settings(corpus, **values):
@@ -67,10 +77,17 @@ def settings(corpus, **values):
 def passes(folder, corpus, config, seed=0):
     """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
     work = Work(folder, seed)
-    decided = decide(work, config, *stage(folder, corpus))
+    decided = decide(work, config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
     for payload in decided.payloads:
         write_shard(folder, json.loads(json.dumps(payload)))
     written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
                for path in (folder / split).glob("*.tar")}
     assert len(written) == len(decided.payloads)
-    return SimpleNamespace(decided=decided, shards=written, done=work.done)
+    kept = [row for record in decided.kept for row in parquet.read_table(folder / record["path"]).to_pylist()]
+    return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
+
+
+def texts_of(folder, split):
+    """(id, text) of the documents of a split's shards."""
+    return {document.id: document.text for path in sorted((folder / split).glob("*.tar"))
+            for document in read_documents(path)}

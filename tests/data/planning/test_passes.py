@@ -41,7 +41,7 @@ def cut_into(monkeypatch, documents, units, rows):
         monkeypatch.setattr(runs, name, value)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(corpus=CORPORA, drop=st.booleans(), keep=st.sampled_from(["first", "last"]), tail=st.booleans(),
        share=st.sampled_from([0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
        sizes=st.tuples(st.sampled_from([1, 5, 10**6]), st.sampled_from([1, 2, 256]), st.sampled_from([2, 9, 10**6])),
@@ -86,7 +86,7 @@ def test_a_page_with_many_copies_is_a_row_a_group_in_the_runs(tmp_path, monkeypa
     assert [found.decided.pieces[split][0].total("documents") for split in (0, 1)] in ([0, 4000], [4000, 0])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(1, 30), st.integers(1, 2000)), min_size=1, max_size=60),
        target=st.one_of(st.integers(1, 300), st.floats(0.3, 3000)))
 def test_borders_of_shards_give_the_numbers_of_all_documents(sizes, target):
@@ -99,7 +99,7 @@ def test_borders_of_shards_give_the_numbers_of_all_documents(sizes, target):
     assert len(borders) == numbers.max() + 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(digests=st.lists(st.tuples(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.sampled_from([0, 7, 2**64 - 1])),
                         max_size=30), partitions=st.sampled_from([1, 2, 16]))
 def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
