@@ -1,10 +1,12 @@
 """Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
 
-Documents are read in units of input files, through the filters, into `staging/`; one pass over their digests then
-decides which are kept, in which split and shard; shards are written, each as a unit. Documents keep the order of
-sources, file names and records, so the bytes depend on the input alone, not on the number of processes or on
-interruptions. What is held out is decided after the reading, by the digests or by the sizes of all documents
-(`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is trained on.
+Documents are read in units of input files, through the filters, into `staging/`; passes over their digests, sorted
+and matched in partitions (`pipeline.data.planning`), then decide which are kept, in which split and shard; shards are
+written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for several
+nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not on the
+number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the sizes
+of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
+trained on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import shutil
 from itertools import islice
 from typing import Any
 
+from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
@@ -27,9 +30,13 @@ from pipeline.contract.external_inputs import gathered
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.chain import few_reasons, no_counts, total
-from pipeline.data.reading import DROPPED, HAS_NUL, HAS_U2581, STAGING, stage_unit, staged
+from pipeline.data.planning.kept import DUPLICATES
+from pipeline.data.planning.passes import Decided, decide
+from pipeline.data.planning.shards import write_shard
+from pipeline.data.planning.signatures import signature_settings
+from pipeline.data.reading import DROPPED, STAGING, stage_unit, staged
 from pipeline.data.sources import input_files, reading_units
-from pipeline.data.staging import CUT, SPLITS, Corpus, hold_out_tails, load_corpus, plan_shards, write_unit
+from pipeline.data.text_shards import SPLITS
 from pipeline.errors import UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file
 
@@ -43,30 +50,27 @@ def shard(work: Work) -> None:
     files = input_files(work.config)
     _warn_of_unpinned(work)
 
-    filters = _filters(work)
+    near = signature_settings(config.near_duplicates)
+    filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
     units = [Unit(name, {**payload, **filters}) for name, payload in reading_units(config, files)]
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
-    corpus = load_corpus(folder, names, source_of_unit, config.heldout_share, config.drop_duplicates)
-    hashes = [record["outputs"][0]["sha256"] for record in read]
-    _gather_rejections(folder, names)
-    if config.heldout_rule == "tail":
-        corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
-        names, hashes = [*names, CUT], [*hashes, parts]
-    counts = _count(corpus, read, source_of_unit, sources, config.filters)
+    decided = decide(work, config, names, source_of_unit, read)
+    _gather_rejections(folder, names, read)
+    counts = _count(decided, read, source_of_unit, config)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    payloads = plan_shards(folder, corpus, names, hashes, sources, config.shard_mb * 1e6)
-    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in payloads]
-    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_unit, "shards")]
+    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in decided.payloads]
+    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_shard, "shards")]
     _reconcile(counts, outputs)
     _tell(work, counts, outputs)
 
     outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
+    outputs += decided.kept
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
-    _clear(folder, {record["path"] for record in outputs})
+    _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
 
@@ -91,37 +95,41 @@ def _filters(work: Work) -> dict[str, Any]:
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 
-def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str],
-           filters: list[Any]) -> dict[str, Any]:
+def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],
+           config: ShardConfig) -> dict[str, Any]:
     """What became of every document, for each source and in all."""
     of_source: dict[str, dict[str, Any]] = {}
-    for number, source in enumerate(sources):
-        records = [record for record, owner in zip(read, source_of_unit, strict=True) if owner == number]
-        kept = {split: corpus.index[corpus.kept(split, number)] for split in SPLITS}
+    for number, source in enumerate(config.sources):
+        units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
+        records = [read[unit] for unit in units]
+        kept = dict(zip(SPLITS, (pieces[number] for pieces in decided.pieces), strict=True))
+        duplicates = decided.summary.dropped[units].sum(axis=0).tolist()
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
-        passed = few_reasons(total([no_counts(filters), *(record.get("filters", {}) for record in records)]))
-        of_source[source] = {
+        passed = few_reasons(total([no_counts(config.filters), *(record.get("filters", {}) for record in records)]))
+        of_source[source.name] = {
             # An unfinished stage may have records of a version that had no filters and did not count what it read.
             "documents_in": sum(record["read"] if "read" in record else record["documents"] + record["empty"]
                                 + record["rejected"] for record in records),
-            "cut_in_two": int((corpus.unit[corpus.source == number] == len(read)).sum()) // 2,
-            **{split: len(rows) for split, rows in kept.items()},
-            "dropped": {"duplicate": int((corpus.dropped & (corpus.source == number)).sum()), "empty": empty,
+            "cut_in_two": decided.cuts.sources.count(number),
+            **{split: pieces.total("documents") for split, pieces in kept.items()},
+            "dropped": {"duplicate": duplicates[0],
+                        **({"near_duplicate": duplicates[1]} if config.near_duplicates else {}), "empty": empty,
                         **{name: own["documents"] for name, own in passed.items()}},
-            **({"filters": passed} if filters else {}),
+            **({"filters": passed} if config.filters else {}),
             "rejected": rejected,
-            "text_bytes": {split: int(rows["text_bytes"].sum()) for split, rows in kept.items()},
-            "documents_with_nul": sum(int((rows["flags"] & HAS_NUL > 0).sum()) for rows in kept.values()),
-            "documents_with_u2581": sum(int((rows["flags"] & HAS_U2581 > 0).sum()) for rows in kept.values()),
+            "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
+            "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
+            "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
     return {**total(of_source.values()), "sources": of_source}
 
 
-def _gather_rejections(folder: Path, units: list[str]) -> None:
+def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
     with atomic_file(folder / REJECTED) as out:
-        for unit in units:
-            with open(staged(folder, unit, ".rejected"), "rb") as file:
-                shutil.copyfileobj(file, out)
+        for unit, record in zip(units, read, strict=True):
+            if record["rejected"] or record["lost"]:
+                with open(staged(folder, unit, ".rejected"), "rb") as file:
+                    shutil.copyfileobj(file, out)
 
 
 def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
@@ -131,8 +139,8 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         if own["train"] + own["heldout"] == 0:
             problems.append(f"source {source} yields no documents: {own['documents_in']} read, of which "
                             f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
-                            f"{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. Correct the "
-                            f"source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
+                            f"{_near(own)}{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. "
+                            f"Correct the source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
     limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
     advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
               f"same command then goes on")
@@ -157,6 +165,10 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                         f"one text file.")
     if problems:
         raise UserError(listed(problems) if len(problems) == 1 else f"the corpus cannot be used:\n{listed(problems)}")
+
+
+def _near(own: dict[str, Any]) -> str:
+    return f"{own['dropped']['near_duplicate']} near-duplicates, " if "near_duplicate" in own["dropped"] else ""
 
 
 def _by_filters(own: dict[str, Any]) -> str:
@@ -205,10 +217,10 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
              f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
 
 
-def _clear(folder: Path, outputs: set[str]) -> None:
-    """Remove shards that are no outputs: an interrupted run saw another state of a Hub dataset."""
+def _clear_outputs(folder: Path, outputs: set[str]) -> None:
+    """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
-                 *(folder / DROPPED).glob("*.jsonl")]:
+                 *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet")]:
         if path.relative_to(folder).as_posix() not in outputs:
             path.unlink()
 

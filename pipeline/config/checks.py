@@ -290,6 +290,12 @@ def _filters(config: Config) -> Iterator[str]:
         yield "shard.keep_dropped is true, but there are no shard.filters that could drop a document."
 
 
+def _near_duplicates(config: Config) -> Iterator[str]:
+    if config.shard.near_duplicates is not None and not config.shard.drop_duplicates:
+        yield ("shard.near_duplicates drops documents that are nearly equal, but shard.drop_duplicates is false, which "
+               "keeps equal ones. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
+
+
 def _sinks(config: Config) -> Iterator[str]:
     counts = Counter(sink.kind for sink in config.train.log_to)
     yield from (f"train.log_to names {kind} {count} times; once is enough." for kind, count in counts.items()
@@ -332,4 +338,5 @@ def place_problems(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model, _sequence, _batch, _samples, _prompts, _evaluation, _shards, _tensor_parallel, _context_parallel,
     _pipeline, _activation_checkpointing, _attention, _fsdp2, _async_tensor_parallel, _timeout, _deepspeed,
-    _fp8, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _sinks, _mixture, place_problems)
+    _fp8, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _near_duplicates,
+    _sinks, _mixture, place_problems)

@@ -81,6 +81,25 @@ def _stdlib_alone() -> list[StdlibSource | FilesSource | HubSource]:
     return [StdlibSource(kind="stdlib")]
 
 
+class NearDuplicates(Section):
+    """Documents that are nearly equal, by MinHash signatures: those that share a band with another are alike, and so
+    are those that are like a third. Needs the package rensa (`pip install 'drover[clean]'`)."""
+
+    preset: Literal["fineweb", "olmo3"] = "fineweb"
+    """`fineweb`: shingles of 5 words, 14 bands of 8 rows, for a Jaccard similarity of about 0.75. `olmo3`: 26 bands of
+    11 rows, for 0.80; Olmo's shingles are of 5 tokens, ours of 5 words."""
+    ngram: int | None = Field(None, ge=1)
+    """Words of a shingle; null: the preset's. A document with fewer words is like no other."""
+    bands: int | None = Field(None, ge=1)
+    """Bands of a signature, of 8 bytes each on the disk while the stage works; null: the preset's."""
+    rows: int | None = Field(None, ge=1)
+    """Numbers of a band, which have to agree all; null: the preset's."""
+    verify: float | None = Field(None, gt=0, le=1)
+    """Drop a document only if the Jaccard similarity of its runs of 3 words with those of the one that is kept is at
+    least this; null: drop all that are alike but the kept one. Those that stay are in one split, with
+    `heldout_rule: hash`."""
+
+
 class ShardConfig(Section):
     """Stage 1: sources into WebDataset tar shards of documents."""
 
@@ -98,14 +117,21 @@ class ShardConfig(Section):
     drop_duplicates: bool = True
     """Keep only the first of documents with equal text, over all sources. Without it, `heldout_rule: tail` can hold out
     a text that is also trained on."""
+    keep_duplicate: Literal["first", "last"] = added("first")
+    """Which of equal documents stays: the `first` in the order of sources, files and records, or the `last`, where
+    sources are listed with the oldest crawl first. It also says which of near-duplicates stays."""
+    near_duplicates: NearDuplicates | None = added(None)
+    """Keep one of documents that are nearly equal, as in {preset: fineweb}; null: only equal ones are dropped. Which
+    document is kept instead of each that is dropped, equal ones too, is then named in duplicates/."""
     filters: list[DocumentFilter] = added(default_factory=list)
     """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
     has a `kind` (length, repetition, characters, masking, or my_module:MyFilter for one of your own), a `name` to be
     counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}. docs/data.md
     has them all."""
     keep_dropped: bool = added(False)
-    """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/.
-    They are outputs of the stage, so a finished one is made again for them."""
+    """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/,
+    and name the document that is kept instead of each duplicate in duplicates/. They are outputs of the stage, so a
+    finished one is made again for them."""
     max_document_mb: float = added(128.0, gt=0)
     """Largest document in MB (10^6 bytes): a line of jsonl, a value of json, parquet or arrow, a field of csv, a text
     in UTF-8. A larger one is rejected by name and never held in memory; what follows it in a json or csv file is lost.

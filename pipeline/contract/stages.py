@@ -118,11 +118,14 @@ def _named(text: str) -> Any:
 
 
 STAGES = {stage.name: stage for stage in (
-    Stage("shard", needs=(), reads=("shard",), workers=True, phases=("read", "write"), reusable=True,
+    Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
+          phases=("read", "sort", "match", "components", "decide", "write"),
           outside_code="pipeline.data.filters.base:outside_code", unit_files="pipeline.data.sources:input_files",
-          code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
-                "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
-                "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
+          code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
+                "pipeline/data/columnar.py", "pipeline/data/framing.py", "pipeline/data/records.py",
+                "pipeline/data/hub.py", "pipeline/data/file_kinds.py", "pipeline/data/streams.py",
+                "pipeline/data/zstd_frames.py", "pipeline/data/quick_json.py", "pipeline/data/filters",
+                "pipeline/data/planning", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           files="pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),

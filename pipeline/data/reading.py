@@ -20,6 +20,7 @@ from pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
 from pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
 from pipeline.data.filters.chain import Chain, Dropped
 from pipeline.data.hub import hub_rows
+from pipeline.data.planning.signatures import Signer
 from pipeline.data.readers import file_records, python_records
 from pipeline.data.records import Limit, Place, PlainText, Records, Unreadable, damage
 from pipeline.data.streams import Input, Piece
@@ -55,7 +56,9 @@ def observers_of(payload: dict[str, Any]) -> dict[str, Observer]:
 
 
 def staged(folder: Path, name: str, ending: str) -> Path:
-    """Where a unit's staged file lies: a thousand units to a folder."""
+    """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
+    (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures` each,
+    as .npy)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
@@ -77,6 +80,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
     inputs: list[dict[str, Any]] = []
     observers = observers_of(payload)
+    signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES):
@@ -99,11 +103,15 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             document, member = left
             for observer in observers.values():
                 observer.add(document)
+            if signer is not None:
+                signer.add(document.text)
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
         np.save(file, np.frombuffer(rows, INDEX))
     outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    if signer is not None:
+        outputs.append(output_record(folder, signer.write(staged(folder, payload["name"], ".bands"))))
     if kept_aside is not None:
         source, gone = payload["source"]["name"], chain.counts.values()
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,

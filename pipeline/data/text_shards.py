@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.files import atomic_file
 
 SUFFIX = ".json"
+SPLITS = ("train", "heldout")
 _BLOCK = tarfile.BLOCKSIZE
 _NAME = tarfile.LENGTH_NAME
 _TOGETHER = 1 << 20

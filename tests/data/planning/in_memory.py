@@ -1,35 +1,25 @@
-"""Between reading and writing: an index of 16-byte digests of what was staged, the two splits, and the plan of shards.
+"""The plan of shards as one process makes it with all documents in memory: what the passes are compared with.
 
-Texts stay on disk; memory holds one row of `INDEX` a document.
+This is how the stage itself worked before there were passes (but for `keep`), kept as it was.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import Document, document_key, from_json, key_fits, to_json
-from pipeline.data.reading import INDEX, STAGING, index_row, staged
-from pipeline.data.text_shards import read_documents, write_members
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, output_record
-
-PLAN = f"{STAGING}/plan"
-CUT = "cut"
-"""Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
-SPLITS = ("train", "heldout")
-
-PICKED = np.dtype([("unit", "<u4"), ("copy", "<u4"), ("high", "<u8"), ("low", "<u8"), ("offset", "<u8"),
-                   ("length", "<u8"), ("text_bytes", "<u8")])
-"""A document picked for a shard: the unit it is staged in and the place there; the how-manieth of equal texts it is."""
+from pipeline.data.documents import Document, document_key, from_json, to_json
+from pipeline.data.planning.shards import CUT
+from pipeline.data.reading import INDEX, index_row, staged
+from pipeline.data.text_shards import SPLITS
+from pipeline.data.text_shards import write_members
+from pipeline.files import atomic_file
 
 
 @dataclass(frozen=True)
@@ -61,18 +51,18 @@ class Corpus:
 
 
 def load_corpus(folder: Path, units: list[str], source_of_unit: list[int], heldout_share: float,
-                drop_duplicates: bool) -> Corpus:
+                drop_duplicates: bool, keep: str = "first") -> Corpus:
     """The index of all staged units, with duplicates decided, and the held-out split by hash."""
     parts = [np.load(staged(folder, unit, ".npy")) for unit in units]
     index = np.concatenate(parts)
     unit = np.repeat(np.arange(len(parts), dtype=np.uint32), [len(part) for part in parts])
-    copy = copies(index["high"], index["low"])
+    copy = copies(index["high"], index["low"], keep)
     # high / 2^64 < share; the product is exact, being a power of two times a float.
     heldout = index["high"] < np.uint64(ceil(heldout_share * 2**64))
     return Corpus(index, unit, np.array(source_of_unit)[unit], copy, (copy > 0) & drop_duplicates, heldout)
 
 
-def hold_out_tails(folder: Path, corpus: Corpus, units: list[str], heldout_share: float) -> tuple[Corpus, str]:
+def hold_out_tails(folder: Path, corpus: Corpus, units: list[str], heldout_share: float, keep: str) -> Corpus:
     """Hold out the last share of each source's characters instead, cutting the document in which the border falls.
 
     Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split. The two parts
@@ -92,7 +82,7 @@ def hold_out_tails(folder: Path, corpus: Corpus, units: list[str], heldout_share
         before = int(ends[first - 1]) if first else 0
         if before < border:  # then it is inside of document `first`
             borders[int(rows[first])] = border - before
-    parts, staged = _stage_parts(folder, corpus, units, borders)
+    parts = _stage_parts(folder, corpus, units, borders)
     cut = np.array(sorted(borders), dtype=np.int64)
     order = np.sort(np.append(np.arange(len(corpus)), cut))  # the cut ones twice: their two parts
     heads = cut + np.arange(len(cut))
@@ -101,10 +91,10 @@ def hold_out_tails(folder: Path, corpus: Corpus, units: list[str], heldout_share
     for half, places in enumerate((heads, heads + 1)):
         index[places], unit[places] = parts[half::2], len(units)
     return replace(corpus, index=index, unit=unit, source=corpus.source[order], dropped=corpus.dropped[order],
-                   heldout=heldout, copy=copies(index["high"], index["low"])), staged
+                   heldout=heldout, copy=copies(index["high"], index["low"], keep))
 
 
-def _stage_parts(folder: Path, corpus: Corpus, units: list[str], borders: dict[int, int]) -> tuple[np.ndarray, str]:
+def _stage_parts(folder: Path, corpus: Corpus, units: list[str], borders: dict[int, int]) -> np.ndarray:
     """Stage both parts of each document of `borders` (its row -> characters of the first part), in order.
 
     Returns:
@@ -120,11 +110,13 @@ def _stage_parts(folder: Path, corpus: Corpus, units: list[str], borders: dict[i
                 member = to_json(Document(text, whole.source, whole.id + place, whole.meta))
                 rows += index_row(text, offset, len(member))
                 offset += out.write(member)
-    return np.frombuffer(rows, INDEX), str(output_record(folder, path)["sha256"])
+    return np.frombuffer(rows, INDEX)
 
 
-def copies(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """For each (high, low) pair, how many equal pairs stand before it."""
+def copies(high: np.ndarray, low: np.ndarray, keep: str = "first") -> np.ndarray:
+    """For each (high, low) pair, how many equal pairs stand before it; with `last`, after it."""
+    if keep == "last":
+        return copies(high[::-1], low[::-1])[::-1]
     order = np.lexsort((low, high))  # stable: equal pairs stay in their order
     new = np.ones(len(order), bool)
     new[1:] = (high[order][1:] != high[order][:-1]) | (low[order][1:] != low[order][:-1])
@@ -144,66 +136,24 @@ def shard_numbers(sizes: np.ndarray, target: float) -> np.ndarray:
     return np.unique(numbers, return_inverse=True)[1]  # a document larger than a shard leaves a gap
 
 
-def plan_shards(folder: Path, corpus: Corpus, units: list[str], staged: list[str], sources: list[str],
-                target: float) -> list[dict[str, Any]]:
-    """Write which documents make which shard, and give the payloads for `write_unit`, in order.
-
-    Args:
-        staged: hash of the staged documents of each unit, so that a shard is made again if they changed.
-        target: bytes of text per shard.
-    """
-    payloads = []
+def write_shards(folder: Path, corpus: Corpus, units: list[str], sources: list[str], target: float) -> dict[str, Path]:
+    """Write all shards of `target` bytes of text each; their paths by split and name."""
+    found = {}
     for split in SPLITS:
         for number, source in enumerate(sources):
             chosen = corpus.kept(split, number)
             shards = shard_numbers(corpus.index["text_bytes"][chosen], target)
             for shard, rows in enumerate(np.split(chosen, np.flatnonzero(np.diff(shards)) + 1) if len(chosen) else []):
-                picked = np.empty(len(rows), PICKED)
-                picked["unit"], picked["copy"] = corpus.unit[rows], corpus.copy[rows]
-                for name in ("high", "low", "offset", "length", "text_bytes"):
-                    picked[name] = corpus.index[name][rows]
-                name = f"{source}-{shard:05d}"
-                with atomic_file(folder / PLAN / split / f"{name}.npy") as file:
-                    np.save(file, picked)
-                used = np.unique(picked["unit"]).tolist()
-                payloads.append({"split": split, "source": source, "name": name,
-                                 "units": {str(unit): units[unit] for unit in used},
-                                 "picked": hashlib.sha256(picked.tobytes()).hexdigest(),
-                                 "staged": [staged[unit] for unit in used]})
-    return payloads
+                name = f"{split}/{source}-{shard:05d}"
+                found[name] = folder / "expected" / f"{name}.tar"
+                write_members(found[name], _members(folder, units, corpus, rows))
+    return found
 
 
-def write_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record, as one of `outputs`.
-
-    Raises:
-        UserError: what is read back is not what was picked.
-    """
-    picked = np.load(folder / PLAN / payload["split"] / f"{payload['name']}.npy")
-    path = folder / payload["split"] / f"{payload['name']}.tar"
-    write_members(path, _members(folder, payload["units"], picked))
-    expected = _keys(picked)
-    for document in read_documents(path):
-        if document.key != next(expected, None) or not key_fits(document):
-            raise UserError(f"{path} does not read back as it was written, at the document {document.id}. Check the "
-                            f"disk, and run the stage again.")
-    if (missing := next(expected, None)) is not None:
-        raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
-    return {"outputs": [output_record(folder, path, split=payload["split"], source=payload["source"],
-                                      docs=len(picked), text_bytes=int(picked["text_bytes"].sum()))]}
-
-
-def _keys(picked: np.ndarray) -> Iterator[str]:
-    for high, low, copy in zip(picked["high"], picked["low"], picked["copy"], strict=True):
-        yield document_key(struct.pack(">QQ", high, low), copy)
-
-
-def _members(folder: Path, units: dict[str, str], picked: np.ndarray) -> Iterator[tuple[str, bytes]]:
-    keys = _keys(picked)
-    runs = np.flatnonzero(np.diff(picked["unit"].astype(np.int64))) + 1
-    for rows in np.split(np.arange(len(picked)), runs):
-        unit = units[str(picked["unit"][rows[0]])]
-        with open(staged(folder, unit, ".documents"), "rb") as file:
-            for row in rows:
-                file.seek(int(picked["offset"][row]))
-                yield next(keys), file.read(int(picked["length"][row]))
+def _members(folder: Path, units: list[str], corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[str, bytes]]:
+    for row in rows:
+        place = corpus.index[row]
+        with open(staged(folder, units[corpus.unit[row]], ".documents"), "rb") as file:
+            file.seek(int(place["offset"]))
+            yield (document_key(struct.pack(">QQ", place["high"], place["low"]), corpus.copy[row]),
+                   file.read(int(place["length"])))

@@ -1,0 +1,1 @@
+"""What becomes of every staged document, decided in bounded passes: duplicates, splits, shards."""

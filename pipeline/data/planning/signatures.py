@@ -1,0 +1,123 @@
+"""MinHash signatures of texts, as one 64-bit number a band (Broder 1997; banding as in Rajaraman and Ullman 2011, 3.4).
+
+Two texts whose sets of shingles (runs of words) have a Jaccard similarity of J agree in one of b bands of r rows with
+a probability of 1 - (1 - J^r)^b. Words are runs of letters, digits and `_` of the text in lower case, as this Python's
+Unicode has them (its version is in the manifest); a text with fewer words than a shingle has no signature and is like
+no other. The permutations are rensa's, whose version is among the settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.data import NearDuplicates
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+
+PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
+"""Words of a shingle, bands, rows. FineWeb (Penedo et al. 2024) aims at a Jaccard similarity of 0.75; Olmo 3 (2025) at
+0.80, with shingles of 5 tokens of its own tokenizer where ours are of 5 words."""
+NONE = 0
+"""In every band of a text without a signature."""
+WORD = re.compile(r"\w+")
+_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 2_000_000
+_SEED = 1
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def banding(config: NearDuplicates) -> tuple[int, int, int]:
+    """Words of a shingle, bands, rows."""
+    preset = PRESETS[config.preset]
+    return config.ngram or preset[0], config.bands or preset[1], config.rows or preset[2]
+
+
+def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
+    """All that a signature depends on; None where there are to be none.
+
+    Raises:
+        UserError: rensa is not installed.
+    """
+    if config is None:
+        return None
+    try:
+        from rensa import RMinHash
+    except ImportError:
+        raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install 'drover[clean]'` "
+                        "(or `pip install rensa`), or set shard.near_duplicates to null.") from None
+    ngram, bands, rows = banding(config)
+    return {"ngram": ngram, "bands": bands, "rows": rows,
+            "library": f"rensa {metadata.version('rensa')}, algorithm {RMinHash.ALGORITHM_VERSION}"}
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, for shingles."""
+    return WORD.findall(text.lower())
+
+
+class Signer:
+    """Signatures of texts that come one by one, some of them in memory at a time."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings, self.found = settings, [np.zeros((0, settings["bands"]), np.uint64)]
+        self.texts: list[str] = []
+        self.characters = 0
+
+    def add(self, text: str) -> None:
+        """Take one more text."""
+        self.texts.append(text)
+        self.characters += len(text)
+        if len(self.texts) == _TEXTS_AT_ONCE or self.characters > _CHARACTERS_AT_ONCE:
+            self._sign()
+
+    def _sign(self) -> None:
+        self.found.append(signatures(self.texts, self.settings))
+        self.texts, self.characters = [], 0
+
+    def write(self, path: Path) -> Path:
+        """Write the signatures of all texts, (texts, bands) uint64, as .npy."""
+        if self.texts:
+            self._sign()
+        with atomic_file(path) as file:
+            np.save(file, np.concatenate(self.found))
+        return path
+
+
+def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
+    """A number for each band of each text, (texts, bands) uint64; `NONE` for a text that is too short.
+
+    Give it some hundred texts at a time: it holds the words of all of them.
+    """
+    from rensa import RMinHash
+    ngram, bands, rows = settings["ngram"], settings["bands"], settings["rows"]
+    own = [words(text) for text in texts]
+    hashed = np.array(RMinHash.hash_token_sets([list(chain.from_iterable(own))])[0], np.uint64)
+    lengths = np.array([len(text) for text in own], np.int64)
+    shingles = np.maximum(lengths - ngram + 1, 0)
+    offsets = np.concatenate([[0], np.cumsum(shingles)])
+    first = np.cumsum(lengths) - lengths
+    places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], shingles)
+    values = np.zeros(len(places), np.uint64)
+    for word in range(ngram):
+        values = _mixed(values * _FACTOR + hashed[places + word])
+    digests = RMinHash.digest_matrix_from_flat_token_hashes(values, offsets.astype(np.uint64), bands * rows, _SEED)
+    minima = np.array(digests.to_rows(), np.uint64).reshape(len(texts), bands, rows)
+    found = np.zeros((len(texts), bands), np.uint64)
+    for row in range(rows):
+        found = _mixed(found * _FACTOR + minima[:, :, row])
+    found[found == NONE] = 1
+    found[shingles == 0] = NONE
+    return found
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Every bit of each 64-bit number spread over all of them (the finalizer of SplitMix64, Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))

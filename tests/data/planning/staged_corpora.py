@@ -1,0 +1,94 @@
+"""Corpora as reading leaves them, and a stage's work whose units are done in one process, in any order."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+from pyarrow import parquet
+
+from pipeline.config.data import ShardConfig
+from pipeline.data.documents import Document, to_json
+from pipeline.data.planning.passes import decide
+from pipeline.data.planning.shards import write_shard
+from pipeline.data.planning.signatures import Signer, signature_settings
+from pipeline.data.reading import INDEX, index_row, staged
+from pipeline.data.text_shards import SPLITS
+from pipeline.data.text_shards import read_documents
+from pipeline.files import atomic_file, output_record
+
+
+class Work:
+    """`do_units` as a stage has it, but in this process, in an order of `seed`; payloads and records go through JSON.
+
+    done: names of the units that were done, in order.
+    """
+
+    def __init__(self, folder, seed=0):
+        self.folder, self.rng, self.done = folder, random.Random(seed), []
+
+    def do_units(self, phase, units, function, unit_word="units"):
+        records = {}
+        for unit in self.rng.sample(units, len(units)):
+            records[unit.name] = json.loads(json.dumps(function(self.folder, json.loads(json.dumps(unit.payload)))))
+            self.done.append(f"{phase}/{unit.name}")
+        return [records[unit.name] for unit in units]
+
+
+def stage(folder, corpus, near=None):
+    """Stage a corpus, given as texts by unit, by source; near: settings of signatures.
+
+    Returns:
+        names of the units, the number of each one's source, their records
+    """
+    names, sources, read = [], [], []
+    for number, (source, units) in enumerate(corpus.items()):
+        for unit, texts in enumerate(units):
+            names.append(f"{source}-{unit:05d}")
+            sources.append(number)
+            read.append(stage_texts(folder, names[-1], source, texts, near))
+    return names, sources, read
+
+
+def stage_texts(folder, name, source, texts, near=None):
+    rows = bytearray()
+    with atomic_file(staged(folder, name, ".documents")) as file:
+        for number, text in enumerate(texts):
+            member = to_json(Document(text, source, f"{name}:{number}", {}))
+            rows += index_row(text, file.tell(), len(member))
+            file.write(member)
+    with atomic_file(staged(folder, name, ".npy")) as file:
+        np.save(file, np.frombuffer(rows, INDEX))
+    endings = [".documents", ".npy"]
+    if near:
+        signer = Signer(near)
+        for text in texts:
+            signer.add(text)
+        signer.write(staged(folder, name, ".bands"))
+        endings.append(".bands")
+    return {"documents": len(texts), "outputs": [output_record(folder, staged(folder, name, ending))
+                                                 for ending in endings]}
+
+
+def settings(corpus, **values):
+    """The stage's settings for a corpus."""
+    return ShardConfig(sources=[{"kind": "files", "name": name, "paths": ["x"]} for name in corpus], **values)
+
+
+def passes(folder, corpus, config, seed=0):
+    """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
+    work = Work(folder, seed)
+    decided = decide(work, config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
+    for payload in decided.payloads:
+        write_shard(folder, json.loads(json.dumps(payload)))
+    written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
+               for path in (folder / split).glob("*.tar")}
+    assert len(written) == len(decided.payloads)
+    kept = [row for record in decided.kept for row in parquet.read_table(folder / record["path"]).to_pylist()]
+    return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
+
+
+def texts_of(folder, split):
+    """(id, text) of the documents of a split's shards."""
+    return {document.id: document.text for path in sorted((folder / split).glob("*.tar"))
+            for document in read_documents(path)}

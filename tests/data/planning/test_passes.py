@@ -1,0 +1,141 @@
+"""Duplicates, splits and shards in bounded passes: the bytes of the shards are those of one process that holds all."""
+
+import tempfile
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.planning import runs
+from pipeline.data.planning.decisions import LARGE, SUMS
+from pipeline.data.planning.runs import by_digest, first_of_equals, partition_offsets
+from pipeline.data.planning.shards import shard_borders
+from pipeline.data.reading import HAS_NUL, HAS_U2581
+from pipeline.data.text_shards import SPLITS
+from tests.data.planning import in_memory, staged_corpora
+from tests.data.planning.staged_corpora import Work, passes, stage
+
+TEXTS = st.lists(st.one_of(st.sampled_from(["same", "other", "ab", "a", "b", "bb", "a\0\u2581b", "x" * 70]),
+                           st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)), max_size=9)
+CORPORA = st.fixed_dictionaries({"a": st.lists(TEXTS, min_size=1, max_size=4),
+                                 "b": st.lists(TEXTS, min_size=1, max_size=4),
+                                 "c": st.lists(TEXTS, min_size=1, max_size=2)})
+
+
+def expected(folder, corpus, config):
+    """The corpus and the bytes of its shards, by the algorithm that holds all documents in memory."""
+    names, sources, _ = stage(folder, corpus)
+    found = in_memory.load_corpus(folder, names, sources, config.heldout_share, config.drop_duplicates,
+                                  config.keep_duplicate)
+    if config.heldout_rule == "tail":
+        found = in_memory.hold_out_tails(folder, found, names, config.heldout_share, config.keep_duplicate)
+        names = [*names, "cut"]
+    paths = in_memory.write_shards(folder, found, names, list(corpus), config.shard_mb * 1e6)
+    return found, {name: path.read_bytes() for name, path in paths.items()}
+
+
+def cut_into(monkeypatch, documents, units, rows):
+    for name, value in (("GROUP_DOCUMENTS", documents), ("GROUP_UNITS", units), ("PARTITION_ROWS", rows)):
+        monkeypatch.setattr(runs, name, value)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(corpus=CORPORA, drop=st.booleans(), keep=st.sampled_from(["first", "last"]), tail=st.booleans(),
+       share=st.sampled_from([0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
+       sizes=st.tuples(st.sampled_from([1, 5, 10**6]), st.sampled_from([1, 2, 256]), st.sampled_from([2, 9, 10**6])),
+       seed=st.integers(0, 9))
+@example(corpus={"a": [["bb", "b"]], "b": [["b"], ["bb"]], "c": [["b", "abab"]]}, drop=False, keep="last", tail=True,
+         share=0.5, target=3, sizes=(1, 1, 2), seed=1)
+@example(corpus={"a": [["bb"]], "b": [["b"], ["bb"]], "c": [["b"]]}, drop=True, keep="last", tail=True, share=0.5,
+         target=3, sizes=(1, 1, 2), seed=1)
+@example(corpus={"a": [["bb"]], "b": [["b"], ["aa"]], "c": [["b"]]}, drop=True, keep="first", tail=True, share=0.5,
+         target=3, sizes=(5, 2, 2), seed=1)
+def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, tail, share, target, sizes, seed):
+    config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, heldout_share=share,
+                                     heldout_rule="tail" if tail else "hash", shard_mb=target / 1e6)
+    with (tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other,
+          pytest.MonkeyPatch.context() as monkeypatch):
+        whole, shards = expected(Path(one), corpus, config)
+        cut_into(monkeypatch, *sizes)
+        found = passes(Path(other), corpus, config, seed)
+    assert found.shards == shards
+    for source, name in enumerate(corpus):
+        own = [pieces[source] for pieces in found.decided.pieces]
+        rows = [whole.index[whole.kept(split, source)] for split in SPLITS]
+        assert [dict(zip(SUMS, pieces.sums.sum(axis=0).tolist(), strict=True)) for pieces in own] == [
+            {"documents": len(kept), "text_bytes": kept["text_bytes"].sum(), "characters": kept["characters"].sum(),
+             "nul": (kept["flags"] & HAS_NUL > 0).sum(), "u2581": (kept["flags"] & HAS_U2581 > 0).sum()}
+            for kept in rows]
+        units = [unit for unit, unit_source in enumerate(np.repeat(range(3), [len(u) for u in corpus.values()]))
+                 if unit_source == source]
+        assert found.decided.summary.dropped[units, 0].sum() == (whole.dropped & (whole.source == source)).sum()
+        assert found.decided.cuts.sources.count(source) * 2 == (
+            (whole.unit == sum(map(len, corpus.values()))) & (whole.source == source)).sum(), name
+
+
+def test_a_page_with_many_copies_is_a_row_a_group_in_the_runs(tmp_path, monkeypatch):
+    cut_into(monkeypatch, 1000, 256, 50)
+    corpus = {"a": [["the same"] * 400 for _ in range(10)]}
+    config = staged_corpora.settings(corpus, drop_duplicates=False, heldout_share=0.5, shard_mb=1)
+    found = passes(tmp_path, corpus, config)
+    assert found.done.count("sort/group-000004") == 1 and sum(name.startswith("match") for name in found.done) == 128
+    rows = [path.stat().st_size - 8 * 129 for path in (tmp_path / "staging/runs").glob("*.run")]
+    assert rows == [runs.RUN.itemsize] * 5
+    assert [found.decided.pieces[split][0].total("documents") for split in (0, 1)] in ([0, 4000], [4000, 0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=st.lists(st.one_of(st.integers(1, 30), st.integers(1, 2000)), min_size=1, max_size=60),
+       target=st.one_of(st.integers(1, 300), st.floats(0.3, 3000)))
+def test_borders_of_shards_give_the_numbers_of_all_documents(sizes, target):
+    sizes = np.array(sizes, np.uint64)
+    before = np.cumsum(sizes) - sizes
+    large = [(int(start), int(size)) for start, size in zip(before, sizes, strict=True) if size >= LARGE * target]
+    borders = shard_borders(int(sizes.sum()), target, large)
+    numbers = in_memory.shard_numbers(sizes, target)
+    assert np.searchsorted(borders, before.astype(np.int64), "right").tolist() == (numbers + 1).tolist()
+    assert len(borders) == numbers.max() + 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(digests=st.lists(st.tuples(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.sampled_from([0, 7, 2**64 - 1])),
+                        max_size=30), partitions=st.sampled_from([1, 2, 16]))
+def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
+    high, low = (np.array([digest[half] for digest in digests], np.uint64) for half in (0, 1))
+    numbered = sorted((digest, number) for number, digest in enumerate(digests))
+    assert by_digest(high, low).tolist() == [number for _, number in numbered]
+    assert [number for _, number in sorted((digest, -number) for number, digest in enumerate(digests))] == [
+        -number for number in by_digest(high, low, backwards=True)]
+    order = by_digest(high, low)
+    new = first_of_equals(high[order], low[order]) if digests else []
+    assert sum(new) == len(set(digests))
+    offsets = partition_offsets(high[order], partitions)
+    assert len(offsets) == partitions + 1 and (offsets[0], offsets[-1]) == (0, len(digests))
+    assert [int(value) * partitions >> 64 for value in high[order]] == np.repeat(
+        np.arange(partitions), np.diff(offsets.astype(np.int64))).tolist()
+
+
+def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
+    cut_into(monkeypatch, 100, 3, 64)
+    found = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
+    assert found.groups.tolist() == [0, 2, 5, 6, 7, 8] and found.group_starts == [0, 100, 101, 101, 601, 608]
+    assert found.partitions == 2 ** ceil(np.log2(608 / 64))
+    assert runs.layout("a", [0], [0]).partitions == 1
+
+
+def test_a_torn_run_is_named(tmp_path):
+    corpus = {"a": [["one", "two", "three"]]}
+    work, config = Work(tmp_path), staged_corpora.settings(corpus, heldout_share=0.5)
+    do_units = work.do_units
+
+    def torn(phase, units, function, unit_word="units"):
+        if phase == "match":
+            path = tmp_path / "staging/runs/group-000000.run"
+            path.write_bytes(path.read_bytes()[:-1])
+        return do_units(phase, units, function, unit_word)
+    work.do_units = torn
+    with pytest.raises(runs.UserError, match=r"group-000000.run ends before its partition 0 of 1. Delete it"):
+        staged_corpora.decide(work, config, *stage(tmp_path, corpus))
