@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.contract.stopping import StopRequest
 from pipeline.contract.units import Unit, UnitRecords, in_workers, unit_keys
 from pipeline.files import sha256_json
 
@@ -89,7 +90,7 @@ def main() -> None:
         assert not found
         timed(f"{COMMITTED:,} units without work done and committed", lambda: [
             store.write(name, keys[name], done) for name, done in in_workers(
-                nothing, Path(place), units[:COMMITTED], options.processes)])
+                nothing, Path(place), units[:COMMITTED], options.processes, StopRequest())])
         timed("all units' records left, as by a kill", lambda: leave(store, units, keys))
         share = {unit.name: keys[unit.name] for unit in units[::64]}
         timed("one of 64 array elements resumes", lambda: store.found(share))

@@ -22,6 +22,7 @@ class JobSpec:
         wrap: a command that the stage is started with, such as a container's.
         parts: elements of the array; 0 if the job is none. phase: of the stage, whose units they share.
         link, links: which of how many jobs that go on with the same stage, from 1.
+        warned: whether the runner itself tells the stage that the time limit is near: Slurm tells only steps.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
@@ -46,6 +47,7 @@ class JobSpec:
     phase: str = ""
     link: int = 1
     links: int = 1
+    warned: bool = False
     requeue: bool = True
     signal_s: int = 120
     max_restarts: int = 3

@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from pipeline.config.loading import load_config
@@ -24,6 +24,7 @@ from pipeline.contract.stage_work import Work, mark_failed
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
+from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.errors import UserError, is_full_disk
 
@@ -229,15 +230,34 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         channel.tell(work)
         work.asked, work.store = asked(vars(options)), channel.store
     try:
-        _do(work, body)
+        with _listening(work):
+            _do(work, body)
     except ShareDone:
         return 0
+    except Stopped as stopped:
+        work.note_stopped(stopped)
+        if stopped.hopeless:
+            print(f"\n{name} stops here: {stopped.reason}.", file=sys.stderr, flush=True)
+            return UserError.exit_status
+        say(name, f"stopped ({stopped.reason}); the same command continues")
+        return INTERRUPTED
     except UserError:
         if is_leader():
             mark_failed(work)
         raise
     del reading
     return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
+
+
+@contextmanager
+def _listening(work: Work) -> Iterator[None]:
+    """A stage that is done in units hears what asks it to stop."""
+    if not STAGES[work.name].workers:
+        yield
+        return
+    work.stop = StopRequest(work.config.launch.signal_s)
+    with work.stop:
+        yield
 
 
 def _do(work: Work, body: Callable[[Work], None]) -> None:

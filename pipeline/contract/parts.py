@@ -46,9 +46,19 @@ class Part:
         """Every count-th unit: neighbours are alike in size, so the shares are too."""
         return units[self.index::self.count]
 
+    @property
+    def word(self) -> str:
+        """Name of the file, beside the marker, with the last word of this share (`pipeline.contract.state`)."""
+        return last_word_file(self.phase, self.index, self.count)
+
     def marker(self, folder: Path) -> Path:
         """Where the stage in `folder` notes that this share is done."""
         return folder / PARTS / f"{self.phase}.{self.tag}.json"
+
+
+def last_word_file(phase: str, index: int, count: int) -> str:
+    """Name of the file in `PARTS` with the last word of a share that was stopped."""
+    return f"{phase}.{index}-of-{count}.state.json"
 
 
 class ShareDone(Exception):  # noqa: N818 - no error: it leaves the stage's body, which goes on to things for all units

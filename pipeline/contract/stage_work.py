@@ -29,7 +29,8 @@ from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
 from pipeline.contract.start_record import STARTED, force_id
-from pipeline.contract.state import RESERVE, STATE, write_state
+from pipeline.contract.state import RESERVE, STATE, StageState, read_state, write_state
+from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
 from pipeline.errors import UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, write_json
@@ -44,6 +45,7 @@ class Work:
 
     With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
     phases: those whose units were asked for so far.
+    stop: what asks it to stop. last: how the start before this one ended.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -58,6 +60,8 @@ class Work:
     asked: str = ""
     store: Any = None
     phases: list[str] = field(default_factory=list)
+    stop: StopRequest = field(default_factory=StopRequest)
+    last: StageState | None = None
 
     @property
     def config(self) -> Config:
@@ -120,6 +124,7 @@ class Work:
 
         Raises:
             ShareDone: the stage is run as a part and has now done its share.
+            Stopped: it was asked to stop; units that are finished are kept.
             UserError: as a part, of a phase before its own something is not done.
         """
         self.phases.append(phase)
@@ -140,14 +145,34 @@ class Work:
             progress.already(found)
             if todo := [unit for unit in units if unit.name not in records]:
                 store.whole.unlink(missing_ok=True)
-            for name, record in in_workers(function, self.folder, todo, self.processes()):
+            for name, record in in_workers(function, self.folder, todo, self.processes(), self.stop):
                 store.write(name, keys[name], record)
                 records[name] = record
                 progress.advance()
+        if len(records) < len(units):
+            raise self._stopped(phase, len(records), len(units), found)
         if part is not None:
             self._leave(part, len(units), found)
         store.gather(keys, records)
         return [records[unit.name] for unit in units]
+
+    def _stopped(self, phase: str, done: int, units: int, found: int) -> Stopped:
+        """What is told of a phase that was stopped. Where a job before this one finished no unit either, none ever
+        will in the time that there is."""
+        last = self.last if self.part is None else read_state(self.folder / PARTS, self.part.word)
+        hopeless = done == found and self.stop.again and last is not None and last.again and last.units == done
+        left = f"{done:,} of {units:,} units of {phase} are done, {units - done:,} are left"
+        if hopeless:
+            left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
+                     f"(launch.{self.name}.time), or units that take less of it")
+        return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless)
+
+    def note_stopped(self, stopped: Stopped) -> None:
+        """Record, for the launcher and for people, that the work was stopped in the middle."""
+        folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
+        with suppress(OSError):
+            write_state(folder, "failed" if stopped.hopeless else "preempted", reason=stopped.reason,
+                        again=stopped.again and not stopped.hopeless, units=stopped.units, file=file)
 
     def _refuse_later(self, part: Part, phase: str) -> None:
         """ShareDone where the body has come to a phase after the part's own, which had no units then."""
@@ -271,6 +296,7 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
                                        "files": run.files(name), "force_id": forced_by or force_id(work.folder),
                                        "chain": os.environ.get("DROVER_CHAIN")})
     if part is None:
+        work.last = read_state(work.folder)
         write_state(work.folder, "running")
     return work
 

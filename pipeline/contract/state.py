@@ -36,6 +36,7 @@ class StageState:
     Attributes:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
+        units: of the phase that was stopped, how many are done, for a stage that is done in units.
         again: whether going on at once makes sense: after a time limit yes, after a user's request to stop no.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
         attempt: which start within the job.
@@ -45,6 +46,7 @@ class StageState:
     step: int | None = None
     reason: str = ""
     again: bool = False
+    units: int | None = None
     job: str = ""
     restart: int = 0
     attempt: int = 0
@@ -53,36 +55,37 @@ class StageState:
 
 
 def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
-                again: bool = False) -> None:
-    """Record how the stage in `folder` stands; for one process of the stage.
+                again: bool = False, units: int | None = None, file: str = STATE) -> None:
+    """Record how the stage in `folder` stands; for one process of the stage, or for one share of it in a `file` of its
+    own.
 
     Raises:
         OSError: it cannot be written. On a full disk that happens to `running` only: the end of an attempt, which
             nobody would understand without its reason, takes the room of `RESERVE`.
     """
     state = asdict(StageState(
-        status, step, reason, again, job=os.environ.get("SLURM_JOB_ID", ""),
+        status, step, reason, again, units, job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
         host=platform.node(), at=now()))
     reserve = folder / RESERVE
     if status == "running" and not reserve.exists():
-        with atomic_file(reserve) as file:
-            file.write(os.urandom(RESERVE_BYTES))  # which no file system compresses
+        with atomic_file(reserve) as out:
+            out.write(os.urandom(RESERVE_BYTES))  # which no file system compresses
     try:
-        write_json(folder / STATE, state)
+        write_json(folder / file, state)
     except OSError as error:
         if status == "running" or not is_full_disk(error) or not reserve.exists():
             raise
         reserve.unlink()
-        write_json(folder / STATE, state)
+        write_json(folder / file, state)
     if status == "done":
         reserve.unlink(missing_ok=True)
 
 
-def read_state(folder: Path) -> StageState | None:
+def read_state(folder: Path, file: str = STATE) -> StageState | None:
     """The record in a stage's folder; None if there is none, or it is torn (as a full disk leaves it)."""
     try:
-        return StageState(**read_json(folder / STATE))
+        return StageState(**read_json(folder / file))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,12 +14,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import UNITS
+from pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
 from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, sha256_json, write_json
@@ -28,6 +31,8 @@ MANY = 1000
 """Records that are gathered in one file."""
 AHEAD = 4
 """Units that are handed to the pool for each of its processes: more would only lie in memory."""
+POLL_S = 0.5
+"""Between two looks whether the stage is to stop, while units are done."""
 Record = dict[str, Any]
 
 
@@ -137,29 +142,58 @@ class UnitRecords:
         return {name: record for name, record in records.items() if name not in lost} if lost else records
 
 
-def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
-               processes: int) -> Iterator[tuple[str, Record]]:
-    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in."""
+def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: list[Unit], processes: int,
+               stop: StopRequest) -> Iterator[tuple[str, Record]]:
+    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in.
+
+    Asked to stop, it begins no other unit, and ends when those that run have; or without them once `stop` is over.
+    """
     if processes == 1 or len(units) <= 1:
         for unit in units:
-            yield unit.name, function(folder, unit.payload)
+            if stop.heard:
+                return
+            try:
+                with stop.working():
+                    record = function(folder, unit.payload)
+            except Stopped:
+                return
+            yield unit.name, record
         return
-    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=get_context("spawn"),
-                               initializer=_start_worker, initargs=(os.getpid(),))
-    waiting, running = iter(units), dict[Future[Record], str]()
+    context = get_context("spawn")
+    enough = context.Event()
+    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=context, initializer=_start_worker,
+                               initargs=(os.getpid(), enough))
+    waiting, running = iter(units), dict[Future[Record | None], str]()
     try:
-        while True:
-            for unit in islice(waiting, AHEAD * processes - len(running)):
-                running[pool.submit(function, folder, unit.payload)] = unit.name
+        while not stop.over:
+            if stop.heard:
+                enough.set()
+            for unit in islice(waiting, 0 if stop.heard else AHEAD * processes - len(running)):
+                running[pool.submit(_perform, function, folder, unit.payload)] = unit.name
             if not running:
                 break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+            with stop.waiting():
+                done = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED).done
+            for future in done:
+                name = running.pop(future)
+                if (made := future.result()) is not None:
+                    yield name, made
+        if running:
+            _abandon(folder)
     except BrokenProcessPool:
         raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
                         "launch.processes lower and run the same command again; finished units are kept.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _abandon(folder: Path) -> None:
+    """End the workers, and remove what they had not finished writing."""
+    for worker in active_children():
+        worker.kill()
+        worker.join()
+        for path in folder.rglob(f"*.{platform.node()}-{worker.pid}.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def _canonical(payload: Any) -> bytes:
@@ -171,8 +205,20 @@ def _canonical(payload: Any) -> bytes:
         return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+_enough: Event | None = None
+"""In a worker: set once it is to begin no other unit, also none that waits for it already."""
+
+
+def _perform(function: Callable[[Path, Any], Record], folder: Path, payload: Any) -> Record | None:
+    assert _enough is not None
+    return None if _enough.is_set() else function(folder, payload)
+
+
+def _start_worker(parent: int, enough: Event) -> None:
+    global _enough
+    _enough = enough
+    for number in (signal.SIGINT, *SIGNALS):  # Ctrl-C and the rest are the parent's to handle
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent(parent)
 
 

@@ -143,6 +143,16 @@ if what in ("asked", "cancelled"):
     save(120)
     say("preempted", step=120, reason="time limit", again=what == "asked")
     sys.exit(0)
+if what == "units":  # until the time limit is near
+    from pipeline.contract.parts import PARTS, last_word_file
+    from pipeline.contract.stopping import StopRequest
+    from pipeline.contract.state import STATE
+    with StopRequest() as stop:
+        while not stop.heard:
+            time.sleep(0.02)
+    where = (folder, STATE) if part is None else (folder / PARTS, last_word_file("texts", *map(int, part.split("/"))))
+    write_state(where[0], "preempted", reason=f"{stop.reason}: 3 of 4 units", again=stop.again, file=where[1])
+    sys.exit(130)
 if what in ("crash", "wait"):
     signal.signal(signal.SIGTERM, lambda *_: None if "RANK" in os.environ else sys.exit(1))
     time.sleep(3600)

@@ -161,15 +161,19 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-              ends: Callable[[], bool]) -> StepEnd:
-    """Run a stage without ranks to its end; once `ends` says so it is told to end. Output as of a rank 0."""
-    told = False
+              ends: Callable[[], bool], warns: Callable[[], bool] = lambda: False) -> StepEnd:
+    """Run a stage without ranks to its end; once `ends` says so it is told to end, once `warns` does, that the time
+    limit is near. Output as of a rank 0."""
+    told = warned = False
     with open(folder / "rank0.out", "wb") as stdout, open(folder / "rank0.err", "wb") as stderr:
-        process = _start(command, environment, stdout=stdout, stderr=stderr)
+        process = _start(command, environment, stdout=stdout, stderr=stderr, blocked=(signal.SIGUSR1, signal.SIGUSR2))
         while (status := process.poll()) is None:
             if ends() and not told:
                 told = True
                 process.terminate()
+            if not warned and warns():
+                warned = True
+                process.send_signal(signal.SIGUSR2)
             if not each():
                 status, _ = _end(process)  # its processes are on this node, and have ended
                 break
@@ -210,12 +214,14 @@ class _Lines:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], *, stdout: object,
-           stderr: object) -> subprocess.Popen[bytes]:
+           stderr: object, blocked: Sequence[signal.Signals] = ()) -> subprocess.Popen[bytes]:
+    """blocked: signals that wait until the process says that it hears them."""
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stdout,  # type: ignore[call-overload]
-                            stderr=stderr, preexec_fn=partial(_prepare, os.getpid()))
+                            stderr=stderr, preexec_fn=partial(_prepare, os.getpid(), blocked))
 
 
-def _prepare(parent: int) -> None:
+def _prepare(parent: int, blocked: Sequence[signal.Signals]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     end_with_parent(signal.SIGKILL, parent)
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from launch.slurm.job.allocation import Allocation
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.parts import PARTS, last_word_file
 from pipeline.contract.state import StageState, read_state
 from pipeline.records.checkpoints import complete_checkpoints, step_of
 from pipeline.records.hangs import Hang, hang_folder, judge_hang, read_hang
 
 
 def last_word(spec: JobSpec, here: Allocation, restart: int, start: int) -> StageState | None:
-    """The stage's last word, if it is of that start of this job; elements of arrays have none."""
-    state = read_state(spec.folder) if here.index is None else None
+    """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
+    state = read_state(spec.folder) if here.index is None else \
+        read_state(spec.folder / PARTS, last_word_file(spec.phase, here.index, spec.parts))
     mine = (here.job, restart, start)
     return state if state and (state.job, state.restart, state.attempt) == mine else None
 

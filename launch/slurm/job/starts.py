@@ -11,6 +11,7 @@ from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import Decision, Outcome, fruitless
 from launch.slurm.job.srun import StepEnd, last_words, run_child, run_step, srun_command
 from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
+from launch.slurm.job.time_limit import TimeLimit
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.trust import code_problems
@@ -70,7 +71,9 @@ class Starts:
         self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
         command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts, self.spec.phase)]
         if not self.spec.ranks:
-            end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping)
+            limit = TimeLimit(self.scheduler, self.allocation.job, self.spec.signal_s)
+            end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping,
+                            lambda: self.spec.warned and limit.is_near())
         else:
             end = self._step(folder, command)
         self.last = (folder, end)

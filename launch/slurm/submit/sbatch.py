@@ -22,7 +22,7 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.submit.options import lay_over, long_options
 from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
-from pipeline.contract.stages import SNAPSHOT
+from pipeline.contract.stages import SNAPSHOT, STAGES
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.records.pending_evaluations import evaluation_folder
@@ -186,7 +186,7 @@ def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
         run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
         environment=job.environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
         cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
-        phase=job.phase,
+        phase=job.phase, warned=job.stage in STAGES and STAGES[job.stage].workers,
         link=job.link, links=job.links, requeue=launch.requeue,
         signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,

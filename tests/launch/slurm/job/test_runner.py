@@ -351,6 +351,23 @@ def test_elements_of_an_array(tmp_path: Path) -> None:
     assert job.plan("refuse").run_it(**{**array, "SLURM_ARRAY_TASK_ID": "3"})[0] == 1
 
 
+@pytest.mark.parametrize(("element", "requeue"), [(False, True), (False, False), (True, True)])
+def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job(
+        tmp_path: Path, element: bool, requeue: bool) -> None:
+    more = {"parts": 4, "phase": "texts"} if element else {}
+    array = {"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "23"} if element else {}
+    job = make_job(tmp_path, "shard", ranks=0, nodes=1, warned=True, requeue=requeue, signal_s=60, **more)
+    job.answer("squeue", "0:50\n")
+    status, log = job.plan("units").run_it(**array)
+    assert status == int(not requeue) and "asked to stop (SIGUSR2: 3 of 4 units)" in log, log
+    assert job.ends() == [("preempted", "requeue" if requeue else "stop")]
+    assert [call for call in job.calls("scontrol") if call.startswith("requeue")] == (
+        [f"requeue {'20_2' if element else '12'}"] if requeue else [])
+    job.answer("squeue", "1:50\n")
+    status, log = job.plan("units", "work").run_it(**array, SLURM_RESTART_COUNT="1")
+    assert status == 0 and job.ends()[-1] == ("done", "leave"), log
+
+
 def test_outside_of_slurm_it_says_so(job: Job) -> None:
     environment = {name: value for name, value in job.plan("work").environ().items() if name != "SLURM_JOB_ID"}
     result = subprocess.run([sys.executable, "-m", "launch.slurm.job.runner", job.command()[-1]], env=environment,
