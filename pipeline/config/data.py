@@ -133,7 +133,15 @@ class TokenizerConfig(Section):
     max_piece_length: int = Field(16, gt=0)
     """Longest piece in characters."""
     train_mb: float = Field(2000.0, gt=0)
-    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory."""
+    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory. Of a
+    corpus more than four times as large only some shards are read, chosen by their hashes, of each source as its share
+    is. More than 5,000 to 20,000 MB help no vocabulary."""
+    document_characters: int | None = added(None, gt=0)
+    """Of each document only so many characters from its beginning on can be in the sample, so that a few very long
+    ones do not outweigh all others (10,000 is usual); null: all of it. The sample is then smaller than `train_mb`."""
+    check_mb: float = added(64.0, gt=0)
+    """Held-out text in MB that is checked of each source: that it is read back and has equal ids in the exported
+    tokenizer. Of more than that, the beginnings of shards that are chosen by their hashes."""
     seed: int = 0
     """Picks the sample of documents where the corpus is larger than `train_mb`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class Tokenizer(ABC):
         bos_id, eos_id: put before and after every document by the encode stage, never by `encode`.
         unk_id: the id of what cannot be expressed, where there is one.
         special_tokens: name -> id of the ids that stand for no text.
+        added: spellings, by id, of tokens that are found in a text before anything else is.
         byte_fallback_ids: ids that spell one byte of a character without a piece of its own.
         sha256: hash of the file that defines the vocabulary.
     """
@@ -64,6 +66,7 @@ class Tokenizer(ABC):
     eos_id: int
     unk_id: int | None = None
     special_tokens: Mapping[str, int]
+    added: Mapping[int, str] = MappingProxyType({})
     byte_fallback_ids: frozenset[int] = frozenset()
     sha256: str
 

@@ -96,7 +96,7 @@ def odd_strings(reference: Tokenizer) -> Iterator[str]:
     yield from ODD
     for piece in (" ", "\n", "a", "\t ", "ab", "=", "\u6f22", "QUJD+/9", "\u0301", "1", " \n", "\U0001f600"):
         yield (piece * RUN_CHARACTERS)[:RUN_CHARACTERS] + "x"
-    names = [*reference.special_tokens, "<|endoftext|>", "<|im_start|>", "[INST]", "<mask>"]
+    names = [*reference.special_tokens, *reference.added.values(), "<|endoftext|>", "<|im_start|>", "[INST]", "<mask>"]
     for name in names:
         yield from (name, f"a{name}b", f" {name} {name[:-1]}", f"{name}{name}\n")
     yield from ("".join(names), "word " * (RUN_CHARACTERS // 4))

@@ -51,7 +51,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
         self.special_tokens |= {bos: self.bos_id, eos: self.eos_id}
         self._special_array = np.array(sorted(self.special_tokens.values()), np.int64)
-        self._added = {index: token.content for index, token in added.items()}
+        self.added = {index: token.content for index, token in added.items()}
         parts: dict[str, Any] = json.loads(self.tokenizer.to_str())
         self._byte_of = byte_of_character() if "ByteLevel" in _types(parts["decoder"]) else {}
         unknown = parts["model"].get("unk_token")
@@ -76,8 +76,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         if self.checked(token) not in self._names or token in self.special_ids or token == self.unk_id:
             return b""
-        if token in self._added:
-            return self._added[token].encode()
+        if token in self.added:
+            return self.added[token].encode()
         name = self._names[token]
         if token in self.byte_fallback_ids:
             return bytes([int(name[3:5], 16)])
