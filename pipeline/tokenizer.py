@@ -21,6 +21,7 @@ from pipeline.errors import UserError
 from pipeline.files import copy_file, output_record, write_json, write_text
 from pipeline.tokenization.admission import COUNT, DOCUMENT_BYTES, gate_texts
 from pipeline.tokenization.base import Tokenizer, loses_marks
+from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
 from pipeline.tokenization.export import copy_hugging_face, write_hugging_face
@@ -165,7 +166,10 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
         else:
             chunks = (chunk for record in records for chunk in sampled(
                 documents(record), shares[record["source"]], settings.seed, sample, settings.document_characters))
-            train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
+            if settings.kind == "bpe":
+                train_bpe(chunks, settings, path)
+            else:
+                train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
     finally:
         if problems:
             path.unlink(missing_ok=True)

@@ -114,8 +114,9 @@ class ShardConfig(Section):
 class TokenizerConfig(Section):
     """Stage 2: the vocabulary, trained or taken from a file."""
 
-    kind: Literal["sentencepiece", "tiktoken", "huggingface", "byte", "char"] = "sentencepiece"
-    """`sentencepiece` is trained unless `path` is given; `tiktoken` and `huggingface` need `path`;
+    kind: Literal["sentencepiece", "bpe", "tiktoken", "huggingface", "byte", "char"] = "sentencepiece"
+    """`sentencepiece` is trained unless `path` is given; `bpe` is trained: byte-level BPE with Llama 3's split, written
+    as the kind of file that Llama 3 has, which `tiktoken` reads; `tiktoken` and `huggingface` need `path`;
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
     path: str | None = execution(None)
     """A ready tokenizer: sentencepiece `.model`, Llama 3 tiktoken `tokenizer.model`, or a Hugging Face
@@ -125,7 +126,8 @@ class TokenizerConfig(Section):
     vocab_size: int = Field(32768, gt=0)
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
-    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower."""
+    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next three
+    settings mean nothing to `kind: bpe`."""
     character_coverage: float = Field(0.9999, gt=0, le=1)
     """Share of the corpus's characters that get a piece of their own; the rest are spelled in bytes."""
     split_digits: bool = True

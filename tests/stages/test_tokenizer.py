@@ -229,3 +229,19 @@ def test_the_fast_encoder_is_tried(run, copy, monkeypatch):
     run(copy, "--force", "encode.encoder=reference")
     assert "fast_encoder" not in read_manifest(stage_folder(copy)).counts
     assert read_manifest(stage_folder(copy)).digest == digest
+
+
+def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
+    run(copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
+    first, folder = read_manifest(stage_folder(copy)), stage_folder(copy)
+    vocabulary = load_tokenizer(folder)
+    assert (vocabulary.kind, vocabulary.size, first.counts["kind"]) == ("tiktoken", 1024, "tiktoken")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["total"]["hugging_face_failures"] == report["total"]["round_trip_failures"] == 0
+    run_stage("encode", copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
+    encoded = read_manifest(copy.parent / "runs/mini/encode").counts
+    assert encoded["vocab_size"] == 1024 and encoded["total"]["text_bytes"] > 2 * encoded["total"]["tokens"]
+    run_stage("tokenizer", copy, "--force", "tokenizer.kind=bpe", "tokenizer.vocab_size=1024", "launch.processes=2")
+    assert read_manifest(folder).digest == first.digest
+    told = run(copy, "--force", "tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model", expect=2).err
+    assert "for a ready file of such ranks take tokenizer.kind=tiktoken" in told
