@@ -85,7 +85,8 @@ def _gate(work: Work, shards: Path, heldout: list[dict[str, Any]], tokenizer: To
     """Whether encode may use the fast encoder: no output, since it depends on what is installed here."""
     if work.config.encode.encoder == "reference" or not applies(tokenizer.kind):
         return {}
-    payload = {"shards": place(shards, work.folder), "records": heldout, **key_of(work.folder, tokenizer)}
+    payload = {"shards": place(shards, work.folder), "records": heldout,
+               **key_of(work.folder, tokenizer.kind, tokenizer.sha256)}
     [found] = work.do_units("gate", [Unit(NAME, payload)], try_encoder, "encoders")
     del found["outputs"]
     work.say(f"{NAME} {found['version']}: " + (

@@ -91,13 +91,12 @@ def told(work: Work, fast: dict[str, Any] | None, done: Sequence[dict[str, Any]]
 def _verdict(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path,
              heldout: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tokenizer stage's, or one made here before, if it holds for these files and versions; else a new one."""
-    reference, path = load_tokenizer(tokenizer), work.folder / VERDICT
-    key = key_of(tokenizer, reference)
+    path, key = work.folder / VERDICT, key_of(tokenizer, counts["kind"], counts["sha256"])
     for known in (counts.get(COUNT), _read(path)):
         if isinstance(known, dict) and key.items() <= known.items():
             return known
     work.say(f"comparing {NAME} {key['version']} with {key['reference']} {key['reference_version']}")
-    found = verdict(tokenizer, reference, gate_texts(shards, heldout, QUICK_BYTES))
+    found = verdict(tokenizer, load_tokenizer(tokenizer), gate_texts(shards, heldout, QUICK_BYTES))
     write_json(path, found)
     return found
 

@@ -40,12 +40,11 @@ ODD = (
 )
 
 
-def key_of(folder: Path, reference: Tokenizer) -> dict[str, Any]:
-    """What a verdict holds for: the encoder, the reference and the files that both read."""
-    return {"format": FORMAT, "encoder": NAME, "version": installed_version(),
-            "reference": REFERENCES[reference.kind], "reference_version": metadata.version(REFERENCES[reference.kind]),
-            "tokenizer_sha256": reference.sha256,
-            "source_sha256": sha256_file(defining_file(folder, reference.kind))}
+def key_of(folder: Path, kind: str, sha256: str) -> dict[str, Any]:
+    """What a verdict on a vocabulary holds for: the encoder, the reference and the files that both read."""
+    return {"format": FORMAT, "encoder": NAME, "version": installed_version(), "reference": REFERENCES[kind],
+            "reference_version": metadata.version(REFERENCES[kind]), "tokenizer_sha256": sha256,
+            "source_sha256": sha256_file(defining_file(folder, kind))}
 
 
 def applies(kind: str) -> bool:
@@ -63,7 +62,8 @@ def verdict(folder: Path, reference: Tokenizer, documents: Iterable[str]) -> dic
     Returns:
         `key_of`, `equal`, what was compared (documents, text_bytes, strings) and, where it is not equal, `problem`.
     """
-    found = {**key_of(folder, reference), "equal": False, "documents": 0, "text_bytes": 0, "strings": 0}
+    found = {**key_of(folder, reference.kind, reference.sha256), "equal": False, "documents": 0, "text_bytes": 0,
+             "strings": 0}
     try:
         encoder = FastEncoder(reference, folder)
         for batch in _batched(chain(odd_strings(reference), fuzz(0, FUZZ_STRINGS))):

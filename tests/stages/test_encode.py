@@ -109,9 +109,10 @@ def test_wider_tokens_hold_the_same_ids(run, copy, encoded):
             0, one.token_count).tolist()
 
 
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, tmp_path, corpus):
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, tmp_path, corpus, kind):
     """Over forty small shards, so that the kills find it in the middle."""
-    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.003}, tokenizer={"kind": "byte"})
+    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.003}, tokenizer={"kind": kind})
     for stage in ("shard", "tokenizer", "encode"):
         run(stage, config)
     folder, chance, landed = run_folder(config) / "encode", random.Random(0), 0
