@@ -9,46 +9,60 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from collections.abc import Iterable
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.config.data import EncodeConfig
 from pipeline.contract.entry import stage_main
 from pipeline.contract.stage_work import Unit, Work
-from pipeline.data.text_shards import read_shard, refuse_changed_shard, shard_records
+from pipeline.data.shard_texts import Texts, read_texts
+from pipeline.data.text_shards import shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record
-from pipeline.tokenization.base import Tokenizer, reads_back
+from pipeline.tokenization.admission import admitted, told
+from pipeline.tokenization.base import Flat, Tokenizer, reads_back
+from pipeline.tokenization.fast import EncoderError, FastEncoder, one_thread
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
 
 PROVED_TEXTS = 16
-"""Documents per shard whose tokens are decoded again and compared with the text: the first, the last, some between."""
+"""Documents per shard whose tokens are made again by the reference, and decoded and compared with the text: the first,
+the last, some between."""
+PROVED_BYTES = 200_000
+PROVED_SHARE = 64
+"""Of very long documents fewer are proved: the shortest, up to so many bytes or this part of the shard's text."""
+BATCH_BYTES = 2_000_000
+"""Text that is encoded at once."""
 
 
 def encode(work: Work) -> None:
     """The stage: one unit per text shard, then the counts of both sides compared."""
     shards, manifest = work.input("shard")
-    tokenizer, _ = work.input("tokenizer")
+    tokenizer, made = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     records = [record for split in ("train", "heldout") for record in shard_records(manifest, split)]
     work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
+    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "heldout"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
-    outputs = [record["outputs"][0] for record in work.do_units("encode", units, encode_shard, "shards")]
+    # Which encoder works is no part of a unit's identity: shards that another one has made are the same.
+    done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
+    outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
     reconcile(counted(records), counts)
     total = counts["total"]
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
     work.commit(outputs, {**counts, "dtype": dtype, "vocab_size": vocabulary["size"],
-                          "tokenizer_sha256": vocabulary["sha256"]}, verified=True)
+                          "tokenizer_sha256": vocabulary["sha256"], "encoders": told(work, fast, done)}, verified=True)
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
@@ -60,28 +74,78 @@ def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
     return smallest if settings.dtype == "auto" else settings.dtype
 
 
-def encode_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: encode one text shard, read the result back, prove it."""
+def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
+    """Unit of work: encode one text shard, read the result back, prove it.
+
+    With `fast` by the fast encoder; where that does not give the reference's ids for the proved documents, all is done
+    again by the reference, and `fallback` in the record says why.
+    """
     source, path = payload["record"], folder / f"{_name(payload['record'])}.arrow"
-    shards = placed(folder, payload["shards"])
-    refuse_changed_shard(shards, source)
-    tokenizer = _tokenizer(placed(folder, payload["tokenizer"]), payload["sha256"])
-    tokens, text_bytes, keys, texts = [], [], [], {}
-    proved = set(np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist())
-    for number, document in enumerate(read_shard(shards, source)):
-        ids = [tokenizer.bos_id, *tokenizer.encode(document.text), tokenizer.eos_id]
-        tokens.append(np.array(ids, dtype=payload["dtype"]))
-        text_bytes.append(len(document.text.encode()))
-        keys.append(document.key)
-        if number in proved:
-            texts[number] = document.text
-    content = write_shard(path, tokens, text_bytes, keys, dtype=payload["dtype"], metadata={
-        "tokenizer_sha256": tokenizer.sha256, "vocab_size": str(tokenizer.size), "bos_id": str(tokenizer.bos_id),
-        "eos_id": str(tokenizer.eos_id)})
+    shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
+    reference = _tokenizer(vocabulary, payload["sha256"])
+    found, problem = None, ""
+    if fast:
+        try:
+            found = _encoded(shards, source, _fast(vocabulary, payload["sha256"]), reference, payload["dtype"])
+            problem = other_ids(found, reference)
+        except EncoderError as error:
+            problem = str(error)
+    if found is None or problem:
+        found = _encoded(shards, source, reference, reference, payload["dtype"])
+        if by_itself := other_ids(found, reference):
+            raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
+                            f"it; encode.encoder does not matter here.")
+    content = write_shard(path, *found.joined(), found.text_bytes, found.keys, metadata={
+        "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
+        "eos_id": str(reference.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
                            input=source["path"], input_sha256=source["sha256"])
-    prove(path, record, source, tokenizer, texts)
-    return {"outputs": [record]}
+    prove(path, record, source, reference, {number: text for number, (text, _) in found.proved.items()})
+    return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
+
+
+@dataclass
+class Encoded:
+    """A shard's documents as ids: batches of tokens with BOS and EOS and of lengths, and the documents to be proved,
+    by number: text and ids without BOS and EOS."""
+
+    tokens: list[NDArray[Any]] = field(default_factory=list)
+    lengths: list[NDArray[np.int64]] = field(default_factory=list)
+    text_bytes: list[int] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    proved: dict[int, tuple[str, NDArray[np.uint32]]] = field(default_factory=dict)
+
+    def add(self, batch: Texts, flat: Flat, reference: Tokenizer, dtype: str, chosen: Iterable[int]) -> None:
+        """Take in a batch; those of its documents whose numbers are `chosen` are to be proved."""
+        (ids, offsets), before = flat, len(self.keys)
+        for number in chosen:
+            if before <= number < before + len(batch.texts):
+                at = number - before
+                self.proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
+        self.tokens.append(bounded(ids.astype(dtype), offsets, reference))
+        self.lengths.append(np.diff(offsets) + 2)
+        self.text_bytes += batch.lengths
+        self.keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
+
+    def joined(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """All tokens, and where each document begins and the last ends."""
+        offsets = np.concatenate([np.zeros(1, np.int64), *self.lengths])
+        return np.concatenate(self.tokens), np.cumsum(offsets, dtype=np.int64)
+
+
+def bounded(ids: NDArray[Any], offsets: NDArray[np.int64], reference: Tokenizer) -> NDArray[Any]:
+    """The ids of several texts with BOS before and EOS after each."""
+    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+    return np.insert(ids, places, np.tile(np.array([reference.bos_id, reference.eos_id], ids.dtype), len(offsets) - 1))
+
+
+def other_ids(found: Encoded, reference: Tokenizer) -> str:
+    """What is told of the first proved document whose ids are not those that the reference gives for it; "" if all
+    are."""
+    for number, (text, ids) in found.proved.items():
+        if not np.array_equal(ids, np.array(reference.encode(text), np.uint32)):
+            return f"other ids for the document {number} ({found.keys[number]})"
+    return ""
 
 
 def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer,
@@ -105,13 +169,13 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         problems.append(f"the id {tokens.max()} is outside the vocabulary of {tokenizer.size}")
     if not ((tokens[starts] == tokenizer.bos_id).all() and (tokens[ends] == tokenizer.eos_id).all()):
         problems.append("a document does not begin with BOS or does not end with EOS")
-    edges = int(np.isin(tokens, [tokenizer.bos_id, tokenizer.eos_id]).sum())
+    edges = int(np.count_nonzero(tokens == tokenizer.bos_id) + np.count_nonzero(tokens == tokenizer.eos_id))
     if edges != 2 * shard.documents:
         problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some stand inside of documents")
     problems += [] if problems else [
         f"document {number} ({shard.document_key(number)}) does not decode to its text"
         for number, text in texts.items()
-        if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1].tolist()))]
+        if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
     if problems:
         raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
                         f"{listed(problems)}\nIf it happens again, please report it; a failing disk or memory is the "
@@ -143,12 +207,32 @@ def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
                         f"Run encode with --force; if that does not help, run shard with --force.")
 
 
+def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEncoder, reference: Tokenizer,
+             dtype: str) -> Encoded:
+    chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
+    found = Encoded()
+    for batch in read_texts(shards, source, BATCH_BYTES):
+        found.add(batch, encoder.encode_flat(batch.texts), reference, dtype, chosen)
+    left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
+    for number in sorted(found.proved, key=lambda number: (found.text_bytes[number], number))[1:]:
+        left -= found.text_bytes[number]
+        if left < 0:
+            del found.proved[number]
+    return found
+
+
 @lru_cache(maxsize=1)
 def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
+    one_thread()
     tokenizer = load_tokenizer(folder)
     if tokenizer.sha256 != sha256:
         raise UserError(f"The vocabulary in {folder} was replaced while encode was running. Run encode again.")
     return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _fast(folder: Path, sha256: str) -> FastEncoder:
+    return FastEncoder(_tokenizer(folder, sha256), folder)
 
 
 def _name(record: dict[str, Any]) -> str:

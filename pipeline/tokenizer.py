@@ -8,17 +8,25 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.data import TokenizerConfig
 from pipeline.contract.entry import stage_main
 from pipeline.contract.stage_work import Unit, Work
-from pipeline.data.text_shards import read_shard, refuse_changed_shard, shard_records
+from pipeline.data.shard_texts import read_texts
+from pipeline.data.text_shards import shard_records
+from pipeline.errors import UserError
 from pipeline.files import copy_file, output_record, write_json, write_text
+from pipeline.tokenization.admission import COUNT, DOCUMENT_BYTES, gate_texts
 from pipeline.tokenization.base import Tokenizer, loses_marks
+from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
+from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
 from pipeline.tokenization.export import copy_hugging_face, write_hugging_face
+from pipeline.tokenization.fast import NAME
+from pipeline.tokenization.gate import applies, key_of, verdict
 from pipeline.tokenization.kinds import (
     FILES,
     files_beside,
@@ -33,29 +41,32 @@ from pipeline.tokenization.reporting import as_markdown, described
 from pipeline.tokenization.simple import write_characters
 from pipeline.tokenization.training import Sample, sampled, train_sentencepiece
 
+BATCH_BYTES = 1_000_000
+"""Text that is read at once for the sample."""
 LOOK_BYTES = 3_000_000
-"""Training text (beginnings of all shards) that is checked beside the held-out text and shows which pieces occur."""
+"""Training text (beginnings of shards) that is checked beside the held-out text and shows which pieces occur."""
 
 
 def make_tokenizer(work: Work) -> None:
-    """The stage: one tokenizer, made of the training split or taken, and proved on every held-out document."""
+    """The stage: one tokenizer, made of the training split or taken, and proved on held-out documents."""
     shards, manifest = work.input("shard")
     work.check(work.outside())
     train, heldout = (shard_records(manifest, split) for split in ("train", "heldout"))
     made = _made(work, shards, train)
     tokenizer = load_tokenizer(work.folder)
 
-    limit = LOOK_BYTES // max(1, len(train))
-    units = [*(_check_unit(place(shards, work.folder), record, tokenizer, None) for record in heldout),
-             *(_check_unit(place(shards, work.folder), record, tokenizer, limit) for record in train)]
+    checked = heldout_beginnings(heldout, work.config.tokenizer.check_mb * 1e6)
+    units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
+             for record, limit in (*checked, *looked_at(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
     refuse_failures(summed(checks), [failure for check in checks for failure in check["failures"]])
 
-    tallies = {source: summed(check for check, record in zip(checks, heldout, strict=False)
+    tallies = {source: summed(check for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in heldout}}
     seen = set().union(*(from_bitmap(check["seen"]) for check in checks))
     marks = manifest.counts.get("documents_with_u2581", 0) if loses_marks(tokenizer) else 0
-    report = described(tokenizer, tallies, summed(checks[len(heldout):]), seen, marks)
+    report = described(tokenizer, tallies, summed(checks[len(checked):]), seen, marks,
+                       sum(record["docs"] for record in heldout))
     write_json(work.folder / "report.json", report)
     write_text(work.folder / "report.md", as_markdown(report))
     outputs = [*made["outputs"], *(output_record(work.folder, work.folder / name)
@@ -66,18 +77,45 @@ def make_tokenizer(work: Work) -> None:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
                  f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
-    work.commit(outputs, _told(work, tokenizer, report, made["sample"], speed))
+    counts = _told(work, tokenizer, report, made["sample"], speed)
+    work.commit(outputs, {**counts, **_gate(work, shards, heldout, tokenizer)})
+
+
+def _gate(work: Work, shards: Path, heldout: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Whether encode may use the fast encoder: no output, since it depends on what is installed here."""
+    if work.config.encode.encoder == "reference" or not applies(tokenizer.kind):
+        return {}
+    payload = {"shards": place(shards, work.folder), "records": heldout,
+               **key_of(work.folder, tokenizer.kind, tokenizer.sha256)}
+    [found] = work.do_units("gate", [Unit(NAME, payload)], try_encoder, "encoders")
+    del found["outputs"]
+    work.say(f"{NAME} {found['version']}: " + (
+        f"equal ids to {found['reference']} on {found['documents']:,} held-out documents and {found['strings']:,} odd "
+        f"strings; encode may use it" if found["equal"] else
+        f"not for this vocabulary ({found['problem']}); {found['reference']} encodes"))
+    return {COUNT: found}
+
+
+def try_encoder(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Unit of work: the fast encoder compared with the finished tokenizer in `folder`."""
+    texts = gate_texts(placed(folder, payload["shards"]), payload["records"], DOCUMENT_BYTES)
+    return {"outputs": [], **verdict(folder, load_tokenizer(folder), texts)}
 
 
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:
     settings = work.config.tokenizer
+    records, shares = (train, {}) if settings.kind == "char" else training_shards(
+        train, settings.train_mb * 1e6, settings.seed)
+    size, whole = (sum(record["text_bytes"] for record in some) / 1e6 for some in (records, train))
     if settings.path is not None:
         work.say(f"taking {settings.path}")
+        records = []
     else:
-        work.say(f"making a {settings.kind} vocabulary of {sum(record['text_bytes'] for record in train) / 1e6:.1f} MB "
-                 f"of training text in {len(train)} shards")
+        work.say(f"making a {settings.kind} vocabulary of {size:.1f} MB of training text in {len(records)} shards"
+                 + (f", chosen from {whole:.1f} MB in {len(train)}" if len(records) < len(train) else "")
+                 + (": char needs every character, so all of it is read" if settings.kind == "char" else ""))
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
-               "records": train}
+               "records": records, "shares": shares, "of_shards": len(train)}
     [made] = work.do_units("make", [Unit("vocabulary", payload)], make, "vocabulary")
     if made["sample"]["nul_characters"]:
         work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the text that was trained on")
@@ -100,7 +138,8 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         bounds = open_tokenizer(settings.kind, ready).bounds
         copy_file(ready, path)
     elif path is not None:
-        _train(settings, placed(folder, payload["shards"]), payload["records"], path, sample)
+        sample.of_shards = payload["of_shards"]
+        _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
     tokenizer = open_tokenizer(settings.kind, path, bounds)
     if ready is not None and settings.kind == "huggingface" and (beside := files_beside(ready)):
         exported = copy_hugging_face(ready, beside, folder / "hf")
@@ -110,15 +149,32 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample)}
 
 
-def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], path: Path, sample: Sample) -> None:
-    for record in records:  # before, not while: an error within the trainer's C++ would not come out as it is
-        refuse_changed_shard(shards, record)
-    documents = ((document.key, document.text) for record in records for document in read_shard(shards, record))
-    if settings.kind == "char":
-        write_characters(path, (text for _, text in documents))
-        return
-    share = settings.train_mb * 1e6 / max(1, sum(record["text_bytes"] for record in records))
-    train_sentencepiece(sampled(documents, share, settings.seed, sample), settings, path, path.with_name("train.log"))
+def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], shares: dict[str, float],
+           path: Path, sample: Sample) -> None:
+    problems: list[UserError] = []
+
+    def documents(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        sample.shards += 1
+        sample.read_bytes += record["text_bytes"]
+        try:
+            for batch in read_texts(shards, record, BATCH_BYTES):
+                yield from zip(batch.keys, batch.texts, strict=True)
+        except UserError as error:  # raised below: an error within the trainer's C++ would not come out as it is
+            problems.append(error)
+    try:
+        if settings.kind == "char":
+            write_characters(path, (text for record in records for _, text in documents(record)))
+        else:
+            chunks = (chunk for record in records for chunk in sampled(
+                documents(record), shares[record["source"]], settings.seed, sample, settings.document_characters))
+            if settings.kind == "bpe":
+                train_bpe(chunks, settings, path)
+            else:
+                train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
+    finally:
+        if problems:
+            path.unlink(missing_ok=True)
+            raise problems.pop()
 
 
 def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict[str, Any],
@@ -132,8 +188,9 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
     work.say(f"around each document: {bos} ({tokenizer.bos_id}) before it, {eos} ({tokenizer.eos_id}) after it")
     notable = (("literal_marks", "but for U+2581, which came back as a space"), ("nul_documents", "with NUL"),
                ("cut_documents", "encoded in parts"))
-    work.say(f"{total['documents']:,} held-out and {report['training_sample']['documents']:,} training documents: all "
-             f"read back, all with equal ids in hf/tokenizer.json"
+    some = f" of {report['heldout_documents']:,}" if "heldout_documents" in report else ""
+    work.say(f"{total['documents']:,}{some} held-out and {report['training_sample']['documents']:,} training "
+             f"documents: all read back, all with equal ids in hf/tokenizer.json"
              + "".join(f"; {total[name]:,} held-out {words}" for name, words in notable if total[name]))
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.size, "used": tokenizer.used,
             "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "sha256": tokenizer.sha256,

@@ -21,6 +21,7 @@ from pipeline.config.tree import Config
 
 UINT16_IDS = 65536
 SPECIAL_IDS = 256
+TRAINED = ("sentencepiece", "bpe")
 
 
 def problems(config: Config) -> list[str]:
@@ -237,9 +238,12 @@ def _tokenizer(config: Config) -> Iterator[str]:
     tokenizer = config.tokenizer
     if tokenizer.kind in ("tiktoken", "huggingface") and tokenizer.path is None:
         yield f"tokenizer.kind '{tokenizer.kind}' needs tokenizer.path: it is read from a file, not trained."
+    if tokenizer.kind == "bpe" and tokenizer.path is not None:
+        yield ("tokenizer.path is set, but tokenizer.kind 'bpe' is trained; for a ready file of such ranks take "
+               "tokenizer.kind=tiktoken.")
     if tokenizer.kind in ("byte", "char") and tokenizer.path is not None:
         yield f"tokenizer.path is set, but tokenizer.kind '{tokenizer.kind}' takes no file."
-    if tokenizer.kind != "sentencepiece" or tokenizer.path is not None:
+    if tokenizer.kind not in TRAINED or tokenizer.path is not None:
         return
     if tokenizer.vocab_size % 128:
         yield (f"tokenizer.vocab_size {tokenizer.vocab_size} is not a multiple of 128; nearest: "
@@ -267,7 +271,7 @@ def vocabulary_size(config: Config) -> int | None:
     tokenizer = config.tokenizer
     if tokenizer.kind == "byte":
         return 256 + SPECIAL_IDS
-    if tokenizer.kind == "sentencepiece" and tokenizer.path is None:
+    if tokenizer.kind in TRAINED and tokenizer.path is None:
         return tokenizer.vocab_size
     return config.model.vocab_size if tokenizer.path is not None else None
 

@@ -144,8 +144,9 @@ class ShardConfig(Section):
 class TokenizerConfig(Section):
     """Stage 2: the vocabulary, trained or taken from a file."""
 
-    kind: Literal["sentencepiece", "tiktoken", "huggingface", "byte", "char"] = "sentencepiece"
-    """`sentencepiece` is trained unless `path` is given; `tiktoken` and `huggingface` need `path`;
+    kind: Literal["sentencepiece", "bpe", "tiktoken", "huggingface", "byte", "char"] = "sentencepiece"
+    """`sentencepiece` is trained unless `path` is given; `bpe` is trained: byte-level BPE with Llama 3's split, written
+    as the kind of file that Llama 3 has, which `tiktoken` reads; `tiktoken` and `huggingface` need `path`;
     `byte` (256 bytes) and `char` (the corpus's characters) are for small experiments."""
     path: str | None = execution(None)
     """A ready tokenizer: sentencepiece `.model`, Llama 3 tiktoken `tokenizer.model`, or a Hugging Face
@@ -155,7 +156,8 @@ class TokenizerConfig(Section):
     vocab_size: int = Field(32768, gt=0)
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
-    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower."""
+    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next three
+    settings mean nothing to `kind: bpe`."""
     character_coverage: float = Field(0.9999, gt=0, le=1)
     """Share of the corpus's characters that get a piece of their own; the rest are spelled in bytes."""
     split_digits: bool = True
@@ -163,7 +165,15 @@ class TokenizerConfig(Section):
     max_piece_length: int = Field(16, gt=0)
     """Longest piece in characters."""
     train_mb: float = Field(2000.0, gt=0)
-    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory."""
+    """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory. Of a
+    corpus more than four times as large only some shards are read, chosen by their hashes, of each source as its share
+    is. More than 5,000 to 20,000 MB help no vocabulary."""
+    document_characters: int | None = added(None, gt=0)
+    """Of each document only so many characters from its beginning on can be in the sample, so that a few very long
+    ones do not outweigh all others (10,000 is usual); null: all of it. The sample is then smaller than `train_mb`."""
+    check_mb: float = added(64.0, gt=0)
+    """Held-out text in MB that is checked of each source: that it is read back and has equal ids in the exported
+    tokenizer. Of more than that, the beginnings of shards that are chosen by their hashes."""
     seed: int = 0
     """Picks the sample of documents where the corpus is larger than `train_mb`."""
 
@@ -173,3 +183,8 @@ class EncodeConfig(Section):
 
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """Bytes per token on disk; `auto` takes uint16 up to a vocabulary of 65,536."""
+    encoder: Literal["auto", "reference", "fastokens"] = execution("auto")
+    """Which library makes the ids; they are the same. `reference` is sentencepiece, tiktoken or tokenizers; `fastokens`
+    (`pip install 'drover[fast]'`) is several times faster. `auto` takes it where it is installed and gave the
+    reference's ids on held-out documents, odd strings and fuzz; in every shard some documents are encoded by the
+    reference again, which takes over where it differs."""

@@ -132,7 +132,7 @@ STAGES = {stage.name: stage for stage in (
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
           reusable=True,
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
-                "pipeline/data/token_shards.py")),
+                "pipeline/data/shard_texts.py", "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,
           checkpoints=True, goal=("train.steps", "steps"), files="pipeline.records.weight_files:input_files",
           outside_code="pipeline.config.outside:training_code",

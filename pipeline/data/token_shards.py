@@ -223,26 +223,28 @@ class TokenShard:
         return index
 
 
-def write_shard(path: Path, tokens: Sequence[NDArray[Any]], text_bytes: Sequence[int], keys: Sequence[str], *,
-                dtype: str, metadata: dict[str, str]) -> dict[str, Any]:
+def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int],
+                keys: Sequence[str], *, metadata: dict[str, str]) -> dict[str, Any]:
     """Write documents as a shard that appears whole or not at all; equal documents give equal bytes.
 
     Args:
-        tokens: ids of each document, with BOS and EOS.
+        tokens: ids of all documents one after another, with BOS and EOS; stored as they are, `uint16` or
+            `uint32`.
+        offsets: where each document begins, and the end of the last: documents + 1.
         text_bytes: UTF-8 bytes of each document's text.
         keys: key of each document, 32 hexadecimal digits.
-        dtype: `uint16` or `uint32`.
         metadata: what the ids mean; kept in the file's schema beside the format's version.
 
     Returns:
         What the output record says of the content: docs, tokens, text_bytes, dtype and the columns' byte offsets.
     """
     import pyarrow as pa
-    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)]).astype(np.int64)
-    values = np.concatenate([np.asarray(ids, dtype) for ids in tokens]) if tokens else np.empty(0, dtype)
-    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)),
+    dtype, names = tokens.dtype.name, np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
+    if len(names) != KEY_BYTES * len(keys):
+        raise ValueError(f"the {len(keys)} keys of {path} are not of {KEY_BYTES} bytes each")
+    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
                pa.array(np.asarray(text_bytes, np.int64)),
-               pa.array([bytes.fromhex(key) for key in keys], pa.binary(KEY_BYTES))]
+               pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, pa.py_buffer(names)])]
     schema = pa.schema([pa.field("tokens", pa.large_list(pa.field("item", pa.from_numpy_dtype(dtype)))),
                         pa.field("bytes", pa.int64()), pa.field("key", pa.binary(KEY_BYTES))],
                        metadata={"format": str(FORMAT), "dtype": dtype, **metadata})
@@ -250,7 +252,7 @@ def write_shard(path: Path, tokens: Sequence[NDArray[Any]], text_bytes: Sequence
                             schema=schema)
     with atomic_file(path) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)
-    return {"docs": len(tokens), "tokens": len(values), "text_bytes": int(sum(text_bytes)), "dtype": dtype,
+    return {"docs": len(keys), "tokens": len(tokens), "text_bytes": int(sum(text_bytes)), "dtype": dtype,
             **_column_offsets(path)}
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 SIZE_MULTIPLE = 128
 WORD_MARK = "\u2581"
@@ -25,6 +29,18 @@ def padded(count: int) -> int:
     return -(-count // SIZE_MULTIPLE) * SIZE_MULTIPLE
 
 
+Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
+"""Ids of several texts one after another, and their texts + 1 offsets: text i has ids[offsets[i]:offsets[i + 1]]."""
+
+
+def joined(arrays: Sequence[NDArray[Any]]) -> Flat:
+    """The ids of several texts as one array and where each begins."""
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
+    ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+    return ids.astype(np.uint32, copy=False), offsets
+
+
 def byte_piece(value: int) -> str:
     """The name of a byte among sentencepiece's pieces: `<0x0A>`."""
     return f"<0x{value:02X}>"
@@ -39,6 +55,7 @@ class Tokenizer(ABC):
         bos_id, eos_id: put before and after every document by the encode stage, never by `encode`.
         unk_id: the id of what cannot be expressed, where there is one.
         special_tokens: name -> id of the ids that stand for no text.
+        added: spellings, by id, of tokens that are found in a text before anything else is.
         byte_fallback_ids: ids that spell one byte of a character without a piece of its own.
         sha256: hash of the file that defines the vocabulary.
     """
@@ -49,6 +66,7 @@ class Tokenizer(ABC):
     eos_id: int
     unk_id: int | None = None
     special_tokens: Mapping[str, int]
+    added: Mapping[int, str] = MappingProxyType({})
     byte_fallback_ids: frozenset[int] = frozenset()
     sha256: str
 
@@ -72,13 +90,22 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without BOS and EOS."""
 
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        """What `encode` gives for each text, without a Python object for each id where the library allows that."""
+        return joined([np.array(self.encode(text), np.uint32) for text in texts])
+
     def parts(self, text: str) -> list[str]:
         """The pieces of a very long text that are encoded independently of each other; nearly always one."""
         return [text]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        known = self.all_checked(ids).tolist()
+        return b"".join(map(self._bytes_of_ids.__getitem__, known)).decode("utf-8", errors="replace")
+
+    @cached_property
+    def _bytes_of_ids(self) -> list[bytes]:
+        return [self.token_bytes(token) for token in range(self.size)]
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
@@ -97,6 +124,13 @@ class Tokenizer(ABC):
         if not 0 <= token < self.size:
             raise ValueError(f"{token} is not an id of this {self.kind} vocabulary of {self.size}")
         return token
+
+    def all_checked(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """The ids, if all are of this vocabulary; ValueError otherwise."""
+        array = np.asarray(ids, np.int64)
+        for token in (array.min(), array.max()) if len(array) else ():
+            self.checked(int(token))
+        return array
 
 
 def loses_marks(tokenizer: Tokenizer) -> bool:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
-from pipeline.tokenization.base import BOS, EOS, WORD_MARK, Tokenizer
+from pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
 from pipeline.tokenization.byte_level import byte_of_character
 
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
@@ -47,7 +50,8 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
         self.special_tokens |= {bos: self.bos_id, eos: self.eos_id}
-        self._added = {index: token.content for index, token in added.items()}
+        self._special_array = np.array(sorted(self.special_tokens.values()), np.int64)
+        self.added = {index: token.content for index, token in added.items()}
         parts: dict[str, Any] = json.loads(self.tokenizer.to_str())
         self._byte_of = byte_of_character() if "ByteLevel" in _types(parts["decoder"]) else {}
         unknown = parts["model"].get("unk_token")
@@ -59,15 +63,21 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([int(token) for token in ids if self.checked(token) < self.used
-                                      and token not in self.special_ids])
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        # "fast" leaves out where in the text each token lies.
+        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return joined([np.array(one.ids, np.uint32) for one in found])
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        known = self.all_checked(ids)
+        kept = (known < self.used) & ~np.isin(known, self._special_array)
+        return self.tokenizer.decode(known[kept].tolist())
 
     def token_bytes(self, token: int) -> bytes:
         if self.checked(token) not in self._names or token in self.special_ids or token == self.unk_id:
             return b""
-        if token in self._added:
-            return self._added[token].encode()
+        if token in self.added:
+            return self.added[token].encode()
         name = self._names[token]
         if token in self.byte_fallback_ids:
             return bytes([int(name[3:5], 16)])

@@ -16,8 +16,9 @@ from pipeline.tokenization.hub import fetched, names_the_hub
 RECORD = "vocabulary.json"
 FORMAT = 1
 FILES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "huggingface": "tokenizer.json",
-         "char": "characters.json", "byte": None}
-"""The file that defines a tokenizer of each kind, in the tokenizer stage's folder."""
+         "bpe": "tokenizer.model", "char": "characters.json", "byte": None}
+"""The file that defines a tokenizer of each kind, in the tokenizer stage's folder. What `bpe` trains is a tiktoken
+file, and everything after the training calls it that."""
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """What belongs to a `tokenizer.json` that somebody else has made: roles of special tokens, the BOS rule, the chat
 template."""
@@ -70,7 +71,7 @@ def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None 
     if kind == "sentencepiece":
         from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
         return SentencePieceTokenizer(path)
-    if kind == "tiktoken":
+    if kind in ("tiktoken", "bpe"):
         from pipeline.tokenization.tiktoken_tokenizer import TiktokenTokenizer
         return TiktokenTokenizer(path)
     from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer

@@ -15,7 +15,7 @@ COLUMNS = (("bytes_per_token", "bytes/token"), ("characters_per_token", "chars/t
 
 
 def described(tokenizer: Tokenizer, tallies: dict[str, Tally], sample: Tally, seen: set[int],
-              marks: int = 0) -> dict[str, Any]:
+              marks: int = 0, heldout: int = 0) -> dict[str, Any]:
     """The report as JSON; the same text and vocabulary give the same report.
 
     Args:
@@ -23,6 +23,7 @@ def described(tokenizer: Tokenizer, tallies: dict[str, Tally], sample: Tally, se
         sample: sums of the training documents that were checked too.
         seen: ids that occurred in any of them.
         marks: documents of all text whose U+2581 comes back as a space.
+        heldout: documents that are held out; said where not all of them were checked.
     """
     total = Tally()
     for tally in tallies.values():
@@ -31,7 +32,8 @@ def described(tokenizer: Tokenizer, tallies: dict[str, Tally], sample: Tally, se
               and token not in tokenizer.byte_fallback_ids and token != tokenizer.unk_id]
     unused = [token for token in pieces if token not in seen]
     longest = sorted(pieces, key=lambda token: (-len(tokenizer.token_bytes(token)), token))[:LONGEST]
-    return {"kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used,
+    some = {"heldout_documents": heldout} if total.documents < heldout else {}
+    return {"kind": tokenizer.kind, "size": tokenizer.size, "used": tokenizer.used, **some,
             "special_ids": len(tokenizer.special_ids),
             "pieces": len(pieces), "unused_pieces": len(unused),
             "unused_examples": _shown(tokenizer, unused[:LONGEST]), "longest_pieces": _shown(tokenizer, longest),
@@ -45,9 +47,10 @@ def as_markdown(report: dict[str, Any]) -> str:
     if len(rows) > 1:
         rows.append(("all", report["total"]))
     total = report["total"]
+    some = f" of {report['heldout_documents']:,}" if "heldout_documents" in report else ""
     lines = [f"# Tokenizer: {report['kind']}, {report['size']:,} ids", "",
              f"{report['used']:,} ids mean something ({report['special_ids']} special ids, {report['pieces']:,} "
-             f"pieces); the rest is padding. Measured on held-out text: {total['documents']:,} documents, "
+             f"pieces); the rest is padding. Measured on held-out text: {total['documents']:,}{some} documents, "
              f"{total['text_bytes'] / 1e6:.2f} MB.", "",
              "| source | documents | MB | tokens | " + " | ".join(title for _, title in COLUMNS) + " |",
              "|---|" + "---:|" * (3 + len(COLUMNS))]

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.errors import UserError
 from pipeline.files import sha256_file
-from pipeline.tokenization.base import WORD_MARK, Tokenizer
+from pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
 from pipeline.tokenization.byte_level import merges
 
 NEVER = -1e6
@@ -50,9 +53,16 @@ class SentencePieceTokenizer(Tokenizer):
             return list(self._unigram.encode(text, add_special_tokens=False).ids)
         return list(self.processor.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        if self._unigram is not None:
+            found = self._unigram.encode_batch_fast(list(texts), add_special_tokens=False)
+            return joined([np.array(one.ids, np.uint32) for one in found])
+        return joined([self.processor.encode_as_numpy(text) for text in texts])
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         # sentencepiece's own decoding also takes away the space that some ready models put before a text.
-        text: str = self.processor.decode([int(token) for token in ids if self.checked(token) < self.used])
+        known = self.all_checked(ids)
+        text: str = self.processor.decode(known[known < self.used].tolist())
         return text
 
     def token_bytes(self, token: int) -> bytes:

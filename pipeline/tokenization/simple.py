@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, write_json
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Tokenizer, byte_piece
+from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, byte_piece, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 
 
@@ -27,6 +29,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        return joined([np.frombuffer(text.encode(), np.uint8) for text in texts])
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if self.checked(token) < 256 else b""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.errors import UserError
 from pipeline.files import sha256_file
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Tokenizer
+from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -43,6 +47,13 @@ class TiktokenTokenizer(Tokenizer):
         if len(text) <= MAX_RUN:
             return self._encoding.encode_ordinary(text)
         return [token for part in self.parts(text) for token in self._encoding.encode_ordinary(part)]
+
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        return joined([self._array(text) for text in texts])
+
+    def _array(self, text: str) -> NDArray[np.uint32]:
+        parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in self.parts(text)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def parts(self, text: str) -> list[str]:
         # tiktoken's pattern engine overflows its stack on very long runs of white space (a Rust panic, not an error),

@@ -24,11 +24,14 @@ THREADS = 16
 
 @dataclass
 class Sample:
-    """Counts of the text that a vocabulary was trained on."""
+    """Counts of the text that a vocabulary was trained on; and of the shards that were read for it, of how many."""
 
     chunks: int = 0
     text_bytes: int = 0
     nul_characters: int = 0
+    shards: int = 0
+    of_shards: int = 0
+    read_bytes: int = 0
 
 
 def chunked(text: str) -> Iterator[str]:
@@ -45,15 +48,17 @@ def chunked(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, counts: Sample) -> Iterator[str]:
+def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, counts: Sample,
+            most_characters: int | None = None) -> Iterator[str]:
     """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of seed, key and place.
 
     So the sample is spread evenly over everything, whatever the order of shards and whatever else is among them.
-    NUL characters, at which sentencepiece would drop the whole chunk, are left out and counted.
+    NUL characters, at which sentencepiece would drop the whole chunk, are left out and counted. Of each document only
+    the first `most_characters` are looked at.
     """
     limit = int(min(share, 1.0) * 2**64)
     for key, text in documents:
-        for index, chunk in enumerate(chunked(text)):
+        for index, chunk in enumerate(chunked(text[:most_characters])):
             if share < 1:
                 name = f"{seed}/{key}/{index}".encode()
                 if int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >= limit:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.loader import IGNORED, Prefetcher, TokenStream, TrainingData, pack
-from pipeline.data.token_shards import TokenShard, write_shard
+from pipeline.data.token_shards import TokenShard
+from tests.token_shards import write_documents
 
 BOS, EOS = 1, 2
 
@@ -24,7 +25,8 @@ def make_shard(folder, name, lengths, first):
         documents.append(np.array([BOS, *range(first, first + length), EOS]))
         first += length
     path = folder / f"{name}.arrow"
-    record = write_shard(path, documents, [1] * len(lengths), ["00" * 16] * len(lengths), dtype="uint32", metadata={})
+    record = write_documents(path, documents, [1] * len(lengths), ["00" * 16] * len(lengths), dtype="uint32",
+                             metadata={})
     return TokenShard(path, {**record, "source": name, "bytes": path.stat().st_size})
 
 

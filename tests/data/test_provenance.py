@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.data.loader import TrainingData
 from pipeline.data.provenance import documents_of, named, pieces
-from pipeline.data.token_shards import TokenShard, write_shard
+from pipeline.data.token_shards import TokenShard
+from tests.token_shards import write_documents
 
 LENGTHS = {"a": [3, 40, 0, 1, 25, 90], "b": [100, 2, 60]}
 
@@ -23,7 +24,7 @@ def data(tmp_path):
             documents.append(np.full(length + 2, number))
             keys.append(f"{number:032x}")
         path = tmp_path / f"{name}.arrow"
-        record = write_shard(path, documents, [1] * len(keys), keys, dtype="uint16", metadata={})
+        record = write_documents(path, documents, [1] * len(keys), keys, dtype="uint16", metadata={})
         shards[name] = [TokenShard(path, {**record, "source": name, "bytes": path.stat().st_size})]
     return TrainingData(shards, 16, 5, {"a": 1.0, "b": 1.0}, None)
 

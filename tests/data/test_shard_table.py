@@ -21,9 +21,10 @@ from pipeline.data.loader import TokenStream, TrainingData
 from pipeline.data.order import Pool, SampleOrder
 from pipeline.data.provenance import documents_of
 from pipeline.data.shard_table import NUMBERS, OpenShards, Shards, ShardTable, most_open, open_shards, size_problems
-from pipeline.data.token_shards import TokenShard, write_shard
+from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.files import output_record, sha256_json
+from tests.token_shards import write_documents
 
 SOURCES = ("web", "code")
 MIXTURE = {"web": 3.0, "code": 1.0}
@@ -58,7 +59,7 @@ def make_shards(folder, count, documents=7, seed=0):
         source = SOURCES[number % 2]
         lengths = draw.integers(0, 40, documents)
         path = folder / f"train/{source}-{count - number:05d}.arrow"
-        content = write_shard(path, [draw.integers(0, 500, length) for length in lengths], lengths.tolist(),
+        content = write_documents(path, [draw.integers(0, 500, length) for length in lengths], lengths.tolist(),
                               [f"{number:016x}{row:016x}" for row in range(documents)], dtype="uint16", metadata={})
         records.append(output_record(folder, path, split="train" if number % 5 else "heldout", source=source,
                                      **content, input="x", input_sha256="y"))
@@ -205,7 +206,7 @@ def test_threads_read_through_few_places(tmp_path):
 def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths, data):
     folder = tmp_path_factory.mktemp("shard")
     path = folder / "train/web-00000.arrow"
-    content = write_shard(path, [np.zeros(length, "uint16") for length in lengths], lengths,
+    content = write_documents(path, [np.zeros(length, "uint16") for length in lengths], lengths,
                           [f"{row:032x}" for row in range(len(lengths))], dtype="uint16", metadata={})
     record = output_record(folder, path, split="train", source="web", **content)
     held, looked_up = TokenShard(path, record), TokenShard(path, record, whole=0)
@@ -226,7 +227,7 @@ def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths,
 
 def test_changed_offsets_are_noticed_where_they_are_read(tmp_path):
     path = tmp_path / "train/web-00000.arrow"
-    content = write_shard(path, [np.zeros(10, "uint16")] * 4000, [1] * 4000, ["00" * 16] * 4000, dtype="uint16",
+    content = write_documents(path, [np.zeros(10, "uint16")] * 4000, [1] * 4000, ["00" * 16] * 4000, dtype="uint16",
                           metadata={})
     record = output_record(tmp_path, path, split="train", source="web", **content)
     for place, wanted in ((4000, 39_999), (0, 1), (2000, 5), (2000, 39_000), (2000, -1)):

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.shard_table import open_shards
-from pipeline.data.token_shards import TokenShard, read_batch, write_shard
+from pipeline.data.token_shards import TokenShard, read_batch
 from pipeline.errors import UserError
 from pipeline.files import output_record
+from tests.token_shards import write_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [[1, 5, 6, 7, 2], [1, 2], [9], [], [1, 65535, 2], list(range(1000))]
@@ -24,7 +25,7 @@ KEYS = [f"{number:032x}" for number in range(len(DOCUMENTS))]
 
 def make(folder, documents=DOCUMENTS, dtype="uint16", name="train/web-00000.arrow"):
     path = folder / name
-    content = write_shard(path, [np.array(ids, dtype) for ids in documents], [10 * len(ids) for ids in documents],
+    content = write_documents(path, [np.array(ids, dtype) for ids in documents], [10 * len(ids) for ids in documents],
                           [f"{number:032x}" for number in range(len(documents))], dtype=dtype,
                           metadata={"tokenizer_sha256": "ab"})
     split, _, rest = name.partition("/")

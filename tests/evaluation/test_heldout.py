@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pipeline.data.chosen_documents import ChosenDocuments, choose
-from pipeline.data.token_shards import TokenShard, write_shard
+from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.evaluation import bits_per_byte, compressing
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
 from pipeline.evaluation.compressing import Baselines
+from tests.token_shards import write_documents
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def shards(tmp_path):
         lengths = draw.integers(2, 30, 20)
         tokens = [np.full(length, number + at, np.uint16) for at, length in enumerate(lengths)]
         keys = [draw.bytes(16).hex() for _ in lengths]
-        record = write_shard(tmp_path / name, tokens, [int(length) * 3 for length in lengths], keys, dtype="uint16",
+        record = write_documents(tmp_path / name, tokens, [int(length) * 3 for length in lengths], keys, dtype="uint16",
                              metadata={})
         found.append(TokenShard(tmp_path / name, {**record, "source": "s", "bytes": (tmp_path / name).stat().st_size}))
         number += len(lengths)

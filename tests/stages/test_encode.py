@@ -13,6 +13,7 @@ import pyarrow.ipc
 import pytest
 import yaml
 
+import pipeline.encode as encode_stage
 from pipeline.config.data import EncodeConfig
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
@@ -23,7 +24,9 @@ from pipeline.encode import chosen_dtype, counted, encode, prove, reconcile
 from pipeline.errors import UserError
 from pipeline.files import write_json
 from pipeline.shard import shard
-from pipeline.tokenization.base import reads_back
+from pipeline.tokenization import admission, fast, gate
+from pipeline.tokenization.base import joined, reads_back
+from pipeline.tokenization.fast import EncoderError, FastEncoder
 from pipeline.tokenization.kinds import load_tokenizer
 from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command, write_config
@@ -106,9 +109,10 @@ def test_wider_tokens_hold_the_same_ids(run, copy, encoded):
             0, one.token_count).tolist()
 
 
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, tmp_path, corpus):
+@pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(run, tmp_path, corpus, kind):
     """Over forty small shards, so that the kills find it in the middle."""
-    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.003}, tokenizer={"kind": "byte"})
+    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.003}, tokenizer={"kind": kind})
     for stage in ("shard", "tokenizer", "encode"):
         run(stage, config)
     folder, chance, landed = run_folder(config) / "encode", random.Random(0), 0
@@ -217,3 +221,126 @@ def test_a_text_shard_with_other_documents_than_its_record_stops_the_stage(run, 
     write_json(run_folder(copy) / "shard/manifest.json", manifest)
     told = run("encode", copy, "--force", expect=2)
     assert "documents instead of" in told.err and "Traceback" not in told.err
+
+
+def arrows(config):
+    return {path.relative_to(run_folder(config)): path.read_bytes()
+            for path in (run_folder(config) / "encode").rglob("*.arrow")}
+
+
+def encoders(config):
+    return read_manifest(run_folder(config) / "encode").counts["encoders"]
+
+
+def other_ids(text, vocabulary):
+    """Ids that decode to the text and are not the vocabulary's: its first character spelled in bytes."""
+    first = {vocabulary.token_bytes(token): token for token in vocabulary.byte_fallback_ids}
+    return [*(first[bytes([value])] for value in text[0].encode()), *vocabulary.encode(text[1:])]
+
+
+def test_both_encoders_make_the_same_bytes(run, copy):
+    pytest.importorskip("fastokens")
+    told = run("encode", copy, "--force", "encode.encoder=fastokens").out
+    shards, fast = len(arrows(copy)), arrows(copy)
+    assert "encodes: equal ids to sentencepiece on" in told and "comparing" not in told  # the tokenizer stage did so
+    assert encoders(copy).items() >= {"encoder": "fastokens", "fast_shards": shards, "fallback_shards": 0}.items()
+    assert "up to date" in run("encode", copy, "encode.encoder=reference").out  # it decides nothing
+    told = run("encode", copy, "--force", "encode.encoder=reference").out
+    assert "the reference encodes (sentencepiece)" in told and arrows(copy) == fast
+    assert encoders(copy)["reference_shards"] == shards
+
+
+def test_what_one_encoder_began_the_other_ends(run, copy):
+    pytest.importorskip("fastokens")
+    whole = read_manifest(run_folder(copy) / "encode")
+    run("encode", copy, "--force", "encode.encoder=reference")
+    units = sorted((run_folder(copy) / "encode/units/encode").glob("*.json"))
+    (run_folder(copy) / "encode/manifest.json").unlink()
+    for path in units[1:]:
+        path.unlink()
+    run("encode", copy)
+    assert read_manifest(run_folder(copy) / "encode").digest == whole.digest
+    assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(units) - 1, 1)
+
+
+def test_an_encoder_that_goes_wrong_after_the_gate_is_caught_in_each_shard(run, copy, monkeypatch):
+    """In the documents of one shard it gives ids that decode to the text: no round trip would tell."""
+    pytest.importorskip("fastokens")
+    right = arrows(copy)
+    shards = run_folder(copy) / "shard"
+    record = shard_records(read_manifest(shards), "train")[1]
+    bad, honest = {document.text for document in read_shard(shards, record)}, FastEncoder.encode_flat
+
+    def encode_flat(self, texts):
+        found = [np.array(other_ids(text, self.reference), np.uint32) if text in bad else honest(self, [text])[0]
+                 for text in texts]
+        assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, found, strict=True))
+        return joined(found)
+    monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
+    told = run("encode", copy, "--force").out
+    name = record["path"].replace(".tar", ".arrow")
+    assert "WARNING: fastokens gave other ids for the document 0" in told and f"in {name}" in told
+    assert encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == 1
+    assert encoders(copy)["fast_shards"] == len(right) - 1 and arrows(copy) == right
+
+
+def test_an_encoder_that_fails_within_a_shard_is_replaced_there(run, copy, monkeypatch):
+    pytest.importorskip("fastokens")
+    right = arrows(copy)
+
+    def encode_flat(self, texts):
+        raise EncoderError("PanicException: no")
+    monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
+    assert "PanicException: no" in run("encode", copy, "--force").out
+    assert encoders(copy)["fallback_shards"] == len(right) and arrows(copy) == right
+
+
+def test_a_verdict_of_another_version_does_not_hold(run, copy, monkeypatch):
+    pytest.importorskip("fastokens")
+    monkeypatch.setattr(gate, "installed_version", lambda: "9.9")
+    told = run("encode", copy, "--force").out
+    assert "comparing fastokens 9.9 with sentencepiece" in told and "fastokens 9.9 encodes" in told
+    folder = run_folder(copy) / "encode"
+    (folder / "manifest.json").unlink()
+    assert "comparing" not in run("encode", copy).out  # asked once
+    monkeypatch.setattr(fast, "_opened", lambda path, kind: None)  # and a library that cannot do it
+    (folder / "manifest.json").unlink()
+    (folder / "encoder.json").unlink()
+    told = run("encode", copy).out
+    assert "the reference encodes (sentencepiece): fastokens 9.9 does not give this vocabulary's ids" in told
+    (folder / "manifest.json").unlink()
+    told = run("encode", copy, "encode.encoder=fastokens", expect=2)
+    assert "does not give this vocabulary's ids" in told.err and "Traceback" not in told.err
+
+
+def test_without_the_library_the_reference_encodes(run, copy, monkeypatch):
+    right = arrows(copy)
+    for module in (gate, admission):
+        monkeypatch.setattr(module, "installed_version", lambda: None)
+    told = run("encode", copy, "--force").out
+    assert "fastokens is faster, and not installed" in told and arrows(copy) == right
+    assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
+                              "reference_shards": len(right), "fallback_shards": 0}
+    told = run("encode", copy, "--force", "encode.encoder=fastokens", expect=2)
+    assert "it is not installed: pip install 'drover[fast]'" in told.err
+
+
+def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
+    shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
+    record = max(shard_records(read_manifest(shards), "train"), key=lambda record: record["docs"])
+    whole = encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
+    assert {0, record["docs"] - 1} <= set(whole.proved) and len(whole.proved) == min(16, record["docs"])
+    monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
+    one = encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
+    assert set(one.proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
+
+
+def test_equal_texts_that_are_kept_are_encoded(run, tmp_path, corpus):
+    config = write_config(tmp_path, corpus, shard={"drop_duplicates": False}, tokenizer={"kind": "byte"})
+    settings = yaml.safe_load(config.read_text())
+    settings["shard"]["sources"].append({**settings["shard"]["sources"][0], "name": "again"})
+    config.write_text(yaml.safe_dump(settings))
+    for stage in ("shard", "tokenizer", "encode"):
+        run(stage, config)
+    splits = read_manifest(run_folder(config) / "encode").counts["splits"]
+    assert splits["train"]["code"] == splits["train"]["again"]

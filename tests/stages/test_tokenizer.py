@@ -6,8 +6,11 @@ import shutil
 import pytest
 import yaml
 
+import pipeline.tokenizer as stage
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
+from pipeline.data.text_shards import shard_records
+from pipeline.tokenization import fast
 from pipeline.tokenization.kinds import load_tokenizer
 from pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
@@ -148,3 +151,97 @@ def test_a_tokenizer_that_loses_text_is_not_committed(run, copy, tmp_path, byte_
     told = run(copy, "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json",
                      expect=2)
     assert "The tokenizer loses text" in told.err and read_manifest(stage_folder(copy)) is None
+
+
+@pytest.fixture
+def many(tmp_path, corpus):
+    """Config of a run with many small shards of two sources."""
+    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3})
+    settings = yaml.safe_load(config.read_text())
+    [code] = settings["shard"]["sources"]
+    names = sorted(corpus.glob("*.txt"))
+    settings["shard"]["sources"] = [{**code, "paths": [str(path) for path in names[::2]]},
+                                    {**code, "name": "more", "paths": [str(path) for path in names[1::2]]}]
+    config.write_text(yaml.safe_dump(settings))
+    run_stage("shard", config)
+    return config
+
+
+def test_of_a_large_corpus_only_some_shards_are_read(run, many, monkeypatch):
+    read = []
+    honest = stage.read_texts
+    monkeypatch.setattr(stage, "read_texts",
+                        lambda folder, record, size: read.append(record) or honest(folder, record, size))
+    shard = read_manifest(many.parent / "runs/mini/shard")
+    whole = shard.counts["text_bytes"]["train"]
+    told = run(many, f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640").out
+    sample, records = read_manifest(stage_folder(many)).counts["trained_on"], shard_records(shard, "train")
+    assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
+    assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * whole
+    assert {record["source"] for record in read} == {"code", "more"}
+    assert f"in {len(read)} shards, chosen from {whole / 1e6:.1f} MB in {len(records)}" in told
+    assert 0 < sample["text_bytes"] < 0.2 * whole
+    digest = read_manifest(stage_folder(many)).digest
+    run_stage("tokenizer", many, "--force", f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640")
+    assert read_manifest(stage_folder(many)).digest == digest
+
+
+def test_held_out_text_is_checked_up_to_a_bound(run, many):
+    told = run(many, "tokenizer.kind=byte", "tokenizer.check_mb=0.02").out
+    folder = stage_folder(many)
+    report, count = json.loads((folder / "report.json").read_text()), read_manifest(
+        many.parent / "runs/mini/shard").counts["heldout"]
+    assert report["heldout_documents"] == count > report["total"]["documents"] > 0
+    assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
+    assert f"{report['total']['documents']} of {count} held-out" in told
+    assert f"{report['total']['documents']} of {count} documents" in (folder / "report.md").read_text()
+
+
+def test_of_each_document_only_a_beginning_may_be_in_the_sample(run, many):
+    run(many, "tokenizer.kind=sentencepiece", "tokenizer.document_characters=500", "tokenizer.vocab_size=640")
+    shard = read_manifest(many.parent / "runs/mini/shard").counts
+    assert read_manifest(stage_folder(many)).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
+
+
+def test_a_shard_that_changed_stops_the_training(run, copy):
+    path = next((copy.parent / "runs/mini/shard/train").glob("*.tar"))
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    for kind in ("sentencepiece", "char"):
+        told = run(copy, f"tokenizer.kind={kind}", expect=2)
+        assert f"{path} is not what the stage shard committed" in told.err and "Traceback" not in told.err
+
+
+def test_the_fast_encoder_is_tried(run, copy, monkeypatch):
+    pytest.importorskip("fastokens")
+    told = run(copy).out
+    found = read_manifest(stage_folder(copy)).counts["fast_encoder"]
+    assert found["equal"] and found["strings"] > 6000
+    assert found["documents"] == read_manifest(copy.parent / "runs/mini/shard").counts["heldout"]
+    assert "equal ids to sentencepiece on" in told
+    digest = read_manifest(stage_folder(copy)).digest
+    monkeypatch.setattr(fast, "_opened", lambda path, kind: None)
+    told = run(copy, "--force").out
+    assert "not for this vocabulary" in told and "; sentencepiece encodes" in told
+    assert not read_manifest(stage_folder(copy)).counts["fast_encoder"]["equal"]
+    assert read_manifest(stage_folder(copy)).digest == digest  # what is installed decides no output
+    run(copy, "--force", "encode.encoder=reference")
+    assert "fast_encoder" not in read_manifest(stage_folder(copy)).counts
+    assert read_manifest(stage_folder(copy)).digest == digest
+
+
+def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
+    run(copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
+    first, folder = read_manifest(stage_folder(copy)), stage_folder(copy)
+    vocabulary = load_tokenizer(folder)
+    assert (vocabulary.kind, vocabulary.size, first.counts["kind"]) == ("tiktoken", 1024, "tiktoken")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["total"]["hugging_face_failures"] == report["total"]["round_trip_failures"] == 0
+    run_stage("encode", copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
+    encoded = read_manifest(copy.parent / "runs/mini/encode").counts
+    assert encoded["vocab_size"] == 1024 and encoded["total"]["text_bytes"] > 2 * encoded["total"]["tokens"]
+    run_stage("tokenizer", copy, "--force", "tokenizer.kind=bpe", "tokenizer.vocab_size=1024", "launch.processes=2")
+    assert read_manifest(folder).digest == first.digest
+    told = run(copy, "--force", "tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model", expect=2).err
+    assert "for a ready file of such ranks take tokenizer.kind=tiktoken" in told

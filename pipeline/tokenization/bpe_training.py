@@ -1,0 +1,95 @@
+"""Training a byte-level BPE vocabulary with Llama 3's split, written in the form of Llama 3's own tokenizer file.
+
+The `tokenizers` library counts and merges: the pair that occurs most often first, of equals the one with the smaller
+ids. So the same chunks give the same file, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+from pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
+from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+
+MOST_COUNTED = 2**31 - 1
+"""The library counts pairs in 32 bits with a sign; beyond that it goes on with wrong counts, and says nothing."""
+COUNTED_BYTES = 1 << 20
+
+
+class PairCounts:
+    """How often each two bytes stand beside each other in the chunks that go by: never less than how often any pair of
+    tokens does, since one's last byte is beside the other's first."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(65536, np.int64)
+
+    def watch(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The chunks, counted; UserError as soon as a count is too large for the trainer."""
+        held: list[bytes] = []
+        size = 0
+        for chunk in chunks:
+            held.append(chunk.encode())
+            size += len(held[-1])
+            if size >= COUNTED_BYTES:
+                self._count(b"".join(held))
+                held, size = [], 0
+            yield chunk
+        self._count(b"".join(held))
+
+    def _count(self, text: bytes) -> None:
+        values = np.frombuffer(text, np.uint8).astype(np.uint16)
+        self.counts += np.bincount(values[:-1] * 256 + values[1:], minlength=65536)
+        if (most := int(self.counts.max())) > MOST_COUNTED:
+            pair = bytes(divmod(int(self.counts.argmax()), 256))
+            raise UserError(f"The pair of bytes {pair!r} occurs {most:,} times in the text to train on; beyond "
+                            f"{MOST_COUNTED:,} the trainer's counts overflow, and the vocabulary would be wrong. Set "
+                            f"tokenizer.train_mb lower: 5,000 to 20,000 MB are enough for any vocabulary.")
+
+
+def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> None:
+    """Train on `chunks` and write `base64 rank` lines to `path`: 256 bytes, then merged tokens in the order of merging,
+    `settings.vocab_size` less the special ids in all.
+
+    Raises:
+        UserError: the text does not support so large a vocabulary, or is too large for the trainer's counts.
+    """
+    from tokenizers import models, trainers
+    alphabet = byte_of_character()
+    tokenizer = byte_level_tokenizer(models.BPE(), LLAMA3_PATTERN)
+    wanted, problems = settings.vocab_size - len(SPECIAL_TOKENS), []
+
+    def guarded() -> Iterator[str]:
+        try:
+            yield from PairCounts().watch(chunks)
+        except Exception as error:  # noqa: BLE001 - the trainer would make another of it; raised again below
+            problems.append(error)
+    tokenizer.train_from_iterator(guarded(), trainers.BpeTrainer(
+        vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
+    if problems:
+        raise problems.pop()
+    found = sorted((token, bytes(alphabet[character] for character in name))
+                   for name, token in tokenizer.get_vocab().items())
+    if len(found) < wanted:
+        raise UserError(_too_large(settings, len(found)))
+    with atomic_file(path) as file:
+        file.write(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in found))
+
+
+def _too_large(settings: TokenizerConfig, found: int) -> str:
+    if found <= 256:
+        return (f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
+                f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take tokenizer.kind=byte.")
+    whole = found + len(SPECIAL_TOKENS)
+    largest = whole // SIZE_MULTIPLE * SIZE_MULTIPLE
+    advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
+    return (f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which supports "
+            f"{found - 256:,} merges, so {whole:,} ids. {advice}, or give more text (shard.sources, "
+            f"tokenizer.train_mb).")

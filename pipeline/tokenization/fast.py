@@ -1,0 +1,101 @@
+"""A faster encoder of the same ids: fastokens (optional extra `fast`) over a finished tokenizer's files.
+
+It never decides what the ids are. It is taken where a gate found it to give the ids of the reference
+(`pipeline.tokenization.gate`), and every shard is compared with the reference again (`pipeline.encode`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.files import read_json
+from pipeline.tokenization.base import Flat, Tokenizer
+
+NAME = "fastokens"
+KINDS = ("sentencepiece", "tiktoken", "huggingface")
+"""Kinds of vocabulary that it can know."""
+NOT_TAKEN = ("post_processor", "truncation", "padding")
+"""Parts of a tokenizer.json that add to a text's ids or take from them: Drover puts BOS and EOS around documents
+itself, and cuts nothing."""
+
+
+class EncoderError(Exception):
+    """The fast encoder cannot open the vocabulary, or failed at a text; the message says why."""
+
+
+def installed_version() -> str | None:
+    """Version of the library; None where it is not installed."""
+    try:
+        return metadata.version(NAME)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def one_thread() -> None:
+    """Have the libraries written in Rust use one thread in this process: there is a process for every core. Called
+    before they are first used."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def defining_file(folder: Path, kind: str) -> Path:
+    """What the encoder reads of a finished tokenizer stage's folder: the ranks, or the exported tokenizer.json."""
+    return folder / ("tokenizer.model" if kind == "tiktoken" else "hf/tokenizer.json")
+
+
+class FastEncoder:
+    """Texts to ids, as `reference` gives them. Very long texts are cut where the reference cuts them."""
+
+    def __init__(self, reference: Tokenizer, folder: Path) -> None:
+        """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it."""
+        one_thread()
+        self.reference = reference
+        path = defining_file(folder, reference.kind)
+        self._native = _guarded(lambda: _opened(path, reference.kind))
+
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        """As `Tokenizer.encode_flat`; EncoderError if the library fails or gives an id outside the vocabulary."""
+        parts = [self.reference.parts(text) for text in texts]
+        pieces = [piece for part in parts for piece in part]
+        raw, ends = _guarded(lambda: self._native.encode_batch_flat(pieces, False, True))
+        ids, offsets = np.frombuffer(raw, "<u4"), np.frombuffer(ends, "<u8").astype(np.int64)
+        if len(offsets) != len(pieces) + 1 or offsets[-1] != len(ids):
+            raise EncoderError(f"it gave {len(offsets)} offsets up to {offsets[-1:]} for {len(pieces)} texts")
+        if len(ids) and ids.max() >= self.reference.size:
+            raise EncoderError(f"it gave the id {ids.max()}, outside the vocabulary of {self.reference.size}")
+        if len(pieces) > len(texts):
+            firsts = np.zeros(len(texts) + 1, np.int64)
+            np.cumsum([len(part) for part in parts], out=firsts[1:])
+            offsets = offsets[firsts]
+        return ids, offsets
+
+
+def _opened(path: Path, kind: str) -> Any:
+    import fastokens
+    if kind == "tiktoken":
+        from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+        return fastokens.Tokenizer.from_tiktoken(str(path), LLAMA3_PATTERN, {})
+    return fastokens.Tokenizer.from_json_str(_without_specials(read_json(path)))
+
+
+def _without_specials(description: dict[str, Any]) -> str:
+    """A tokenizer.json that knows no special token: their names in a text are text. What somebody added besides is
+    still found in texts, as by the reference."""
+    kept = [token for token in description.get("added_tokens") or [] if not token.get("special")]
+    return json.dumps({**description, "added_tokens": kept, **dict.fromkeys(NOT_TAKEN)})
+
+
+def _guarded(call: Any) -> Any:
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust arrives as a class that is not even an Exception
+        raise EncoderError(f"{type(error).__name__}: {str(error).strip()[:300]}") from None

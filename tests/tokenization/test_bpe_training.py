@@ -1,0 +1,107 @@
+"""Byte-level BPE: the same file every time, read as Llama 3's is, with errors that say what to change."""
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.errors import UserError
+from pipeline.tokenization import bpe_training
+from pipeline.tokenization.base import SPECIAL_TOKENS
+from pipeline.tokenization.bpe_training import PairCounts, train_bpe
+from pipeline.tokenization.export import hugging_face_tokenizer
+from pipeline.tokenization.kinds import open_tokenizer
+from pipeline.tokenization.training import chunked
+from tests.conftest import REPOSITORY
+from tests.tokenization.conftest import ODD_TEXTS
+
+
+@pytest.fixture(scope="module")
+def chunks(texts):
+    return [chunk for text in texts for chunk in chunked(text)]
+
+
+@pytest.fixture(scope="module")
+def trained(chunks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.model"
+    train_bpe(iter(chunks), TokenizerConfig(kind="bpe", vocab_size=1152), path)
+    return path
+
+
+def test_it_is_a_file_of_ranks_with_the_256_special_ids_behind(trained):
+    vocabulary = open_tokenizer("bpe", trained)
+    assert vocabulary.kind == "tiktoken" and vocabulary.size == vocabulary.used == 1152
+    assert len(vocabulary.ranks) == 1152 - len(SPECIAL_TOKENS) and vocabulary.bos_id == 1152 - 256
+    assert {bytes([value]) for value in range(256)} == {token for token, rank in vocabulary.ranks.items() if rank < 256}
+    assert vocabulary.sha256 == hashlib.sha256(trained.read_bytes()).hexdigest()
+
+
+def test_each_token_is_made_of_two_earlier_ones_and_the_first_is_the_most_frequent_pair(trained):
+    ranks = [base64.b64decode(line.split()[0]) for line in trained.read_bytes().splitlines()]
+    earlier = set(ranks[:256])
+    for token in ranks[256:]:
+        assert any(token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token)))
+        earlier.add(token)
+    assert ranks[256] == b"  "  # of source code
+
+
+def test_ids_are_equal_in_the_export_and_texts_come_back(trained, texts):
+    vocabulary = open_tokenizer("bpe", trained)
+    exported = hugging_face_tokenizer(vocabulary)
+    exported.encode_special_tokens = True
+    for text in [*texts, *ODD_TEXTS]:
+        ids = vocabulary.encode(text)
+        assert exported.encode(text, add_special_tokens=False).ids == ids and vocabulary.decode(ids) == text
+    total = sum(len(vocabulary.encode(text)) for text in texts)
+    assert total < 0.5 * sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_path, threads):
+    (tmp_path / "chunks").write_bytes(repr(chunks).encode())
+    code = ("import ast, sys; from pathlib import Path; from pipeline.config.data import TokenizerConfig; "
+            "from pipeline.tokenization.bpe_training import train_bpe; "
+            "train_bpe(ast.literal_eval(Path(sys.argv[1]).read_text()), TokenizerConfig(kind='bpe', vocab_size=1152), "
+            "Path(sys.argv[2]))")
+    path = tmp_path / "again.model"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "chunks"), str(path)], check=True, cwd=REPOSITORY,
+                   env={**os.environ, "RAYON_NUM_THREADS": str(threads), "PYTHONHASHSEED": str(threads)})
+    assert path.read_bytes() == trained.read_bytes()
+
+
+def test_a_vocabulary_too_large_for_the_text_is_told_how_many_merges_it_supports(tmp_path):
+    text = ["hello world, hello there\n" * 9, "".join(chr(0x4E00 + number) for number in range(400))]
+    with pytest.raises(UserError, match=r"vocab_size 32768 is too large .* supports ([\d,]+) merges, so ([\d,]+) ids"
+                                        r"\. Set it to (\d+) or less") as caught:
+        train_bpe(text, TokenizerConfig(kind="bpe", vocab_size=32768), tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    size = int(str(caught.value).split("Set it to ")[1].split()[0])
+    assert size % 128 == 0
+    train_bpe(text, TokenizerConfig(kind="bpe", vocab_size=size), tmp_path / "m")
+    assert open_tokenizer("bpe", tmp_path / "m").size == size
+
+
+def test_no_text_is_said_to_be_none(tmp_path):
+    with pytest.raises(UserError, match="There is nothing to merge"):
+        train_bpe([], TokenizerConfig(kind="bpe", vocab_size=640), tmp_path / "m")
+
+
+def test_counts_that_would_overflow_are_refused_by_name(tmp_path, chunks, monkeypatch):
+    monkeypatch.setattr(bpe_training, "MOST_COUNTED", 500)
+    with pytest.raises(UserError, match=r"The pair of bytes b'  ' occurs [\d,]+ times .* beyond 500"):
+        train_bpe(chunks, TokenizerConfig(kind="bpe", vocab_size=640), tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_no_pair_of_tokens_occurs_more_often_than_was_counted(chunks, monkeypatch):
+    monkeypatch.setattr(bpe_training, "COUNTED_BYTES", 1000)
+    watch = PairCounts()
+    assert list(watch.watch(chunks)) == chunks
+    text = "".join(chunks).encode()
+    assert all(watch.counts[left * 256 + right] >= text.count(bytes([left, right])) - len(chunks)
+               for left, right in (b"th", b"in", b"  ", b"e "))
+    assert watch.counts.sum() <= len(text)

@@ -1,0 +1,73 @@
+"""How much is read does not grow with the corpus, and what is read is chosen evenly, by contents and seed alone."""
+
+import hashlib
+
+import pytest
+
+from pipeline.tokenization.choosing import COVER, MOST_LOOKED_AT, heldout_beginnings, looked_at, training_shards
+
+MB = 1_000_000
+
+
+def shards(**sources):
+    """Records of so many shards of 64 MB each, by source."""
+    return [{"path": f"train/{source}-{number:05d}.tar", "source": source, "text_bytes": 64 * MB,
+             "sha256": hashlib.sha256(f"{source}{number}".encode()).hexdigest()}
+            for source, count in sources.items() for number in range(count)]
+
+
+def size(records):
+    return sum(record["text_bytes"] for record in records)
+
+
+def test_of_a_small_corpus_everything_is_read():
+    records = shards(web=3, code=1)
+    chosen, shares = training_shards(records, 64 * MB, 0)
+    assert chosen == records and shares == {"web": 0.25, "code": 0.25}
+    assert training_shards([], 64 * MB, 0) == ([], {})
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_what_is_read_does_not_grow_with_the_corpus(count):
+    records = shards(web=count * 9 // 10, code=count // 10)
+    chosen, shares = training_shards(records, 2000 * MB, 0)
+    assert COVER * 2000 * MB <= size(chosen) < COVER * 2000 * MB + 2 * 64 * MB
+    taken = {source: shares[source] * size(record for record in chosen if record["source"] == source)
+             for source in ("web", "code")}
+    assert taken == {"web": pytest.approx(1800 * MB), "code": pytest.approx(200 * MB)}
+    order = {record["path"]: place for place, record in enumerate(records)}
+    places = [order[record["path"]] for record in chosen if record["source"] == "web"]
+    assert places == sorted(places)  # in the corpus's order, from all of it
+    quarters = [sum(low <= place < low + count * 9 // 40 for place in places) for low in range(0, count * 9 // 10,
+                                                                                            count * 9 // 40)]
+    assert min(quarters) > len(places) / 8
+
+
+def test_the_choice_is_that_of_contents_and_seed():
+    records = shards(web=1000)
+    first = {record["path"] for record in training_shards(records, 100 * MB, 0)[0]}
+    assert {record["path"] for record in training_shards(records[::-1], 100 * MB, 0)[0]} == first
+    assert {record["path"] for record in training_shards(records, 100 * MB, 1)[0]} != first
+
+
+def test_a_small_source_has_one_shard_at_least():
+    chosen, shares = training_shards(shards(web=1000, poems=1), 100 * MB, 0)
+    assert sum(record["source"] == "poems" for record in chosen) == 1
+    assert shares["poems"] == pytest.approx(100 / 1001 / 64)
+
+
+def test_held_out_text_is_checked_up_to_a_bound_in_each_source():
+    records = shards(web=1000, code=1)
+    found = heldout_beginnings(records, 64 * MB)
+    assert [limit for record, limit in found if record["source"] == "code"] == [None]
+    limits = [limit for record, limit in found if record["source"] == "web"]
+    assert len(limits) == MOST_LOOKED_AT and set(limits) == {64 * MB // MOST_LOOKED_AT}
+    assert [record["path"] for record, _ in found] == sorted((record["path"] for record, _ in found),
+                                                            key=[record["path"] for record in records].index)
+
+
+def test_few_training_shards_are_all_looked_at():
+    assert looked_at(shards(web=3), 3 * MB) == [(record, MB) for record in shards(web=3)]
+    many = looked_at(shards(web=5000), 3 * MB)
+    assert len(many) == MOST_LOOKED_AT and {limit for _, limit in many} == {3 * MB // MOST_LOOKED_AT}
+    assert looked_at([], MB) == []

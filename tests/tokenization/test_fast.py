@@ -1,0 +1,157 @@
+"""The fast encoder gives the reference's ids, or the gate says that it does not."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.tokenization import fast
+from pipeline.tokenization.export import copy_hugging_face, write_hugging_face
+from pipeline.tokenization.fast import EncoderError, FastEncoder
+from pipeline.tokenization.gate import compare, fuzz, odd_strings, verdict
+from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from pipeline.tokenization.kinds import FILES
+from pipeline.tokenization.tiktoken_tokenizer import MAX_PART
+from tests.tokenization.conftest import KINDS, ODD_TEXTS
+
+pytest.importorskip("fastokens")
+FAST = ("bpe", "tiktoken", "huggingface")
+SCRIPTS = {"Greek": (0x370, 0x3FF), "Cyrillic": (0x400, 0x4FF), "Hebrew": (0x590, 0x5F4), "Arabic": (0x600, 0x6FF),
+           "Devanagari": (0x900, 0x97F), "Thai": (0xE00, 0xE5B), "Hangul": (0xAC00, 0xD7A3), "Han": (0x4E00, 0x9FA5),
+           "Kana": (0x3040, 0x30FF), "Cuneiform": (0x12000, 0x12399), "emoji": (0x1F300, 0x1F6FF)}
+
+
+def in_other_scripts(count=40):
+    """Texts with words, lines and digits in many scripts, the same ones every time."""
+    draw = np.random.default_rng(3)
+    for name, (low, high) in SCRIPTS.items():
+        words = ["".join(map(chr, draw.integers(low, high, draw.integers(1, 9)))) for _ in range(300)]
+        for number in range(count):
+            yield f"{name} {number}\n" + " ".join(words[at] for at in draw.integers(0, len(words), 40)) + ".\n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, files, vocabularies):
+    """The files that the tokenizer stage leaves of each kind, by kind."""
+    made = {}
+    for kind in ("bpe", "tiktoken", "huggingface", "unigram"):
+        made[kind] = tmp_path_factory.mktemp(kind)
+        shutil.copyfile(files[kind], made[kind] / FILES[vocabularies[kind].kind])
+        write_hugging_face(vocabularies[kind], made[kind] / "hf")
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flat_ids_are_those_of_one_text_after_another(vocabularies, kind):
+    texts = [*ODD_TEXTS, *in_other_scripts(2), "word " * 9000]
+    ids, offsets = vocabularies[kind].encode_flat(texts)
+    assert ids.dtype == np.uint32 and offsets.dtype == np.int64
+    found = [ids[start:stop].tolist() for start, stop in pairwise(offsets)]
+    assert found == [vocabularies[kind].encode(text) for text in texts]
+    empty, none = vocabularies[kind].encode_flat([])
+    assert len(empty) == 0 and none.tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_ids_are_those_of_the_reference(vocabularies, folders, texts, kind):
+    vocabulary, encoder = vocabularies[kind], FastEncoder(vocabularies[kind], folders[kind])
+    for batch in (texts, ODD_TEXTS, list(in_other_scripts()), list(fuzz(1, 3000)), list(odd_strings(vocabulary)), []):
+        compare(encoder, vocabulary, batch)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_names_of_special_tokens_stay_text(vocabularies, folders, kind):
+    vocabulary = vocabularies[kind]
+    ids, _ = FastEncoder(vocabulary, folders[kind]).encode_flat([f"a{name}b" for name in vocabulary.special_tokens])
+    assert not vocabulary.special_ids & set(ids.tolist()) and len(ids)
+
+
+def test_a_very_long_text_is_cut_where_the_reference_cuts_it(vocabularies, folders):
+    vocabulary = vocabularies["tiktoken"]
+    long = "0123456789 and so on, " * (MAX_PART // 15) + "x" * 60_000
+    assert len(vocabulary.parts(long)) > 3
+    compare(FastEncoder(vocabulary, folders["tiktoken"]), vocabulary, ["before", long, "", "after", long[:70_000]])
+
+
+def test_what_somebody_added_to_a_tokenizer_is_found_in_texts_and_its_special_tokens_are_not(tmp_path, byte_level):
+    from tokenizers import AddedToken, Tokenizer
+    ready = Tokenizer.from_str(byte_level.to_str())
+    ready.add_special_tokens(["<s>", "</s>"])
+    ready.add_tokens([AddedToken("->", normalized=False), AddedToken("lstrip", lstrip=True, normalized=False)])
+    path = tmp_path / "tokenizer.json"
+    ready.save(str(path))
+    copy_hugging_face(path, [], tmp_path / "hf")
+    vocabulary = HuggingFaceTokenizer(path)
+    found = verdict(tmp_path, vocabulary, ["def f(x) -> int:", " lstrip(->)<s>"])
+    assert found["equal"] and (found["documents"], found["text_bytes"]) == (2, 30) and found["strings"] > 6000
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_the_gate_lets_the_right_one_through(vocabularies, folders, texts, kind):
+    found = verdict(folders[kind], vocabularies[kind], texts)
+    assert found["equal"] and found["documents"] == len(texts) and "problem" not in found
+    assert found["text_bytes"] == sum(len(text.encode()) for text in texts)
+    json.dumps(found)
+
+
+def test_a_vocabulary_that_the_library_refuses_is_left_to_the_reference(vocabularies, folders, texts):
+    found = verdict(folders["unigram"], vocabularies["unigram"], texts)
+    assert not found["equal"] and found["problem"] and found["documents"] == 0
+
+
+class Native:
+    """An encoder of the library's interface that does as it is told."""
+
+    def __init__(self, encode):
+        self.encode = encode
+
+    def encode_batch_flat(self, texts, *_):
+        found = [self.encode(text) for text in texts]
+        offsets = np.cumsum([0, *map(len, found)], dtype=np.uint64)
+        return np.array([token for ids in found for token in ids], np.uint32).tobytes(), offsets.tobytes()
+
+
+def broken(vocabulary, name):
+    """Ways to be wrong that a round trip would not show, or only one text in thousands."""
+    table = vocabulary.ranks
+
+    def in_bytes(text):  # decodes to the text
+        return [table[bytes([value])] for value in text.encode()] if "\u2028" in text else vocabulary.encode(text)
+
+    def special(text):
+        ids = vocabulary.encode(text)
+        return [vocabulary.eos_id, *ids] if "<|end_of_text|>" in text else ids
+
+    def outside(text):
+        return [*vocabulary.encode(text), vocabulary.size]
+
+    def panics(text):
+        if "\0" in text:
+            raise type("PanicException", (BaseException,), {})("called `Option::unwrap()` on a `None` value")
+        return vocabulary.encode(text)
+
+    return {"in_bytes": in_bytes, "special": special, "outside": outside, "panics": panics}[name]
+
+
+@pytest.mark.parametrize(("name", "problem"), [
+    ("in_bytes", "other ids for"), ("special", "<|end_of_text|>"), ("outside", "outside the vocabulary"),
+    ("panics", r"PanicException: called `Option::unwrap\(\)`")])
+def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularies, folders, name, problem):
+    vocabulary = vocabularies["tiktoken"]
+    monkeypatch.setattr(fast, "_opened", lambda path, kind: Native(broken(vocabulary, name)))
+    found = verdict(folders["tiktoken"], vocabulary, ["text"])
+    assert not found["equal"]
+    with pytest.raises(EncoderError, match=problem):
+        raise EncoderError(found["problem"])
+
+
+def test_a_pattern_that_splits_otherwise_does_not_come_through_the_gate(monkeypatch, vocabularies, folders):
+    import fastokens
+    vocabulary = vocabularies["tiktoken"]
+    path: Path = folders["tiktoken"] / "tokenizer.model"
+    other = fastokens.Tokenizer.from_tiktoken(str(path), r"\p{N}{1,2}|\s+|[^\s\p{N}]+", {})
+    monkeypatch.setattr(fast, "_opened", lambda path, kind: other)
+    assert "other ids for" in verdict(folders["tiktoken"], vocabulary, [])["problem"]

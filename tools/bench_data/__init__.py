@@ -1,0 +1,1 @@
+"""How fast is text made into tokens? Drover beside datatrove: `python -m tools.bench_data`."""
