@@ -26,7 +26,9 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.documents import Rejection
+from pipeline.data.filters.base import FOLDER as FILTER_FILES
 from pipeline.data.filters.chain import few_reasons, no_counts, total
+from pipeline.data.filters.decontamination import gather_contamination
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.staging import (
     CUT,
@@ -55,15 +57,16 @@ def shard(work: Work) -> None:
     files = input_files(work.config)
     _warn_of_unpinned(work)
 
-    hashes = {record["path"]: record["sha256"] for record in work.run.files(work.name)}
+    outside = work.run.files(work.name)
+    hashes = {record["path"]: record["sha256"] for record in outside}
     filters = _filters(work)
     units = [Unit(name, {"name": name, **payload, **filters, "sha256": [
         hashes[str(Path(path).absolute())] for _, path in payload["files"]]}) for name, payload in
         reading_units(config, files)]
     if work.part is None:  # of a data set its own library knows which files it reads
-        whole = {source.name for source in config.sources if source.kind == "hf"}
-        work.check([file for file, (name, _) in zip(work.outside(), files, strict=True)
-                    if name.partition("/")[0] in whole])
+        whole = {source.name for source in config.sources if source.kind == "hf"} | {FILTER_FILES}
+        work.check([file for file, record in zip(work.outside(), outside, strict=True)
+                    if record["name"].partition("/")[0] in whole])
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -85,6 +88,9 @@ def shard(work: Work) -> None:
     outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
+    findings = [record.get("findings", {}) for record in read]
+    contamination, written = gather_contamination(folder, config.filters, findings)
+    counts, outputs = {**counts, **contamination}, outputs + written
     _clear(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True)
 
@@ -104,8 +110,10 @@ def _filters(work: Work) -> dict[str, Any]:
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")
     items = [item.model_dump(mode="json") for item in config.filters]
-    # With their code, so that units of an attempt that broke off are not mixed with those of other code.
-    return {"filters": items, "keep_dropped": config.keep_dropped,
+    files = {record["name"]: record["sha256"] for record in work.run.files(work.name)
+             if record["name"].startswith(f"{FILTER_FILES}/")}
+    # With their code and files, so that units of an attempt that broke off are not mixed with those of others.
+    return {"filters": items, "keep_dropped": config.keep_dropped, **({"filter_files": files} if files else {}),
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 

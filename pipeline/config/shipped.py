@@ -17,7 +17,8 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.ba
     "c4": "pipeline.data.filters.c4:C4",
     "gopher_quality": "pipeline.data.filters.gopher_quality:GopherQuality",
     "gopher_repetition": "pipeline.data.filters.gopher_repetition:GopherRepetition",
-    "fineweb_quality": "pipeline.data.filters.fineweb_quality:FinewebQuality"})
+    "fineweb_quality": "pipeline.data.filters.fineweb_quality:FinewebQuality",
+    "decontamination": "pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {
     "tensorboard": "pipeline.training.sinks.tensorboard:TensorBoard",

@@ -104,10 +104,10 @@ def _named(text: str) -> Any:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, parts=True, reusable=True,
-          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.sources:input_files",
+          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.base:stage_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
-                "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
+                "pipeline/data/documents.py", "pipeline/data/comparable_words.py", "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           files="pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
@@ -131,7 +131,7 @@ STAGES = {stage.name: stage for stage in (
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
                 "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
                 "pipeline/data/text_shards.py", "pipeline/data/token_shards.py", "pipeline/data/shard_table.py",
-                "pipeline/data/chosen_documents.py")),
+                "pipeline/data/chosen_documents.py", "pipeline/data/comparable_words.py")),
     Stage("report", needs=("shard", "tokenizer", "encode", "train", "convert", "evaluate"), reads=("report",),
           code=("pipeline/reporting",)),
 )}

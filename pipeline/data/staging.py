@@ -91,7 +91,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
-    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "outputs": outputs}
+    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts,
+            **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
 
 
 def _index_row(text: str, offset: int, length: int) -> bytes:

@@ -21,19 +21,31 @@ pipeline/config/shipped.py, and its test in tests/data/filters.
 
 What a filter must keep to: its answer follows from the document and its settings alone, since documents are read by
 any number of processes, in any order, and again after a kill. It may hold what is costly to make (a compiled
-expression, a model) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+expression) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+
+A filter that needs files (a model, evaluation sets) says which in `reads`, has their paths in fields declared with
+`pipeline.config.section.execution`, because their content counts and not their place, and reads them in `open`; what
+takes long to read it keeps for the process in a function with `lru_cache`. The stage records them with their hashes as
+its inputs, as filters/<name of the filter>/<name of the file>, and refuses to go on with others. Of a filter from
+outside of Drover nothing is asked where a run is merely looked at: its files are not recorded.
+
+What a filter has to tell beside how many it dropped and why (languages, items of evaluation sets) it counts itself, as
+`findings`, which are added up over all units.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from pipeline.config.kinds import Kind, outside_sources
+from pipeline.config.shipped import name_of
 from pipeline.data.documents import Document
+from pipeline.errors import AbsentInputError, UserError, listed
 
 if TYPE_CHECKING:
     from pipeline.config.tree import Config
@@ -57,6 +69,67 @@ class Filter(Kind):
         Raises:
             Exception: any; it ends the stage, naming the filter and the document.
         """
+
+    def reads(self) -> list[Path]:
+        """The files that it needs; UserError if that cannot be said."""
+        return []
+
+    def open(self) -> None:
+        """Read what it needs, before the first document of a unit.
+
+        Raises:
+            UserError: a file is not there or cannot be used, a library is not installed.
+        """
+
+    def findings(self) -> dict[str, Any]:
+        """What it has counted in the documents so far: numbers, or dictionaries of them."""
+        return {}
+
+
+FOLDER = "filters"
+"""What the names of filters' files begin with."""
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
+
+    A name goes back to the folder that holds all files of the filter.
+
+    Raises:
+        AbsentInputError: naming all that are not there.
+    """
+    found: list[tuple[str, Path]] = []
+    problems = []
+    for own in config.shard.filters:
+        try:
+            paths = [path.absolute() for path in own.reads()] if isinstance(own, Filter) else []
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
+                     for path in paths if not path.is_file()]
+        there = [path for path in dict.fromkeys(paths) if path.is_file()]
+        common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
+        found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
+    if problems:
+        raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
+    return found
+
+
+def stage_files(config: Config) -> list[tuple[str, Path]]:
+    """All files from outside that the stage shard reads: the sources' and the filters'."""
+    from pipeline.data import sources
+    found: list[tuple[str, Path]] = []
+    absent: list[AbsentInputError] = []
+    for own in (sources.input_files, input_files):
+        try:
+            found += own(config)
+        except AbsentInputError as error:
+            found += error.found
+            absent.append(error)
+    if absent:
+        raise AbsentInputError("\n".join(map(str, absent)), found, set().union(*(error.sources for error in absent)))
+    return found
 
 
 def outside_code(config: Config) -> dict[str, Path]:
