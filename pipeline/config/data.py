@@ -100,9 +100,10 @@ class ShardConfig(Section):
     a text that is also trained on."""
     filters: list[DocumentFilter] = added(default_factory=list)
     """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
-    has a `kind` (length, repetition, characters, masking, or my_module:MyFilter for one of your own), a `name` to be
-    counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}. docs/data.md
-    has them all."""
+    has a `kind` (length, repetition, characters, masking, c4, gopher_quality, gopher_repetition, fineweb_quality,
+    language, encoding_repair, normalization, decontamination, or my_module:MyFilter for one of your own), a `name` to
+    be counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}.
+    docs/data.md has them all."""
     keep_dropped: bool = added(False)
     """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/.
     They are outputs of the stage, so a finished one is made again for them."""

@@ -18,6 +18,9 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.ba
     "gopher_quality": "pipeline.data.filters.gopher_quality:GopherQuality",
     "gopher_repetition": "pipeline.data.filters.gopher_repetition:GopherRepetition",
     "fineweb_quality": "pipeline.data.filters.fineweb_quality:FinewebQuality",
+    "language": "pipeline.data.filters.language:Language",
+    "encoding_repair": "pipeline.data.filters.encoding_repair:EncodingRepair",
+    "normalization": "pipeline.data.filters.normalization:Normalization",
     "decontamination": "pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {

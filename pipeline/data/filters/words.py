@@ -12,7 +12,7 @@ from collections import Counter
 from functools import lru_cache
 
 _WORD = re.compile(r"\w+|(?<=\w)['’]\w+|[-.=*#]+|[^\w\s]")
-_SENTENCE_END = re.compile(r"[.!?…。！？।؟]+[\"'”’)\]]*(?=\s+\S)")
+_SENTENCE_END = re.compile(r"(?<![.!?…。！？।؟])[.!?…。！？।؟]++[\"'”’)\]]*+(?=\s++\S)")  # from a run's begin only: linear
 
 
 def _characters(ranges: str) -> frozenset[str]:
