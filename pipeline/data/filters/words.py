@@ -12,7 +12,8 @@ from collections import Counter
 from functools import lru_cache
 
 _WORD = re.compile(r"\w+|(?<=\w)['’]\w+|[-.=*#]+|[^\w\s]")
-_SENTENCE_END = re.compile(r"(?<![.!?…。！？।؟])[.!?…。！？।؟]++[\"'”’)\]]*+(?=\s++\S)")  # from a run's begin only: linear
+# From the beginning of a run of marks only, and without going back: linear in any text.
+_SENTENCE_END = re.compile(r"(?<![.!?…。！？।؟])[.!?…。！？।؟]++[\"'”’)\]]*+(?=\s++\S)")
 
 
 def _characters(ranges: str) -> frozenset[str]:
