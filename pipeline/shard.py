@@ -20,11 +20,13 @@ import shutil
 from itertools import islice
 from typing import Any
 
+from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
 from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
+from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.base import FOLDER as FILTER_FILES
 from pipeline.data.filters.chain import few_reasons, no_counts, total
@@ -60,7 +62,7 @@ def shard(work: Work) -> None:
     outside = work.run.files(work.name)
     hashes = {record["path"]: record["sha256"] for record in outside}
     filters = _filters(work)
-    units = [Unit(name, {"name": name, **payload, **filters, "sha256": [
+    units = [Unit(name, {"name": name, **payload, **filters, **_examples(name, config), "sha256": [
         hashes[str(Path(path).absolute())] for _, path in payload["files"]]}) for name, payload in
         reading_units(config, files)]
     if work.part is None:  # of a data set its own library knows which files it reads
@@ -76,7 +78,7 @@ def shard(work: Work) -> None:
     if config.heldout_rule == "tail":
         corpus, parts = hold_out_tails(folder, corpus, names, config.heldout_share)
         names, staged = [*names, CUT], [*staged, parts]
-    counts = _count(corpus, read, source_of_unit, sources, config.filters)
+    counts = _count(corpus, read, source_of_unit, sources, config)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
     payloads = plan_shards(folder, corpus, names, staged, sources, config.shard_mb * 1e6)
@@ -117,12 +119,20 @@ def _filters(work: Work) -> dict[str, Any]:
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 
+def _examples(unit: str, config: ShardConfig) -> dict[str, Any]:
+    """How many of the documents that filters drop a unit is to show; nothing where there are no filters."""
+    return {"examples": config.dropped_examples} if config.filters and keeps_examples(unit) else {}
+
+
 def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int], sources: list[str],
-           filters: list[Any]) -> dict[str, Any]:
-    """What became of every document, for each source and in all."""
+           config: ShardConfig) -> dict[str, Any]:
+    """What became of every document, for each source and in all, and each source's data card."""
+    filters = config.filters
     of_source: dict[str, dict[str, Any]] = {}
+    cards: dict[str, dict[str, Any]] = {}
     for number, source in enumerate(sources):
         records = [record for record, owner in zip(read, source_of_unit, strict=True) if owner == number]
+        cards[source] = source_card(records, config.dropped_examples)
         kept = {split: corpus.index[corpus.kept(split, number)] for split in SPLITS}
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
         passed = few_reasons(total([no_counts(filters), *(record.get("filters", {}) for record in records)]))
@@ -140,7 +150,7 @@ def _count(corpus: Corpus, read: list[dict[str, Any]], source_of_unit: list[int]
             "documents_with_nul": sum(int((rows["flags"] & HAS_NUL > 0).sum()) for rows in kept.values()),
             "documents_with_u2581": sum(int((rows["flags"] & HAS_U2581 > 0).sum()) for rows in kept.values()),
         }
-    return {**total(of_source.values()), "sources": of_source}
+    return {**total(of_source.values()), "sources": of_source, "cards": cards}
 
 
 def _gather_rejections(folder: Path, units: list[str]) -> None:

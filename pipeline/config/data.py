@@ -107,6 +107,9 @@ class ShardConfig(Section):
     keep_dropped: bool = added(False)
     """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/.
     They are outputs of the stage, so a finished one is made again for them."""
+    dropped_examples: int = execution(3, ge=0, le=100)
+    """Of the documents that filters drop, show the beginnings of so many for each reason in manifest and report, as the
+    filter saw them; 0: none, where they are not to be read there."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""

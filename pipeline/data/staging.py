@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.input_check import outside, refuse_changed
+from pipeline.data.data_card import DataCard
 from pipeline.data.documents import Document, Rejection, digest, document_key, from_json, key_fits, to_json
 from pipeline.data.filters.chain import Chain, Dropped
 from pipeline.data.sources import unit_documents
@@ -49,7 +50,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     not be read; on request the documents that filters dropped.
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
-    `filters` (see `Chain`), and the files as `outputs`, the staged documents first.
+    `filters` (see `Chain`), its `card` (see `DataCard`), and the files as `outputs`, the staged documents first.
 
     Raises:
         UserError: a file is not what it was when the stage began, although its size and time are; a filter failed.
@@ -62,6 +63,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     texts, index, rejections = (place.with_suffix(ending) for ending in (".documents", ".npy", ".rejected"))
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
+    card = DataCard(payload.get("examples", 0))
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload):
@@ -77,10 +79,12 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 continue
             left = chain(*item)
             if isinstance(left, Dropped):
+                card.drop(left)
                 if kept_aside is not None:
                     kept_aside.write(left.line())
                 continue
             document, member = left
+            card.add(document, changed=document is not item[0] and document != item[0])
             rows += _index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
@@ -91,7 +95,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
-    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts,
+    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "card": card.record(),
             **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
 
 
