@@ -60,8 +60,8 @@ class DataCard:
             shown.append({"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more})
 
     def record(self) -> dict[str, Any]:
-        """The card as JSON: `documents`, `changed`, `bytes` (of UTF-8) and `characters` of what filters kept; `lengths`,
-        by k the documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
+        """The card as JSON: `documents`, `changed`, `bytes` (of UTF-8) and `characters` of what filters kept;
+        `lengths`, by k the documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
         shown = {name: {reason: examples for reason, examples in reasons.items() if examples}
                  for name, reasons in self._dropped.items()}
         return {"documents": self._documents, "changed": self._changed, "bytes": self._bytes,
