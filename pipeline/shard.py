@@ -22,15 +22,15 @@ from typing import Any
 
 from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
-from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
 from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
-from pipeline.data.filters.base import FOLDER as FILTER_FILES
+from pipeline.data.filters.base import unusable
 from pipeline.data.filters.chain import few_reasons, no_counts, total
 from pipeline.data.filters.decontamination import gather_contamination
+from pipeline.data.filters.files import FOLDER as FILTER_FILES
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.staging import (
     CUT,
@@ -107,7 +107,8 @@ def _warn_of_unpinned(work: Work) -> None:
 def _filters(work: Work) -> dict[str, Any]:
     """What a unit's payload says of filters; nothing where there are none. Refuses those that cannot be had."""
     config = work.config.shard
-    FILTERS.made(config.filters)
+    if problems := unusable(config.filters):
+        raise UserError(listed(problems))
     code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")

@@ -104,7 +104,7 @@ def _named(text: str) -> Any:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, parts=True, reusable=True,
-          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.base:stage_files",
+          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.files:stage_files",
           code=("pipeline/data/sources.py", "pipeline/data/readers.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py", "pipeline/data/staging.py", "pipeline/data/filters",
                 "pipeline/data/documents.py", "pipeline/data/comparable_words.py", "pipeline/data/data_card.py",

@@ -35,24 +35,30 @@ What a filter has to tell beside how many it dropped and why (languages, items o
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from pipeline.config.kinds import Kind, outside_sources
-from pipeline.config.shipped import name_of
+from pipeline.config.shipped import FILTERS
 from pipeline.data.documents import Document
-from pipeline.errors import AbsentInputError, UserError, listed
 
 if TYPE_CHECKING:
     from pipeline.config.tree import Config
 
 
 class Filter(Kind):
-    """One filter: settings are its fields, each with its text underneath."""
+    """One filter: settings are its fields, each with its text underneath.
+
+    Attributes:
+        needs: (module, package) of a library of the extra `clean` without which it cannot work.
+    """
+
+    needs: ClassVar[tuple[str, str] | None] = None
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
@@ -86,50 +92,19 @@ class Filter(Kind):
         return {}
 
 
-FOLDER = "filters"
-"""What the names of filters' files begin with."""
+def unusable(items: Iterable[Kind]) -> list[str]:
+    """What keeps filters that are asked for from working here, as sentences: wrong settings, absent packages."""
+    items = list(items)
+    if problems := FILTERS.problems(items):
+        return problems
+    return [absent(own) for own in FILTERS.made(items) if own.needs is not None and find_spec(own.needs[0]) is None]
 
 
-def input_files(config: Config) -> list[tuple[str, Path]]:
-    """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
-
-    A name goes back to the folder that holds all files of the filter.
-
-    Raises:
-        AbsentInputError: naming all that are not there.
-    """
-    found: list[tuple[str, Path]] = []
-    problems = []
-    for own in config.shard.filters:
-        try:
-            paths = [path.absolute() for path in own.reads()] if isinstance(own, Filter) else []
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
-                     for path in paths if not path.is_file()]
-        there = [path for path in dict.fromkeys(paths) if path.is_file()]
-        common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
-        found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
-    if problems:
-        raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
-    return found
-
-
-def stage_files(config: Config) -> list[tuple[str, Path]]:
-    """All files from outside that the stage shard reads: the sources' and the filters'."""
-    from pipeline.data import sources
-    found: list[tuple[str, Path]] = []
-    absent: list[AbsentInputError] = []
-    for own in (sources.input_files, input_files):
-        try:
-            found += own(config)
-        except AbsentInputError as error:
-            found += error.found
-            absent.append(error)
-    if absent:
-        raise AbsentInputError("\n".join(map(str, absent)), found, set().union(*(error.sources for error in absent)))
-    return found
+def absent(own: Filter) -> str:
+    """That the package which a filter needs is not there, as a sentence."""
+    package = own.needs[1] if own.needs is not None else ""
+    return (f"shard.filters asks for {own.kind}, but the package {package} is not installed here: `pip install "
+            f"--editable '.[clean]'` in the checkout installs it. Or take {own.kind} out of shard.filters.")
 
 
 def outside_code(config: Config) -> dict[str, Path]:

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.libraries import library
+from pipeline.data.filters.base import Filter, unusable
+from pipeline.errors import UserError
 
 
 class EncodingRepair(Filter):
@@ -18,16 +18,20 @@ class EncodingRepair(Filter):
     the filter `normalization` is for these.
     """
 
+    needs = ("ftfy", "ftfy")
+
     entities: bool = False
     """Also write HTML's entities (&amp;) as the characters that they mean, in lines without a < ."""
 
     def open(self) -> None:
         """Have the library."""
-        self._settings  # noqa: B018 - it is made here
+        if problems := unusable([self]):
+            raise UserError(problems[0])
 
     @cached_property
     def _settings(self) -> Any:
-        return library("ftfy", "ftfy", "encoding_repair").TextFixerConfig(
+        import ftfy
+        return ftfy.TextFixerConfig(
             unescape_html="auto" if self.entities else False, remove_terminal_escapes=False, fix_latin_ligatures=False,
             fix_character_width=False, uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False,
             normalization=None, explain=False)

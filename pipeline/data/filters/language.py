@@ -12,8 +12,7 @@ from pydantic import Field
 
 from pipeline.config.section import execution
 from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.libraries import library
+from pipeline.data.filters.base import Filter, unusable
 from pipeline.errors import UserError
 
 _LABEL = "__label__"
@@ -27,6 +26,8 @@ class Language(Filter):
     The likeliest label of a fastText model decides, with its probability, on the text as one line. Any model for
     languages will do: lid.176.ftz or lid.176.bin with two letters a language, GlotLID's with names as eng_Latn.
     """
+
+    needs = ("fasttext", "fasttext-predict")
 
     path: str = execution()
     """The model's file (.ftz or .bin). Its content, not its place, is what counts."""
@@ -45,6 +46,8 @@ class Language(Filter):
 
     def open(self) -> None:
         """Load the model, once a process for any number of units."""
+        if problems := unusable([self]):
+            raise UserError(problems[0])
         known = self._model.labels
         if unknown := [name for name in self.languages if name not in known]:
             close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.3)
@@ -85,7 +88,7 @@ class Model:
     """
 
     def __init__(self, path: str) -> None:
-        fasttext = library("fasttext", "fasttext-predict", "language")
+        import fasttext
         try:
             self._model: Any = fasttext.load_model(path)
             labels, _ = self._model.predict("", k=_ALL, threshold=-1.0)

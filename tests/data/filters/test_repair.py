@@ -5,6 +5,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from pipeline.data.filters.base import unusable
 from pipeline.errors import UserError
 from tests.data.filters.test_kinds import document, made, outcome
 
@@ -29,7 +30,7 @@ def test_entities_are_written_out_on_request():
 
 def test_an_absent_library_is_told_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ftfy", None)
-    with pytest.raises(UserError, match=r"ftfy is not installed here .*pip install --editable '\.\[clean\]'"):
+    with pytest.raises(UserError, match=r"ftfy is not installed here: .pip install --editable '\.\[clean\]'"):
         made(kind="encoding_repair").open()
 
 
@@ -51,3 +52,11 @@ def test_a_normalization_of_nothing_is_refused_and_a_text_in_form_is_left():
         made(kind="normalization")
     own, before = made(kind="normalization", form="NFC", trailing_space=True, zero_width=True), document("é\n  b")
     assert own(before) is before
+
+
+def test_filters_without_their_library_are_refused_before_anything_starts(monkeypatch):
+    asked = [made(kind="encoding_repair"), made(kind="length", least_words=2)]
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    [told] = unusable(asked)
+    assert "shard.filters asks for encoding_repair, but the package ftfy is not installed here" in told
+    assert unusable(asked[1:]) == []
