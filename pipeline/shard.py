@@ -93,6 +93,7 @@ def shard(work: Work) -> None:
     findings = [record.get("findings", {}) for record in read]
     contamination, written = gather_contamination(folder, config.filters, findings)
     counts, outputs = {**counts, **contamination}, outputs + written
+    _tell_contamination(work, counts)
     _clear(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True)
 
@@ -240,6 +241,14 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
              f"held out + {sum(dropped.values()):,} dropped ({told}) + {counts['rejected']:,} rejected; "
              f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
+
+
+def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
+    for name, tasks in counts.get("contamination", {}).items():
+        for task, own in tasks.items():
+            short = f" ({own['too_short']:,} are too short to be looked for)" if own["too_short"] else ""
+            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} stand in "
+                     f"{own['documents']:,} documents")
 
 
 def _clear(folder: Path, outputs: set[str]) -> None:

@@ -35,6 +35,9 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
         there = [path for path in dict.fromkeys(paths) if path.is_file()]
         common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
         found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
+    if found and any(source.name == FOLDER for source in config.shard.sources):
+        raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
+                        f"Give it another `name`.")
     if problems:
         raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
     return found

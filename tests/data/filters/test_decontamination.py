@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pipeline import shard
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.comparable_words import comparable_words
 from pipeline.data.documents import Document
@@ -166,8 +167,11 @@ def corpus(tmp_path):
                         filters=wanted)
 
 
-def test_the_stage_counts_by_task_and_names_the_items(corpus):
+def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     assert run(corpus) == 0
+    told = capsys.readouterr().out
+    assert "filter decontamination: 2 of 2 items of spiders stand in 5 documents" in told
+    assert "0 of 2 items of answers (2 are too short to be looked for) stand in 0 documents" in told
     manifest = read_manifest(folder_of(corpus))
     assert manifest.counts["dropped"]["decontamination"] == 5
     assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
@@ -207,3 +211,24 @@ def test_a_set_that_is_not_there_is_told_beside_a_source_that_is_not(corpus, tmp
     assert run(corpus, "shard.sources.0.paths=[nowhere.jsonl]") == 2
     told = capsys.readouterr()
     assert "nowhere.jsonl" in told.out + told.err and "the filter decontamination needs" in told.out + told.err
+
+
+def test_a_source_may_not_be_called_as_the_files_of_filters_are(corpus, capsys):
+    assert run(corpus, "shard.sources.0.name=filters") == 2
+    told = capsys.readouterr()
+    assert "A source of shard.sources is called filters" in told.out + told.err
+
+
+def test_an_attempt_that_broke_off_is_not_gone_on_with_with_other_items(corpus, tmp_path, capsys):
+    def stop(*arguments):
+        raise KeyError("stop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "gather_contamination", stop)
+        with pytest.raises(KeyError):
+            run(corpus)
+    with (tmp_path / "sets/set.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "document 1 2 of a corpus without any question", "answer": "1"}) + "\n")
+    assert run(corpus) == 2
+    assert "was begun with other inputs" in capsys.readouterr().err
+    assert run(corpus, "--force") == 0
+    assert read_manifest(folder_of(corpus)).counts["contamination"]["decontamination"]["spiders"]["documents"] == 6
