@@ -16,10 +16,10 @@ from pipeline.config.checks import export_problem, place_problems, problems, ran
 from pipeline.config.launching import minutes
 from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.places import blocked, unwritable
-from pipeline.config.shipped import FILTERS
 from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State
 from pipeline.contract.stages import STAGES, before
+from pipeline.data.filters.base import unusable as unusable_filters
 from pipeline.errors import UserError, listed
 from pipeline.training.sinks.base import unusable
 
@@ -43,7 +43,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
     if any(job.stage == "shard" and job.to_run for job in jobs):
-        found += FILTERS.problems(config.shard.filters)
+        found += unusable_filters(config.shard.filters)
     if any(job.stage == "convert" and job.to_run for job in jobs) and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     for job in jobs:

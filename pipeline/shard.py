@@ -24,12 +24,15 @@ from typing import Any
 
 from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
-from pipeline.config.shipped import FILTERS
 from pipeline.contract.entry import stage_main
 from pipeline.contract.external_inputs import gathered
 from pipeline.contract.stage_work import Unit, Work
+from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
+from pipeline.data.filters.base import unusable
 from pipeline.data.filters.chain import few_reasons, no_counts, total
+from pipeline.data.filters.decontamination import gather_contamination
+from pipeline.data.filters.files import FOLDER as FILTER_FILES
 from pipeline.data.planning.kept import DUPLICATES
 from pipeline.data.planning.passes import Decided, decide
 from pipeline.data.planning.shards import write_shard
@@ -52,7 +55,10 @@ def shard(work: Work) -> None:
 
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
-    units = [Unit(name, {**payload, **filters}) for name, payload in reading_units(config, files)]
+    units = [Unit(name, {**payload, **filters, **_examples(name, config)})
+             for name, payload in reading_units(config, files)]
+    if work.part is None:
+        work.check(work.outside())  # files of filters, which each unit's process reads for itself
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -70,6 +76,10 @@ def shard(work: Work) -> None:
     outputs += decided.kept
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
+    findings = [record.get("findings", {}) for record in read]
+    contamination, written = gather_contamination(folder, config.filters, findings)
+    counts, outputs = {**counts, **contamination}, outputs + written
+    _tell_contamination(work, counts)
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
@@ -85,23 +95,33 @@ def _warn_of_unpinned(work: Work) -> None:
 def _filters(work: Work) -> dict[str, Any]:
     """What a unit's payload says of filters; nothing where there are none. Refuses those that cannot be had."""
     config = work.config.shard
-    FILTERS.made(config.filters)
+    if problems := unusable(config.filters):
+        raise UserError(listed(problems))
     code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")
     items = [item.model_dump(mode="json") for item in config.filters]
-    # With their code, so that units of an attempt that broke off are not mixed with those of other code.
-    return {"filters": items, "keep_dropped": config.keep_dropped,
+    files = {record["name"]: record["sha256"] for record in work.run.files(work.name)
+             if record["name"].startswith(f"{FILTER_FILES}/")}
+    # With their code and files, so that units of an attempt that broke off are not mixed with those of others.
+    return {"filters": items, "keep_dropped": config.keep_dropped, **({"filter_files": files} if files else {}),
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
+
+
+def _examples(unit: str, config: ShardConfig) -> dict[str, Any]:
+    """How many of the documents that filters drop a unit is to show; nothing where there are no filters."""
+    return {"examples": config.dropped_examples} if config.filters and keeps_examples(unit) else {}
 
 
 def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],
            config: ShardConfig) -> dict[str, Any]:
-    """What became of every document, for each source and in all."""
+    """What became of every document, for each source and in all, and each source's data card."""
     of_source: dict[str, dict[str, Any]] = {}
+    cards: dict[str, dict[str, Any]] = {}
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
+        cards[source.name] = source_card(records, config.dropped_examples)
         kept = dict(zip(SPLITS, (pieces[number] for pieces in decided.pieces), strict=True))
         duplicates = decided.summary.dropped[units].sum(axis=0).tolist()
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
@@ -121,7 +141,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
             "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
-    return {**total(of_source.values()), "sources": of_source}
+    return {**total(of_source.values()), "sources": of_source, "cards": cards}
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
@@ -215,6 +235,14 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
              f"held out + {sum(dropped.values()):,} dropped ({told}) + {counts['rejected']:,} rejected; "
              f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
+
+
+def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
+    for name, tasks in counts.get("contamination", {}).items():
+        for task, own in tasks.items():
+            short = f" ({own['too_short']:,} are too short to be looked for)" if own["too_short"] else ""
+            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} stand in "
+                     f"{own['documents']:,} documents")
 
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:

@@ -125,9 +125,10 @@ class ShardConfig(Section):
     document is kept instead of each that is dropped, equal ones too, is then named in duplicates/."""
     filters: list[DocumentFilter] = added(default_factory=list)
     """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
-    has a `kind` (length, repetition, characters, masking, or my_module:MyFilter for one of your own), a `name` to be
-    counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}. docs/data.md
-    has them all."""
+    has a `kind` (length, repetition, characters, masking, c4, gopher_quality, gopher_repetition, fineweb_quality,
+    language, encoding_repair, normalization, decontamination, or my_module:MyFilter for one of your own), a `name` to
+    be counted under (null: the kind) and the settings of that kind, as in {kind: length, least_words: 20}.
+    docs/data.md has them all."""
     keep_dropped: bool = added(False)
     """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/,
     and name the document that is kept instead of each duplicate in duplicates/. They are outputs of the stage, so a
@@ -136,6 +137,9 @@ class ShardConfig(Section):
     """Largest document in MB (10^6 bytes): a line of jsonl, a value of json, parquet or arrow, a field of csv, a text
     in UTF-8. A larger one is rejected by name and never held in memory; what follows it in a json or csv file is lost.
     A txt file without `separator` is one document."""
+    dropped_examples: int = execution(3, ge=0, le=100)
+    """Of the documents that filters drop, show the beginnings of so many for each reason in manifest and report, as the
+    filter saw them; 0: none, where they are not to be read there."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""

@@ -13,7 +13,15 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.ba
     "length": "pipeline.data.filters.length:Length",
     "repetition": "pipeline.data.filters.repetition:Repetition",
     "characters": "pipeline.data.filters.characters:Characters",
-    "masking": "pipeline.data.filters.masking:Masking"})
+    "masking": "pipeline.data.filters.masking:Masking",
+    "c4": "pipeline.data.filters.c4:C4",
+    "gopher_quality": "pipeline.data.filters.gopher_quality:GopherQuality",
+    "gopher_repetition": "pipeline.data.filters.gopher_repetition:GopherRepetition",
+    "fineweb_quality": "pipeline.data.filters.fineweb_quality:FinewebQuality",
+    "language": "pipeline.data.filters.language:Language",
+    "encoding_repair": "pipeline.data.filters.encoding_repair:EncodingRepair",
+    "normalization": "pipeline.data.filters.normalization:Normalization",
+    "decontamination": "pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {
     "tensorboard": "pipeline.training.sinks.tensorboard:TensorBoard",

@@ -176,6 +176,8 @@ def source_of_place(key: str, config: Config) -> str:
     parts = key.split(".")
     if parts[-1] == "init_from":
         return parts[-1]
+    if parts[1:3] == ["shard", "filters"]:
+        return parts[2]
     if parts[1:3] != ["shard", "sources"]:
         return parts[1]
     sources, number = config.shard.sources, int(parts[3])

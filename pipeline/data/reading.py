@@ -11,12 +11,13 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
+from pipeline.data.data_card import DataCard
 from pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
 from pipeline.data.filters.chain import Chain, Dropped
 from pipeline.data.hub import hub_rows
@@ -40,25 +41,10 @@ Item = tuple[Document, bytes] | Rejection
 """A document and its JSON, or why there is none."""
 
 
-class Observer(Protocol):
-    """Something that is shown each document of a unit as the filters leave it, in order."""
-
-    def add(self, document: Document) -> None:
-        """Take in one document."""
-
-    def record(self) -> dict[str, Any]:
-        """What the unit's record says of it, in JSON's types; called once, after the last document."""
-
-
-def observers_of(payload: dict[str, Any]) -> dict[str, Observer]:
-    """What looks on while a unit is read, by the key of the unit's record under which it tells."""
-    return {}
-
-
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
-    (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures` each,
-    as .npy)."""
+    (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
+    each, as .npy)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
@@ -67,9 +53,9 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     not be read; on request the documents that filters dropped.
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
-    `filters` (see `Chain`), `inputs` (of each file or part: path, name, bytes, mtime_ns, whether it was read whole, the
-    first byte, and the digests, see `pipeline.contract.content_hash`), and the files as `outputs`, the staged documents
-    first.
+    `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
+    whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), and the files as
+    `outputs`, the staged documents first.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
@@ -79,7 +65,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
     inputs: list[dict[str, Any]] = []
-    observers = observers_of(payload)
+    card = DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
@@ -97,12 +83,12 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 continue
             left = chain(*item)
             if isinstance(left, Dropped):
+                card.drop(left)
                 if kept_aside is not None:
                     kept_aside.write(left.line())
                 continue
             document, member = left
-            for observer in observers.values():
-                observer.add(document)
+            card.add(document, changed=document is not item[0] and document != item[0])
             if signer is not None:
                 signer.add(document.text)
             rows += index_row(document.text, offset, len(member))
@@ -118,7 +104,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
-            **{name: observer.record() for name, observer in observers.items()}, "outputs": outputs}
+            "card": card.record(), **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
 
 
 def index_row(text: str, offset: int, length: int) -> bytes:

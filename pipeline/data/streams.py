@@ -48,6 +48,12 @@ class Piece:
     start: int
     stop: int
 
+    @classmethod
+    def of(cls, path: Path) -> Piece:
+        """All of a file, as it is now; OSError if it cannot be had."""
+        stat = path.stat()
+        return cls(f"/{path.name}", str(path), stat.st_size, stat.st_mtime_ns, 0, stat.st_size)
+
     @property
     def whole(self) -> bool:
         """Whether it is all of the file."""

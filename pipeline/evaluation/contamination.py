@@ -15,8 +15,6 @@ with a chance of about a tenth.
 from __future__ import annotations
 
 import hashlib
-import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.manifest import Manifest
+from pipeline.data.comparable_words import comparable_words
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluation.paired import score
 from pipeline.parallel.ranks import Ranks
@@ -33,12 +32,6 @@ LEAST = 5
 DIRTY = 0.5
 BASE = 0x9E3779B97F4A7C15
 """Of the rolling hash; odd, so that it has an inverse modulo 2^64."""
-_WORD = re.compile(r"[^\W_]+")
-
-
-def words(text: str) -> list[str]:
-    """The normalised words of a text."""
-    return _WORD.findall((text if text.isascii() else unicodedata.normalize("NFKC", text)).casefold())
 
 
 class ItemIndex:
@@ -54,7 +47,7 @@ class ItemIndex:
         grams: dict[int, list[np.ndarray]] = {}
         sizes: list[tuple[int, int, int]] = []  # of each item: its n, and where its n-grams lie among those of that n
         for text in texts:
-            found = words(text)
+            found = comparable_words(text)
             size = min(n, len(found))
             if size < min(LEAST, n):
                 sizes.append((0, 0, 0))
@@ -75,7 +68,7 @@ class ItemIndex:
 
     def scan(self, text: str) -> None:
         """Note which n-grams stand in a document."""
-        codes = self._coded(words(text))
+        codes = self._coded(comparable_words(text))
         for size, known in self._known.items():
             if len(codes) < size:
                 continue

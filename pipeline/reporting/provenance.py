@@ -1,4 +1,4 @@
-"""Chapters on where everything came from: text, tokenizer, time, machines, software, inputs and settings."""
+"""Chapters on where everything came from: tokenizer, time, machines, software, inputs and settings."""
 
 from __future__ import annotations
 
@@ -10,91 +10,6 @@ from pipeline.console import duration
 from pipeline.reporting.document import Figure, Fold, Section, Table, count_tables, percent, shown, size
 from pipeline.reporting.facts import Facts
 from pipeline.reporting.plots import bar_chart
-
-SPLITS = {"train": "training", "heldout": "held out"}
-RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
-"""How held-out documents were chosen, by shard.heldout_rule."""
-
-
-def data_section(facts: Facts) -> Section:
-    """Documents in, kept and dropped; tokens; shards on disk."""
-    section = Section("data", "Data")
-    counts, encode = facts.manifests["shard"].counts, facts.manifests["encode"]
-    if counts.get("sources"):
-        cut = f", and {counts['cut_in_two']:,} by cutting one in two" if counts.get("cut_in_two") else ""
-        section.words.append(
-            f"{counts['documents_in']:,} documents came in{cut}: {counts['train']:,} to train on, "
-            f"{counts['heldout']:,} held out {RULES[facts.config.shard.heldout_rule]}, "
-            f"{sum(counts['dropped'].values()):,} dropped, {counts['rejected']:,} unreadable.")
-        section.tables.append(_documents(counts))
-        section.tables += _filters(counts, facts)
-    else:
-        section.tables += count_tables("Documents", counts)
-    section.tables += _tokens(encode.counts)
-    rows = []
-    for kind, manifest in (("text", facts.manifests["shard"]), ("tokens", encode)):
-        groups: dict[tuple[str, str], list[int]] = {}
-        for record in manifest.outputs:
-            if record.get("split") in SPLITS:
-                group = groups.setdefault((str(record["source"]), str(record["split"])), [0, 0])
-                group[0] += 1
-                group[1] += record["bytes"]
-        rows += [[source, SPLITS[split], kind, shown(files), size(total)]
-                 for (source, split), (files, total) in groups.items()]
-    if rows:
-        section.tables.append(Table("Shards on disk", ["source", "split", "of", "files", "size"], rows, labels=3))
-    return section
-
-
-def _documents(counts: dict[str, Any]) -> Table:
-    """What became of every document: each row adds up."""
-    columns = {"came in": "documents_in", **({"cut in two": "cut_in_two"} if counts.get("cut_in_two") else {}),
-               "trained on": "train", "held out": "heldout"}
-    reasons = list(counts["dropped"])
-    rows = [[name, *(shown(own[key]) for key in columns.values()),
-             *(shown(own["dropped"].get(reason, 0)) for reason in reasons), shown(own["rejected"]),
-             size(own["text_bytes"]["train"]), size(own["text_bytes"]["heldout"])]
-            for name, own in (*counts["sources"].items(), *([("all", counts)] if len(counts["sources"]) > 1 else []))]
-    came = " + ".join([name for name in columns if name in ("came in", "cut in two")]).capitalize()
-    return Table("Documents", ["source", *columns, *reasons, "unreadable", "text to train on", "held-out text"], rows,
-                 note=f"{came} = trained on + held out + {' + '.join(reasons)} + unreadable.",
-                 strong=frozenset({len(rows) - 1}) if len(rows) > 1 else frozenset())
-
-
-def _filters(counts: dict[str, Any], facts: Facts) -> list[Table]:
-    """What each filter dropped and changed, by source and in all, and for which reasons."""
-    filters: dict[str, dict[str, Any]] = counts.get("filters", {})
-    if not filters:
-        return []
-    several = len(counts["sources"]) > 1
-    entries = [(name, source, passed) for name, own in filters.items()
-               for source, passed in (*((source, of["filters"][name]) for source, of in counts["sources"].items()),
-                                      *([("all", own)] if several else []))]
-    kept = " The dropped ones are in shard/dropped." if facts.config.shard.keep_dropped else ""
-    tables = [Table(
-        "Filters", ["filter", "source", "dropped", "text in them", "changed"],
-        [[name, source, shown(passed["documents"]), size(passed["bytes"]), shown(passed["changed"])]
-         for name, source, passed in entries], labels=2,
-        note=f"In the order in which they were asked, before duplicates were looked for. A document that one dropped "
-             f"was not shown to the next; one that was changed went on as it then was.{kept}",
-        strong=frozenset(number for number, (_, source, _) in enumerate(entries) if several and source == "all"))]
-    if reasons := [[name, reason, shown(documents)] for name, own in filters.items()
-                   for reason, documents in own["reasons"].items()]:
-        tables.append(Table("Why filters dropped documents", ["filter", "reason", "documents"], reasons, labels=2))
-    return tables
-
-
-def _tokens(counts: dict[str, Any]) -> list[Table]:
-    """Tokens by source and split; whatever else there is, as it is."""
-    splits = counts.get("splits")
-    if not isinstance(splits, dict):
-        return count_tables("Tokens", counts)
-    rows = [[source, SPLITS.get(split, split), shown(own["tokens"]), shown(own["docs"]), shown(own["text_bytes"]),
-             shown(own["text_bytes"] / max(1, own["tokens"]))]
-            for split, sources in splits.items() for source, own in sources.items()]
-    return [Table("Tokens", ["source", "split", "tokens", "documents", "bytes of text", "bytes per token"], rows,
-                  labels=2, note=f"Stored as {counts.get('dtype')}; each document's BOS and EOS count as tokens.")]
-
 
 TOKENIZER_COLUMNS = (("bytes_per_token", "bytes per token"), ("characters_per_token", "characters per token"),
                      ("tokens_per_word", "tokens per word"), ("fallback_share", "spelled in bytes"),

@@ -7,18 +7,13 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.evaluation.results import fenced
+from pipeline.reporting.corpus import data_section
 from pipeline.reporting.course import training_section
 from pipeline.reporting.document import Document
 from pipeline.reporting.facts import Facts
 from pipeline.reporting.headline import notices, tiles, verdict
 from pipeline.reporting.measured import heldout_section, tasks_section, texts_section
-from pipeline.reporting.provenance import (
-    data_section,
-    export_section,
-    provenance_section,
-    time_section,
-    tokenizer_section,
-)
+from pipeline.reporting.provenance import export_section, provenance_section, time_section, tokenizer_section
 from pipeline.reporting.spent import checkpoints_section, goodput_section
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

@@ -147,10 +147,11 @@ def build_house(folder: Path) -> House:
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         if stage.files:
-            module = root / (stage.files.partition(":")[0].replace(".", "/") + ".py")
+            name, _, function = stage.files.partition(":")
+            module = root / (name.replace(".", "/") + ".py")
             module.parent.mkdir(exist_ok=True)
             (module.parent / "__init__.py").touch()
-            module.write_text("def input_files(config):\n    return []\n")
+            module.write_text(f"def {function}(config):\n    return []\n")
     (work / "config.yaml").write_text("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
                                       "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
     return House(root, work, pids)

@@ -31,6 +31,12 @@ def source_counts(scale: int) -> dict:
             "documents_with_u2581": 1}
 
 
+def data_card(scale: int) -> dict:
+    return {"documents": 1459 * scale, "changed": 146 * scale, "bytes": 13_600_000 * scale,
+            "characters": 13_400_000 * scale, "lengths": {"8": 100 * scale, "10": 1359 * scale},
+            "examples": {"length": {"fewer than 20 words": [{"id": f"a.jsonl:{scale}", "text": f"too\nshort {EVIL}"}]}}}
+
+
 def tokenizer_entry() -> dict:
     return {"documents": 17, "text_bytes": 143207, "tokens": 40911, "bytes_per_token": 3.500452,
             "characters_per_token": 3.48, "tokens_per_word": 2.913, "fallback_share": 0.00021, "unknown_share": 0.0,
@@ -38,7 +44,12 @@ def tokenizer_entry() -> dict:
 
 
 COUNTS = {
-    "shard": {**source_counts(3), "sources": {"stdlib": source_counts(2), "prose": source_counts(1)}},
+    "shard": {**source_counts(3), "sources": {"stdlib": source_counts(2), "prose": source_counts(1)},
+              "cards": {"stdlib": data_card(2), "prose": {**data_card(1), "languages": {
+                  "language": {"en": 1400, "de": 88, "unknown": 12}}}},
+              "contamination": {"decontamination": {"gsm8k": {
+                  "n": 13, "least_words": 8, "action": "drop", "items": 1319, "too_short": 7, "documents": 41,
+                  "found": 33}}}},
     "tokenizer": {"kind": "sentencepiece", "vocab_size": 8192, "bos_id": 1, "eos_id": 2, "encode_mb_per_s": 2.31},
     "encode": {"total": {"docs": 4254, "text_bytes": 40_540_884, "tokens": 11_462_733}, "dtype": "uint16",
                "splits": {split: {source: {"docs": docs, "text_bytes": docs * 9530, "tokens": docs * 2723}

@@ -98,6 +98,21 @@ def test_all_results_are_told(complete, page):
     assert "99.0" not in page.text, "the values of steps that were done again"
 
 
+def test_each_source_has_its_data_card(complete, page):
+    """Tokens come from encode, duplicates from shard; the rest is the card's."""
+    for row in ("| source | documents | changed | duplicates | text | characters | bytes per character | "
+                "bytes per document | tokens | bytes per token |",
+                "| stdlib | 2,918 | 10.0 % | 2.8 % | 27.2 MB | 26,800,000 | 1.015 | 9321 | 7,722,428 | 3.5 |",
+                "| text | stdlib | prose | all |", "| 128 B to 256 B | 6.9 % | 6.9 % | 6.9 % |",
+                "| 256 B to 512 B | 0.0 % | 0.0 % | 0.0 % |", "| 512 B to 1.02 kB | 93.1 % | 93.1 % | 93.1 % |",
+                "| prose | language | de | 88 | 5.9 % |", "| decontamination | gsm8k | 41 | 33 | 1,319 | 7 |"):
+        assert row in complete[1].replace("**", ""), row
+    for form in (complete[1], page.text):
+        assert "decontamination: 13 words in a row, or a whole item of 8 to 13 words; such documents were dropped" \
+            in form
+        assert "prose, length: fewer than 20 words\n  a.jsonl:1  too short </pre><script>" in form
+
+
 def test_every_figure_of_a_task_can_be_read_alone(complete, page):
     """Version, n, standard error, and a level of chance where it is one."""
     text = complete[1].replace("**", "")

@@ -21,18 +21,30 @@ pipeline/config/shipped.py, and its test in tests/data/filters.
 
 What a filter must keep to: its answer follows from the document and its settings alone, since documents are read by
 any number of processes, in any order, and again after a kill. It may hold what is costly to make (a compiled
-expression, a model) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+expression) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+
+A filter that needs files (a model, evaluation sets) says which in `reads`, has their paths in fields declared with
+`pipeline.config.section.execution`, because their content counts and not their place, and reads them in `open`; what
+takes long to read it keeps for the process in a function with `lru_cache`. The stage records them with their hashes as
+its inputs, as filters/<name of the filter>/<name of the file>, and refuses to go on with others. Of a filter from
+outside of Drover nothing is asked where a run is merely looked at: its files are not recorded.
+
+What a filter has to tell beside how many it dropped and why (languages, items of evaluation sets) it counts itself, as
+`findings`, which are added up over all units.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from pipeline.config.kinds import Kind, outside_sources
+from pipeline.config.shipped import FILTERS
 from pipeline.data.documents import Document
 
 if TYPE_CHECKING:
@@ -40,7 +52,13 @@ if TYPE_CHECKING:
 
 
 class Filter(Kind):
-    """One filter: settings are its fields, each with its text underneath."""
+    """One filter: settings are its fields, each with its text underneath.
+
+    Attributes:
+        needs: (module, package) of a library of the extra `clean` without which it cannot work.
+    """
+
+    needs: ClassVar[tuple[str, str] | None] = None
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
@@ -57,6 +75,36 @@ class Filter(Kind):
         Raises:
             Exception: any; it ends the stage, naming the filter and the document.
         """
+
+    def reads(self) -> list[Path]:
+        """The files that it needs; UserError if that cannot be said."""
+        return []
+
+    def open(self) -> None:
+        """Read what it needs, before the first document of a unit.
+
+        Raises:
+            UserError: a file is not there or cannot be used, a library is not installed.
+        """
+
+    def findings(self) -> dict[str, Any]:
+        """What it has counted in the documents so far: numbers, or dictionaries of them."""
+        return {}
+
+
+def unusable(items: Iterable[Kind]) -> list[str]:
+    """What keeps filters that are asked for from working here, as sentences: wrong settings, absent packages."""
+    items = list(items)
+    if problems := FILTERS.problems(items):
+        return problems
+    return [absent(own) for own in FILTERS.made(items) if own.needs is not None and find_spec(own.needs[0]) is None]
+
+
+def absent(own: Filter) -> str:
+    """That the package which a filter needs is not there, as a sentence."""
+    package = own.needs[1] if own.needs is not None else ""
+    return (f"shard.filters asks for {own.kind}, but the package {package} is not installed here: `pip install "
+            f"--editable '.[clean]'` in the checkout installs it. Or take {own.kind} out of shard.filters.")
 
 
 def outside_code(config: Config) -> dict[str, Path]:

@@ -42,11 +42,16 @@ class Chain:
     Attributes:
         counts: for each filter by name: `documents` and `bytes` (of UTF-8) that it dropped, `reasons` (how many
             documents for each), and how many documents it `changed`.
+
+    Raises:
+        UserError: a filter cannot be opened.
     """
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.filters: list[Filter] = FILTERS.made([FILTERS.read(item) for item in items])
         self.counts = no_counts(self.filters)
+        for own in self.filters:
+            own.open()
 
     def __call__(self, document: Document, member: bytes) -> tuple[Document, bytes] | Dropped:
         """What becomes of a document that has text, whose JSON is `member`.
@@ -73,6 +78,10 @@ class Chain:
             counts["changed"] += found != document
             document = found
         return document, member
+
+    def findings(self) -> dict[str, dict[str, Any]]:
+        """What filters have found beside that, by their names; of those that found something."""
+        return {name_of(own): found for own in self.filters if (found := own.findings())}
 
     def _drop(self, counts: dict[str, Any], dropped: Dropped) -> Dropped:
         counts["documents"] += 1

@@ -17,8 +17,7 @@ import numpy as np
 from pipeline.data.documents import Document, document_key, from_json, to_json
 from pipeline.data.planning.shards import CUT
 from pipeline.data.reading import INDEX, index_row, staged
-from pipeline.data.text_shards import SPLITS
-from pipeline.data.text_shards import write_members
+from pipeline.data.text_shards import SPLITS, write_members
 from pipeline.files import atomic_file
 
 

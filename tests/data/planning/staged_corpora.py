@@ -13,8 +13,7 @@ from pipeline.data.planning.passes import decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import Signer, signature_settings
 from pipeline.data.reading import INDEX, index_row, staged
-from pipeline.data.text_shards import SPLITS
-from pipeline.data.text_shards import read_documents
+from pipeline.data.text_shards import SPLITS, read_documents
 from pipeline.files import atomic_file, output_record
 
 

@@ -1,0 +1,111 @@
+"""What a source is made of, counted while it is read: sizes, lengths, what filters changed and dropped, languages.
+
+A unit of reading has a card of its own. Those of a source are added up in the order of its units, which follows from
+the input alone, so the card does not depend on who read what when. A card stays small: counts, and a few beginnings of
+dropped documents, which only the first units of a source keep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipeline.data.documents import Document
+from pipeline.data.filters.chain import Dropped, total
+
+EXAMPLE_UNITS = 1000
+"""So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
+EXAMPLE_CHARACTERS = 160
+"""Of a dropped document as it is shown."""
+MOST_REASONS = 20
+"""Reasons of a filter of which examples are kept."""
+MOST_LANGUAGES = 30
+"""Languages that are counted apart; the rest are `others`."""
+OTHERS = "others"
+
+
+class DataCard:
+    """The card of one unit.
+
+    Args:
+        examples: dropped documents to show for each filter and reason.
+    """
+
+    def __init__(self, examples: int = 0) -> None:
+        self._examples = examples
+        self._documents = self._changed = self._bytes = self._characters = 0
+        self._lengths: Counter[int] = Counter()
+        self._dropped: dict[str, dict[str, list[dict[str, str]]]] = {}
+
+    def add(self, document: Document, *, changed: bool = False) -> None:
+        """Count a document that the filters kept. changed: they changed it."""
+        text = document.text
+        size = len(text) if text.isascii() else len(text.encode())
+        self._documents += 1
+        self._changed += changed
+        self._bytes += size
+        self._characters += len(text)
+        self._lengths[size.bit_length()] += 1
+
+    def drop(self, dropped: Dropped) -> None:
+        """Keep the beginning of a document that a filter dropped, where it is one of the first for its reason."""
+        reasons = self._dropped.setdefault(dropped.filter, {})
+        if dropped.reason not in reasons and len(reasons) >= MOST_REASONS:
+            return
+        shown = reasons.setdefault(dropped.reason, [])
+        if len(shown) < self._examples:
+            text = dropped.document.text
+            more = "…" if len(text) > EXAMPLE_CHARACTERS else ""
+            shown.append({"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more})
+
+    def record(self) -> dict[str, Any]:
+        """The card as JSON: `documents`, `changed`, `bytes` (of UTF-8) and `characters` of what filters kept;
+        `lengths`, by k the documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
+        shown = {name: {reason: examples for reason, examples in reasons.items() if examples}
+                 for name, reasons in self._dropped.items()}
+        return {"documents": self._documents, "changed": self._changed, "bytes": self._bytes,
+                "characters": self._characters,
+                "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
+                "examples": {name: reasons for name, reasons in shown.items() if reasons}}
+
+
+def keeps_examples(unit: str) -> bool:
+    """Whether the unit of this name, which ends in its number within the source, keeps examples."""
+    number = unit.rpartition("-")[2]
+    return number.isdigit() and int(number) < EXAMPLE_UNITS
+
+
+def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str, Any]:
+    """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages.
+
+    Args:
+        records: of finished units; one of an older version without a card adds nothing.
+        examples: dropped documents to show for each filter and reason.
+
+    Returns:
+        As `DataCard.record`, with `languages` (documents by language) by the filters that tell them, if there are any.
+    """
+    numbers, found = [DataCard().record()], []
+    shown: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for record in records:
+        card = dict(record.get("card", {}))
+        for name, reasons in card.pop("examples", {}).items():
+            for reason, own in reasons.items():
+                of_filter = shown.setdefault(name, {})
+                if reason in of_filter or len(of_filter) < MOST_REASONS:
+                    of_reason = of_filter.setdefault(reason, [])
+                    of_reason += own[:max(0, examples - len(of_reason))]
+        numbers.append(card)
+        found.append({name: own["languages"] for name, own in record.get("findings", {}).items() if "languages" in own})
+    card = total([{key: value for key, value in own.items() if key != "examples"} for own in numbers])
+    card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
+    languages = {name: _most(counts) for name, counts in total(found).items()}
+    return {**card, "examples": shown, **({"languages": languages} if languages else {})}
+
+
+def _most(counts: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent, and how many the others are together."""
+    ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    rest = sum(count for _, count in ordered[MOST_LANGUAGES:])
+    return dict(ordered[:MOST_LANGUAGES]) | ({OTHERS: rest} if rest else {})

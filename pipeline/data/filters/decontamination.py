@@ -1,0 +1,147 @@
+"""Documents in which items of evaluation sets stand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipeline.config.shipped import name_of
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+from pipeline.data.filters.chain import total
+from pipeline.data.filters.evaluation_sets import EvaluationSet, Item, items_of
+from pipeline.data.filters.item_index import ItemIndex
+from pipeline.errors import UserError
+from pipeline.files import output_record, write_json
+
+META = "contamination"
+OUTPUT = "contamination.json"
+"""Of the stage shard: which items of which tasks were found, in how many documents."""
+MOST_IN_META = 10
+"""Items of a task that a flagged document names."""
+
+
+class Decontamination(Filter):
+    """Drops or flags documents in which an item of an evaluation set stands.
+
+    Texts are compared as `evaluate` compares them: in Unicode's NFKC, case folded, as words, which are runs of letters
+    and digits; what is between them does not count. An item stands in a document if any n consecutive words of it do
+    (Brown et al. 2020, appendix C, with n = 13); one of fewer words if all of them do, one after another. Hashes find
+    the places, words decide.
+    """
+
+    files: list[EvaluationSet] = Field(min_length=1)
+    """Evaluation sets: [{path: gsm8k.jsonl, task: gsm8k, fields: [question, answer]}, {path: configs/tasks/x.yaml}].
+    Take all splits of each."""
+    n: int = Field(13, gt=0)
+    """Words of an n-gram."""
+    least_words: int = Field(8, gt=0)
+    """Words of the shortest item that is looked for; shorter ones stand in texts that have not seen them."""
+    action: Literal["drop", "flag"] = "drop"
+    """What becomes of such documents: they are dropped, or kept with the tasks and items in `meta.contamination`."""
+
+    def reads(self) -> list[Path]:
+        """The files of the sets."""
+        return [path for given in self.files for path in given.inputs()]
+
+    def open(self) -> None:
+        """Read the sets, once a process for any number of units."""
+        self._sets  # noqa: B018 - it is made here
+
+    @cached_property
+    def _sets(self) -> Sets:
+        facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.reads() if path.is_file()]
+        given = tuple(own.model_dump_json() for own in self.files)
+        return _read(given, self.n, self.least_words, tuple(facts))
+
+    @cached_property
+    def _found(self) -> dict[str, Counter[str]]:
+        return {}
+
+    def findings(self) -> dict[str, dict[str, int]]:
+        """For each task in how many documents each item was found; under "" in how many any was."""
+        return {task: dict(sorted(counts.items())) for task, counts in sorted(self._found.items())}
+
+    def __call__(self, document: Document) -> Document | str:
+        hits = [self._sets.items[number] for number in self._sets.index.found_in(document.text)]
+        if not hits:
+            return document
+        of_task: dict[str, list[str]] = {}  # in the order of the sets
+        for item in hits:
+            of_task.setdefault(item.task, []).append(item.name)
+        for task, names in of_task.items():
+            self._found.setdefault(task, Counter()).update(["", *names])
+        if self.action == "drop":
+            return f"contains items of {next(iter(of_task))}"
+        named = {task: names[:MOST_IN_META] for task, names in of_task.items()}
+        return replace(document, meta={**document.meta, META: named})
+
+    def summary(self, findings: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
+        """Of each task the rule, how many `items` it has, `too_short` to be looked for, `found` in `documents`; and,
+        as `which`, each that was found with the number of documents.
+
+        findings: those of all units, added up.
+        """
+        tasks: dict[str, dict[str, Any]] = {}
+        for item, short in zip(self._sets.items, self._sets.index.too_short.tolist(), strict=True):
+            own = tasks.setdefault(item.task, {"n": self.n, "least_words": self.least_words, "action": self.action,
+                                               "items": 0, "too_short": 0})
+            own["items"] += 1
+            own["too_short"] += short
+        for task, own in tasks.items():
+            found = dict(findings.get(task, {}))
+            own["documents"] = found.pop("", 0)
+            own["found"] = len(found)
+            own["which"] = found
+        return tasks
+
+
+def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterable[dict[str, Any]]
+                         ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the filters of this kind have found, of which each item goes into `contamination.json`.
+
+    Args:
+        folder: of the stage.
+        filters: all of the configuration.
+        findings: of each unit, by the filters' names.
+
+    Returns:
+        What the stage's counts get, with `contamination` by filter and task, and the record of the file; nothing if
+        there is no such filter.
+    """
+    found = total(findings)
+    summaries = {name_of(own): own.summary(found.get(name_of(own), {})) for own in filters
+                 if isinstance(own, Decontamination)}
+    if not summaries:
+        return {}, []
+    path = folder / OUTPUT
+    write_json(path, summaries)
+    few = {name: {task: {key: value for key, value in own.items() if key != "which"} for task, own in tasks.items()}
+           for name, tasks in summaries.items()}
+    return {"contamination": few}, [output_record(folder, path, split="contamination", source="", docs=0, text_bytes=0)]
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Evaluation sets as they are looked for: their items, and the index of these in the same order."""
+
+    items: Sequence[Item]
+    index: ItemIndex
+
+
+@lru_cache(maxsize=2)
+def _read(given: tuple[str, ...], n: int, least_words: int, facts: tuple[tuple[str, int, int], ...]) -> Sets:
+    """facts: the files' paths, sizes and times, so that others are read again."""
+    items = [item for own in given for item in items_of(EvaluationSet.model_validate(json.loads(own)))]
+    names = Counter((item.task, item.name) for item in items)
+    if twice := next((pair for pair, count in names.items() if count > 1), None):
+        raise UserError(f"A filter of kind decontamination has the item {twice[1]} of the task {twice[0]} twice: files "
+                        f"of one task need different names. Give each of them its own `task`.")
+    return Sets(items, ItemIndex((item.text for item in items), n, least_words))

@@ -1,0 +1,43 @@
+"""The files that filters read, as inputs of the stage shard."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.config.shipped import name_of
+from pipeline.config.tree import Config
+from pipeline.data.filters.base import Filter
+from pipeline.errors import AbsentInputError, UserError, listed
+
+FOLDER = "filters"
+"""What the names of filters' files begin with."""
+
+
+def input_files(config: Config) -> list[tuple[str, Path]]:
+    """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
+
+    A name goes back to the folder that holds all files of the filter.
+
+    Raises:
+        AbsentInputError: naming all that are not there.
+    """
+    found: list[tuple[str, Path]] = []
+    problems = []
+    for own in config.shard.filters:
+        try:
+            paths = [path.absolute() for path in own.reads()] if isinstance(own, Filter) else []
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
+                     for path in paths if not path.is_file()]
+        there = [path for path in dict.fromkeys(paths) if path.is_file()]
+        common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
+        found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
+    if found and any(source.name == FOLDER for source in config.shard.sources):
+        raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
+                        f"Give it another `name`.")
+    if problems:
+        raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
+    return found

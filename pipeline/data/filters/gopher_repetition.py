@@ -1,0 +1,90 @@
+"""The rules of Gopher for repetition within a page, as datatrove has them (GopherRepetitionFilter)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
+from pipeline.data.filters.word_runs import WordRuns
+from pipeline.data.filters.words import words
+
+Share = Annotated[float | None, Field(gt=0)]
+_BETWEEN_PARAGRAPHS = re.compile(r"\n{2,}")
+
+
+class GopherRepetition(Filter):
+    """Drops documents of which too much is said again and again (Rae et al. 2021, table A1).
+
+    Settings, defaults and the order of the rules are those of datatrove's GopherRepetitionFilter, whose top_n_grams and
+    dup_n_grams are here a setting for each n. All are shares, the last nine of the document's characters; null leaves
+    a rule out.
+    """
+
+    dup_para_frac: Share = 0.3
+    """Of the paragraphs, those that stood before."""
+    dup_para_char_frac: Share = 0.2
+    """Of the characters, those in paragraphs that stood before."""
+    dup_line_frac: Share = 0.3
+    """Of the lines, those that stood before."""
+    dup_line_char_frac: Share = 0.2
+    """Of the characters, those in lines that stood before."""
+    top_2_gram: Share = 0.20
+    """Those of the most frequent run of 2 words: its length times how often it stands there."""
+    top_3_gram: Share = 0.18
+    """Those of the most frequent run of 3 words."""
+    top_4_gram: Share = 0.16
+    """Those of the most frequent run of 4 words."""
+    dup_5_gram: Share = 0.15
+    """Those in runs of 5 words that stood before, runs that overlap counted once."""
+    dup_6_gram: Share = 0.14
+    """Those in runs of 6 words that stood before."""
+    dup_7_gram: Share = 0.13
+    """Those in runs of 7 words that stood before."""
+    dup_8_gram: Share = 0.12
+    """Those in runs of 8 words that stood before."""
+    dup_9_gram: Share = 0.11
+    """Those in runs of 9 words that stood before."""
+    dup_10_gram: Share = 0.10
+    """Those in runs of 10 words that stood before."""
+
+    def __call__(self, document: Document) -> Document | str:
+        text = document.text
+        paragraphs = _BETWEEN_PARAGRAPHS.split(text.strip())
+        if said := _repeated(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
+            return said
+        # An empty line stands before the first and after the last line end, where the text begins or ends with one.
+        lines = [*filter(None, text.split("\n")), *([""] * (text[0] == "\n")), *([""] * (text[-1] == "\n"))]
+        if said := _repeated(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
+            return said
+        runs = WordRuns(words(text))
+        for n, most in self._limits("top", 2, 4):
+            if runs.top_is_above(n, most, len(text)):
+                return f"more than {most:g} of the characters are one run of {n} words"
+        for n, most in self._limits("dup", 5, 10):
+            if runs.repeated_are_above(n, most, len(text)):
+                return f"more than {most:g} of the characters are in repeated runs of {n} words"
+        return document
+
+    def _limits(self, rule: str, first: int, last: int) -> Iterator[tuple[int, float]]:
+        limits = ((n, getattr(self, f"{rule}_{n}_gram")) for n in range(first, last + 1))
+        return ((n, most) for n, most in limits if most is not None)
+
+
+def _repeated(parts: list[str], characters: int, most: float | None, most_characters: float | None,
+              what: str) -> str | None:
+    """Why parts of a text that stood before are too many or too long."""
+    if len(set(parts)) == len(parts):
+        return None
+    counts = Counter(parts)
+    if most and (len(parts) - len(counts)) / len(parts) > most:
+        return f"more than {most:g} of the {what} are repetitions"
+    again = sum(len(part) * (count - 1) for part, count in counts.items())
+    if most_characters and again / characters > most_characters:
+        return f"more than {most_characters:g} of the characters are in repeated {what}"
+    return None

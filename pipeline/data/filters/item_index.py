@@ -1,0 +1,103 @@
+"""Which items of evaluation sets stand in a document: by n-grams of words, found by hashes and compared as words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+
+import numpy as np
+
+from pipeline.data.comparable_words import comparable_words
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+class ItemIndex:
+    """The n-grams of texts, sorted by hash. An n-gram takes 24 bytes, a word of a text 8.
+
+    A text of fewer than n words is one n-gram of its own length; one of fewer than `least` words is not looked for.
+
+    Args:
+        texts: of the items.
+        n: words of an n-gram.
+        least: words of the shortest text that is looked for.
+
+    Attributes:
+        too_short: (texts,) bool: which are not looked for.
+    """
+
+    def __init__(self, texts: Iterable[str], n: int, least: int) -> None:
+        self._numbers: dict[str, int] = {}  # of words, from 1: exact, so that equal numbers are equal words
+        numbers, starts = [0], [1]
+        for text in texts:
+            numbers += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in comparable_words(text)]
+            starts.append(len(numbers))
+        self._words, self._starts = np.array(numbers, np.int64), np.array(starts, np.int64)
+        lengths = np.diff(self._starts)
+        self.too_short = lengths < least
+        self._codes = _mixed(len(self._numbers) + 1)
+        sizes = np.where(self.too_short, 0, np.minimum(lengths, n))
+        self._tables = {size: _Table(self._codes[self._words], self._starts[:-1][sizes == size],
+                                     lengths[sizes == size], size) for size in np.unique(sizes[sizes > 0]).tolist()}
+
+    def found_in(self, text: str) -> list[int]:
+        """Numbers of the texts of which an n-gram stands in a document, ascending."""
+        words = comparable_words(text)
+        known = np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64, len(words))
+        codes, unknown = self._codes[known], np.concatenate([[0], np.cumsum(known == 0)])
+        hits: set[int] = set()
+        for size, hashes in _hashes(codes, set(self._tables)):
+            whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows of words that all stand in items
+            for at, place in self._tables[size].places(hashes[whole]):
+                here = int(whole[at])
+                if np.array_equal(known[here:here + size], self._words[place:place + size]):
+                    hits.add(int(np.searchsorted(self._starts, place, side="right")) - 1)
+        return sorted(hits)
+
+
+class _Table:
+    """The n-grams of one n, by hash.
+
+    Args:
+        codes: of all words of all texts.
+        starts: of the texts in them. lengths: of these texts.
+    """
+
+    def __init__(self, codes: np.ndarray, starts: np.ndarray, lengths: np.ndarray, n: int) -> None:
+        [(_, hashes)] = _hashes(codes, {n})
+        windows = lengths - n + 1
+        first = np.repeat(starts, windows)
+        places = first + np.arange(len(first)) - np.repeat(np.cumsum(windows) - windows, windows)
+        order = np.argsort(hashes[places], kind="stable")
+        self._places = places[order]
+        self._sorted = hashes[self._places]
+        # A byte for each of 8 times as many beginnings of hashes as there are n-grams says for most that they are not
+        # among them, without a search.
+        self._shift = np.uint64(64 - min(max(10, (8 * len(order)).bit_length()), 27))
+        self._maybe = np.zeros(1 << (64 - int(self._shift)), bool)
+        self._maybe[self._sorted >> self._shift] = True
+
+    def places(self, hashes: np.ndarray) -> Iterator[tuple[int, int]]:
+        """(which of `hashes`, where an n-gram with that hash begins)."""
+        likely = np.flatnonzero(self._maybe[hashes >> self._shift])
+        low, high = (np.searchsorted(self._sorted, hashes[likely], side=side) for side in ("left", "right"))
+        for at in np.flatnonzero(high > low):
+            for place in self._places[low[at]:high[at]]:
+                yield int(likely[at]), int(place)
+
+
+def _mixed(count: int) -> np.ndarray:
+    """(count,) uint64: numbers from 0 on, mixed by splitmix64."""
+    mixed = np.arange(count, dtype=np.uint64) * _BASE
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _hashes(codes: np.ndarray, sizes: set[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """For each size up to the number of codes, ascending: the hashes sum(code_j BASE^(size - 1 - j)) of all windows."""
+    hashes = np.zeros(len(codes) + 1, np.uint64)
+    for size in range(1, min(max(sizes, default=0), len(codes)) + 1):
+        hashes = hashes[:-1] * _BASE + codes[size - 1:]
+        if size in sizes:
+            yield size, hashes

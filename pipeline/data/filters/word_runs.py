@@ -1,0 +1,107 @@
+"""Runs of n words that stand in one text more than once: hashes say where to look, the words themselves decide."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_BASE = 0x9E3779B97F4A7C15
+"""Of the rolling hash; odd, so that it has an inverse modulo 2^64."""
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_BLOCK = 1 << 14
+"""Characters hashed at a time, so that the tables of powers stay small."""
+_POWERS = np.cumprod(np.array([1] + [_BASE] * (_BLOCK - 1), np.uint64))
+_BACK = np.cumprod(np.array([1] + [_INVERSE] * (_BLOCK - 1), np.uint64))
+
+
+class WordRuns:
+    """The runs of n consecutive words of one text.
+
+    Runs are compared as their characters without what is between the words, hash by hash first: sum(c_k BASE^k) modulo
+    2^64 over the characters c_k, brought to one place by BASE^-start. Runs with different hashes differ; those with
+    equal ones are looked at, so that a hash decides nothing.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+        self._text = "".join(words)
+        self._starts = np.zeros(len(words) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, words), np.int64, len(words)), out=self._starts[1:])
+        self._sums, self._back = _prefix_hashes(self._text, self._starts)
+
+    def top_is_above(self, n: int, share: float, characters: int) -> bool:
+        """Whether the most frequent run of n words, the first of equally frequent ones, counted with a space between
+        its words and as often as it stands there, is more than `share` of `characters`."""
+        if len(self._words) < n:
+            return False
+        hashes = self._hashes(n)
+        ordered = np.sort(hashes)
+        ends = np.flatnonzero(ordered[1:] != ordered[:-1])
+        counts = np.diff(ends, prepend=-1, append=len(ordered) - 1)
+        most = int(counts.max())
+        longest = int((self._starts[n:] - self._starts[:-n]).max()) + n - 1
+        if most * longest / characters <= share:
+            return False
+        frequent = ordered[np.append(ends, len(ordered) - 1)[counts == most]]
+        first = int(np.isin(hashes, frequent).argmax())
+        run = self._words[first:first + n]
+        if any(self._words[place:place + n] != run for place in np.flatnonzero(hashes == hashes[first]).tolist()):
+            run, most = self._most_frequent(n)  # other words of equal characters, or of an equal hash
+        return (sum(map(len, run)) + n - 1) * most / characters > share
+
+    def _most_frequent(self, n: int) -> tuple[list[str], int]:
+        counts: dict[tuple[str, ...], int] = {}
+        for place in range(len(self._words) - n + 1):
+            run = tuple(self._words[place:place + n])
+            counts[run] = counts.get(run, 0) + 1
+        first = max(counts, key=counts.__getitem__)
+        return list(first), counts[first]
+
+    def repeated_are_above(self, n: int, share: float, characters: int) -> bool:
+        """Whether runs of n words that stood before, taken from the left without overlapping, are more than `share` of
+        `characters`. A run that is jumped over, or that begins inside of a taken one, has not stood before."""
+        if len(self._words) < n:
+            return False
+        hashes = self._hashes(n)
+        ordered = np.sort(hashes)
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        longest = int((self._starts[n:] - self._starts[:-n]).max())
+        if len(again) * longest / characters <= share:
+            return False
+        seen: set[str] = set()
+        repeated = behind = 0
+        starts = self._starts.tolist()
+        for place in np.flatnonzero(np.isin(hashes, again)).tolist():
+            if place < behind:
+                continue
+            run = self._text[starts[place]:starts[place + n]]
+            if run in seen:
+                repeated += len(run)
+                behind = place + n
+            else:
+                seen.add(run)
+        return repeated / characters > share
+
+    def _hashes(self, n: int) -> np.ndarray:
+        """(words - n + 1,) uint64: of each run of n words."""
+        return (self._sums[n:] - self._sums[:-n]) * self._back[:len(self._sums) - n]
+
+
+def _prefix_hashes(text: str, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hash of the text up to each of the ascending places, and BASE^-place: (places,) uint64 each."""
+    sums, back = np.zeros(len(places), np.uint64), np.empty(len(places), np.uint64)
+    carried, power, inverse = 0, 1, 1
+    done = 0
+    for start in range(0, max(len(text), 1), _BLOCK):
+        part = np.frombuffer(text[start:start + _BLOCK].encode("utf-32-le", "surrogatepass"), np.uint32)
+        upto = np.zeros(len(part) + 1, np.uint64)
+        np.cumsum(part * (_POWERS[:len(part)] * np.uint64(power)), out=upto[1:])
+        upto += np.uint64(carried)
+        last = start + _BLOCK >= len(text)
+        end = len(places) if last else int(np.searchsorted(places, start + _BLOCK))
+        within = places[done:end] - start
+        sums[done:end] = upto[within]
+        back[done:end] = _BACK[np.minimum(within, _BLOCK - 1)] * np.uint64(inverse)  # the very end begins no run
+        carried, done = int(upto[-1]), end
+        power, inverse = power * pow(_BASE, _BLOCK, 1 << 64) % (1 << 64), inverse * pow(_INVERSE, _BLOCK, 1 << 64) \
+            % (1 << 64)
+    return sums, back

@@ -1,0 +1,234 @@
+"""Documents in which items of evaluation sets stand: which are found, in whatever files the items lie, and what the
+stage makes of it."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline import shard
+from pipeline.contract.manifest import read_manifest
+from pipeline.data.comparable_words import comparable_words
+from pipeline.data.documents import Document
+from pipeline.data.filters import item_index
+from pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
+from pipeline.data.filters.item_index import ItemIndex
+from pipeline.errors import UserError
+from tests.conftest import REPOSITORY
+from tests.data.filters.test_kinds import made
+from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
+
+
+def plainly(items, n, least, text):
+    """Which items stand in a text, by looking at every place."""
+    words, found = comparable_words(text), []
+    for number, item in enumerate(map(comparable_words, items)):
+        size = min(n, len(item))
+        grams = {tuple(item[place:place + size]) for place in range(len(item) - size + 1)}
+        if len(item) >= least and any(tuple(words[place:place + size]) in grams
+                                      for place in range(len(words) - size + 1)):
+            found.append(number)
+    return found
+
+
+FEW_WORDS = st.lists(st.sampled_from(["a", "B", "c,", "Straße", "x"]), max_size=9).map(" ".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FEW_WORDS, max_size=6), st.integers(1, 5), st.integers(1, 4), FEW_WORDS, st.booleans())
+def test_it_finds_what_looking_at_every_place_finds(items, n, least, text, collide):
+    """Also where all words have one hash, so that the words must decide."""
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(item_index, "_mixed", lambda count: np.ones(count, np.uint64))
+        index = ItemIndex(items, n, least)
+        assert index.found_in(text) == plainly(items, n, least, text)
+    assert index.too_short.tolist() == [len(comparable_words(item)) < least for item in items]
+
+
+def test_spelling_and_places_do_not_matter_and_other_words_do():
+    index = ItemIndex(["Which planet is nearest to the Sun? Mercury, by far: always, ever and on.", "too short"], 13, 8)
+    item = "which PLANET is\nnearest-to the sun mercury by far (always) ever & ”and”"
+    assert index.found_in(f"before {item} behind") == [0] and index.found_in(item) == [0]
+    assert index.found_in(item.replace("far", "near")) == [] and index.found_in("too short") == []
+    assert index.found_in(" ".join(item.split()[:-1])) == []
+    assert index.found_in("") == []
+
+
+ITEM = "how many legs has a spider that has lost two of them in the rain"
+RECORDS = [{"question": ITEM, "answer": "six legs", "tags": ["easy", "nature"]},
+           {"question": "what is the sum of all the numbers from one up to ten, both of them counted in",
+            "answer": "fifty five", "tags": []}]
+
+
+def write_sets(folder):
+    """The records in a file of each format."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    (folder / "set.jsonl").write_text(lines)
+    (folder / "set.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "set.json").write_text(json.dumps(RECORDS))
+    (folder / "set.csv").write_text("question,answer,tags\n" + "".join(
+        f'"{record["question"]}",{record["answer"]},\n' for record in RECORDS))
+    pq.write_table(pa.Table.from_pylist(RECORDS), folder / "set.parquet")
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
+def test_items_are_read_from_any_format(tmp_path, name):
+    write_sets(tmp_path)
+    own = made(kind="decontamination", files=[{"path": str(tmp_path / name), "fields": ["question", "answer"]}])
+    own.open()
+    found = Document(f"He asked: {ITEM.upper()}?!\nSix legs", "s", "1", {})
+    assert own(found) == "contains items of set"
+    assert own(Document("He asked how many legs it has", "s", "2", {}))  # the document
+    assert own.findings() == {"set": {"": 1, f"{name}:1": 1}}
+    both = made(kind="decontamination", n=3, files=[{"path": str(tmp_path / name), "fields": ["answer", "question"]}])
+    assert both(Document("legs how many", "s", "1", {})) == "contains items of set"  # fields in the order that is asked
+
+
+def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
+    many = tmp_path / "many.jsonl"
+    many.write_text((json.dumps({"text": ITEM}) + "\n") * (MOST_IN_META + 2))
+    write_sets(tmp_path)
+    own = made(kind="decontamination", action="flag", files=[
+        {"path": str(many), "task": "spiders", "fields": ["text"]},
+        {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
+    before = Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3})
+    after = own(before)
+    assert after.text == before.text and after.meta == {"stars": 3, "contamination": {
+        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}}
+    clean = Document("nothing", "s", "2", {})
+    assert own(clean) is clean
+    found = own.summary(own.findings())
+    assert found["spiders"]["found"] == MOST_IN_META + 2 and found["spiders"]["documents"] == 1
+    assert found["set"] == {"n": 13, "least_words": 8, "action": "flag", "items": 2, "too_short": 0, "documents": 1,
+                            "found": 1, "which": {"set.json:1": 1}}
+
+
+def test_a_task_is_read_as_its_file_says(tmp_path):
+    task = REPOSITORY / "configs/tasks/python_line.yaml"
+    own = made(kind="decontamination", files=[{"path": str(task)}], n=5, least_words=5)
+    assert own.reads() == [task, task.with_suffix(".jsonl")]
+    right = 'class Node:\n    def __init__(self, value):\n        self.value = value\n'
+    assert own(Document(right, "s", "1", {})) == "contains items of python_line"
+    wrong = made(kind="decontamination", files=[{"path": str(task)}], n=9, least_words=9)
+    assert wrong(Document("class Node: def __init__(self, value): value self value", "s", "1", {})) != \
+        "contains items of python_line"
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"path": "a.jsonl"}, "`fields` is missing"), ({"path": "a.txt", "fields": ["x"]}, "is no file of items")])
+def test_a_set_that_cannot_be_read_is_refused_with_the_settings(given, told):
+    with pytest.raises(ValidationError, match=told):
+        made(kind="decontamination", files=[given])
+
+
+@pytest.mark.parametrize(("name", "content", "fields", "told"), [
+    ("a.jsonl", '{"q": "x"}\n', ["question"], "no field question at record 1; the fields are q"),
+    ("a.jsonl", '{"q": {"a": 1}}\n', ["q.b"], "no field q.b at record 1; the fields are a"),
+    ("a.jsonl", '{"q": "x"}\n{"q"', ["q"], "cannot be read at record 2"), ("a.jsonl", "[1]\n", ["q"], "no fields"),
+    ("a.csv", "p,q\n1,2\n", ["r"], "no column named r"), ("a.parquet", "PAR1", ["q"], "cannot be read"),
+    ("a.yaml", "task: x\n", [], "names no data files"),
+    ("a.yaml", "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n", [], "no file matches")])
+def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, told):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=told):
+        made(kind="decontamination", files=[{"path": str(tmp_path / name), "fields": fields}]).open()
+
+
+def test_equal_names_in_one_task_are_refused(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        write_sets(tmp_path / folder)
+    paths = [{"path": str(tmp_path / folder / "set.json"), "fields": ["question"]} for folder in ("one", "two")]
+    with pytest.raises(UserError, match=r"set\.json:1 of the task set twice"):
+        made(kind="decontamination", files=paths).open()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents in several units, some of which hold an item; and their configuration."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "sets").mkdir()
+    write_sets(tmp_path / "sets")
+    for number in range(4):
+        texts = [f"document {number} {row} of a corpus without any question" for row in range(30)]
+        texts += [f"In {number} they asked {ITEM}, it is said"] + [RECORDS[1]["question"]] * (number == 2)
+        (tmp_path / f"in/{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    wanted = [{"kind": "decontamination", "files": [
+        {"path": str(tmp_path / "sets/set.jsonl"), "task": "spiders", "fields": ["question"]},
+        {"path": str(tmp_path / "sets/set.json"), "task": "answers", "fields": ["answer"]}]}]
+    return write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.002, heldout_share=0.2,
+                        filters=wanted)
+
+
+def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
+    assert run(corpus) == 0
+    told = capsys.readouterr().out
+    assert "filter decontamination: 2 of 2 items of spiders stand in 5 documents" in told
+    assert "0 of 2 items of answers (2 are too short to be looked for) stand in 0 documents" in told
+    manifest = read_manifest(folder_of(corpus))
+    assert manifest.counts["dropped"]["decontamination"] == 5
+    assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
+    rule = {"n": 13, "least_words": 8, "action": "drop"}
+    assert manifest.counts["contamination"] == {"decontamination": {
+        "spiders": {**rule, "items": 2, "too_short": 0, "documents": 5, "found": 2},
+        "answers": {**rule, "items": 2, "too_short": 2, "documents": 0, "found": 0}}}
+    found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
+    assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
+    assert OUTPUT in {record["path"] for record in manifest.outputs}
+    assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
+    assert [record["name"] for record in manifest.files if record["name"].startswith("filters/")] == [
+        "filters/decontamination/set.json", "filters/decontamination/set.jsonl"]
+    assert run(corpus, "name=b", "launch.processes=2", "--part", "1/2") == 0
+    assert run(corpus, "name=b", "--part", "0/2") == 0 and run(corpus, "name=b") == 0
+    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
+    assert read_manifest(folder_of(corpus, "b")).fingerprint == manifest.fingerprint
+
+
+def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
+    assert run(corpus) == 0
+    (tmp_path / "sets").rename(tmp_path / "moved")
+    corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
+    assert run(corpus) == 0
+    assert "up to date" in capsys.readouterr().out
+    with (tmp_path / "moved/set.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "document 1 2 of a corpus without any question", "answer": "1"}) + "\n")
+    assert run(corpus) == 2
+    told = capsys.readouterr()
+    assert "filters/decontamination/set.jsonl" in told.out + told.err
+    assert run(corpus, "--force") == 0
+    assert read_manifest(folder_of(corpus)).counts["dropped"]["decontamination"] == 6
+
+
+def test_a_set_that_is_not_there_is_told_beside_a_source_that_is_not(corpus, tmp_path, capsys):
+    (tmp_path / "sets/set.json").unlink()
+    assert run(corpus, "shard.sources.0.paths=[nowhere.jsonl]") == 2
+    told = capsys.readouterr()
+    assert "nowhere.jsonl" in told.out + told.err and "the filter decontamination needs" in told.out + told.err
+
+
+def test_a_source_may_not_be_called_as_the_files_of_filters_are(corpus, capsys):
+    assert run(corpus, "shard.sources.0.name=filters") == 2
+    told = capsys.readouterr()
+    assert "A source of shard.sources is called filters" in told.out + told.err
+
+
+def test_an_attempt_that_broke_off_is_not_gone_on_with_with_other_items(corpus, tmp_path, capsys):
+    def stop(*arguments):
+        raise KeyError("stop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "gather_contamination", stop)
+        with pytest.raises(KeyError):
+            run(corpus)
+    with (tmp_path / "sets/set.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "document 1 2 of a corpus without any question", "answer": "1"}) + "\n")
+    assert run(corpus) == 2
+    assert "was begun with other inputs" in capsys.readouterr().err
+    assert run(corpus, "--force") == 0
+    assert read_manifest(folder_of(corpus)).counts["contamination"]["decontamination"]["spiders"]["documents"] == 6

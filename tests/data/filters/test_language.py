@@ -1,0 +1,90 @@
+"""Languages by fastText models: small real ones, whose making tests/data/filters/models/README.md tells."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.manifest import read_manifest
+from pipeline.data.documents import Document
+from pipeline.errors import UserError
+from tests.data.filters.test_kinds import made
+from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
+
+pytest.importorskip("fasttext", reason="of the extra `clean`")
+
+MODELS = Path(__file__).parent / "models"
+TWO, WITH_SCRIPTS = MODELS / "two_letters.ftz", MODELS / "with_scripts.bin"
+ENGLISH = "The ship and the rain\nhave been seen by them, and she would come\r\nif you had asked."
+GERMAN = "Der Regen und das Schiff sind nicht gekommen,\nund wenn du mich gefragt hättest."
+FRENCH = "Le soir la ville est à nous et ils ont vu la rivière."
+NONE = "0101 // {} []"
+
+
+def outcomes(**asked):
+    own = made(kind="language", **asked)
+    own.open()
+    found = []
+    for text in (ENGLISH, GERMAN, FRENCH, NONE):
+        before = Document(text, "s", "1", {})
+        answer = own(before)
+        found.append(None if answer is before else answer)
+    return own, found
+
+
+def test_other_languages_and_doubtful_ones_are_dropped():
+    other, doubtful = "of another language", "of no language with a probability of 0.65"
+    own, found = outcomes(path=str(TWO), languages=["en"])
+    assert found == [None, other, other, doubtful]
+    assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
+    assert outcomes(path=str(TWO), languages=["de", "fr"])[1] == [other, None, None, doubtful]
+    assert outcomes(path=str(TWO), languages=["de", "fr"], keep_unknown=True)[1] == [other, None, None, None]
+    assert outcomes(path=str(TWO), languages=["en"], least=0.0)[1] == [None, other, other, other]
+    assert outcomes(path=str(TWO), languages=["en"], least=1.0)[1] == [
+        "of no language with a probability of 1"] * 4
+
+
+def test_labels_are_those_of_the_model():
+    assert outcomes(path=str(WITH_SCRIPTS), languages=["eng_Latn", "fra_Latn"])[1][:3] == [
+        None, "of another language", None]
+    with pytest.raises(UserError, match=r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn"):
+        made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open()
+
+
+def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
+    text, asked = f"{ENGLISH} {GERMAN * 20}", {"kind": "language", "path": str(TWO), "languages": ["en"]}
+    before = Document(text, "s", "1", {})
+    assert made(**asked, characters=len(ENGLISH))(before) is before
+    assert made(**asked)(before) == "of another language"
+
+
+def test_what_is_no_model_is_told_of(tmp_path, monkeypatch):
+    path = tmp_path / "lid.ftz"
+    own = made(kind="language", path=str(path), languages=["en"])
+    with pytest.raises(UserError, match="is not there"):
+        own.open()
+    path.write_text("no model")
+    with pytest.raises(UserError, match="is no fastText model"):
+        own.open()
+    path.write_bytes(TWO.read_bytes())
+    own.open()
+    monkeypatch.setitem(sys.modules, "fasttext", None)
+    shutil.copy(WITH_SCRIPTS, path)
+    with pytest.raises(UserError, match=r"pip install --editable '\.\[clean\]'"):
+        made(kind="language", path=str(path), languages=["eng_Latn"]).open()
+
+
+def test_the_stage_keeps_a_language_and_records_the_model(tmp_path):
+    (tmp_path / "in").mkdir()
+    texts = [f"{text} {number}" for number in range(20) for text in (ENGLISH, GERMAN)]
+    (tmp_path / "in/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = write_config(tmp_path, [files_source("web", tmp_path / "in/a.jsonl")], heldout_share=0.2, filters=[
+        {"kind": "language", "path": str(TWO), "languages": ["en"]}])
+    assert run(config) == 0
+    manifest = read_manifest(folder_of(config))
+    assert manifest.counts["filters"]["language"]["reasons"] == {"of another language": 20}
+    assert "filters/language/two_letters.ftz" in {record["name"] for record in manifest.files}
+    assert "path" not in manifest.fingerprint["config"]["shard"]["filters"][0]
+    assert all(document.text.startswith("The ship") for document in documents(config, "train"))

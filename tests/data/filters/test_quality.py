@@ -1,0 +1,280 @@
+"""The quality filters give the verdicts of datatrove's, reason for reason and text for text, on the same words: on real
+texts, on dirty ones made of them, on made-up ones, and with thresholds on both sides of what each document has."""
+
+import functools
+import math
+import random
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.shipped import FILTERS
+from pipeline.data.documents import Document
+from pipeline.data.filters.word_runs import WordRuns
+from pipeline.data.filters.words import NO_WORD, TERMINAL, sentences, word_counts, words
+
+pytest.importorskip("datatrove", reason="the reference of the quality filters, in the extra `clean`")
+
+import datatrove.utils.text as reference_text
+from datatrove.data import Document as ReferenceDocument
+from datatrove.pipeline.filters import (
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    c4_filters,
+    fineweb_quality_filter,
+    gopher_quality_filter,
+    gopher_repetition_filter,
+)
+
+REASONS = {
+    "c4": {"lorem_ipsum": "lorem ipsum", "curly_bracket": "a curly bracket",
+           "too_few_sentences": "fewer than # sentences are left"},
+    "gopher_quality": {
+        "gopher_short_doc": "fewer than # words", "gopher_long_doc": "more than # words",
+        "gopher_below_avg_threshold": "words shorter than # characters on average",
+        "gopher_above_avg_threshold": "words longer than # characters on average",
+        "gopher_too_many_hashes": "more than # # for each word",
+        "gopher_too_many_ellipsis": "more than # ellipses for each word",
+        "gopher_too_many_bullets": "more than # of the lines begin with a bullet",
+        "gopher_too_many_end_ellipsis": "more than # of the lines end in an ellipsis",
+        "gopher_below_alpha_threshold": "fewer than # of the words have a letter",
+        "gopher_enough_stop_words": "fewer than # of the stop words"},
+    "gopher_repetition": {
+        "dup_para_frac": "more than # of the paragraphs are repetitions",
+        "dup_para_char_frac": "more than # of the characters are in repeated paragraphs",
+        "dup_line_frac": "more than # of the lines are repetitions",
+        "dup_line_char_frac": "more than # of the characters are in repeated lines",
+        **{f"top_{n}_gram": f"more than # of the characters are one run of {n} words" for n in (2, 3, 4)},
+        **{f"duplicated_{n}_n_grams": f"more than # of the characters are in repeated runs of {n} words"
+           for n in range(5, 11)}},
+    "fineweb_quality": {
+        "line_punct_ratio": "fewer than # of the lines end a sentence",
+        "short_line_ratio": "more than # of the lines are short",
+        "char_dup_ratio": "more than # of the characters are in repeated lines",
+        "list_ratio": "more than # line ends for each word"}}
+"""datatrove's name of a reason and ours, # being the threshold."""
+KINDS = {"c4": C4QualityFilter, "gopher_quality": GopherQualityFilter, "gopher_repetition": GopherRepetitionFilter,
+         "fineweb_quality": FineWebQualityFilter}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_words():
+    """datatrove sees the words and sentences that Drover sees; its own come from spaCy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gopher_quality_filter, gopher_repetition_filter, fineweb_quality_filter):
+            patch.setattr(module, "split_into_words", lambda text, language: list(words(text)))
+        patch.setattr(c4_filters, "split_into_sentences", lambda text, language: [text] * sentences(text))
+        yield
+
+
+def theirs(kind, text, **asked):
+    """datatrove's reason, or the text that it leaves."""
+    document = ReferenceDocument(text=text, id="1")
+    verdict = KINDS[kind](**translated(kind, asked)).filter(document)
+    if verdict is True:
+        return None, document.text
+    return REASONS[kind][verdict[1]], None
+
+
+def translated(kind, asked):
+    """Our settings as the arguments that datatrove's class takes."""
+    if kind == "gopher_quality":
+        return {"max_non_alpha_words_ratio" if name == "min_alpha_words_ratio" else name: value
+                for name, value in asked.items()}
+    if kind == "c4":
+        return {name: -1 if value is None else value for name, value in asked.items()}
+    if kind != "gopher_repetition":
+        return asked
+    grams = {"top": {2: 0.2, 3: 0.18, 4: 0.16}, "dup": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1}}
+    plain = {}
+    for name, value in asked.items():
+        if found := re.fullmatch("(top|dup)_([0-9]+)_gram", name):
+            grams[found[1]][int(found[2])] = 2 if value is None else value
+        else:
+            plain[name] = value
+    return plain | {f"{rule}_n_grams": tuple(limits.items()) for rule, limits in grams.items()}
+
+
+def ours(kind, text, **asked):
+    [own] = FILTERS.made([FILTERS.read({"kind": kind, **asked})])
+    return verdict_of(own, text)
+
+
+def verdict_of(own, text):
+    found = own(Document(text, "s", "1", {}))
+    if not isinstance(found, str):
+        return None, found.text
+    return re.sub("(?<=than )[0-9.e,-]+", "#", found), None
+
+
+def compare(kind, text, **asked):
+    expected = theirs(kind, text, **asked)
+    assert ours(kind, text, **asked) == expected, (kind, asked, text[:500])
+    return expected[0]
+
+
+@functools.cache
+def real_texts():
+    """Files of the standard library, whole and their docstrings' paragraphs, and its licence and copyright texts."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]:
+        text = path.read_text(errors="ignore")
+        found += [text[:20_000], *(part.strip('"') for part in re.findall('"""[^"]{200,4000}"""', text)[:6])]
+    return [text for text in found if text.strip()]
+
+
+def dirty(text, draw):
+    """The text with what pages have: menus, ellipses, bullets, citations, code, repetitions, other line ends."""
+    lines = text.split("\n")[:40]
+    for _ in range(draw.randint(0, 10)):
+        place = draw.randrange(len(lines) + 1)
+        lines[place:place] = draw.choice([
+            ["Home", "About", "Contact us"], ["read more..."] * draw.randint(1, 30), ["- one", "• two"] * 5,
+            ["A fact [12] was told [citation needed]. [edit]"], ["Enable JavaScript to see this page, please."],
+            ["function() { return 1; }."], ["Lorem ipsum dolor sit amet."], ["We use cookies on this site."],
+            lines[:draw.randint(1, 12)] * draw.randint(1, 5), ["", "", "\u3000"], ["x" * 1001 + " is a long word."],
+            ["Again, and again.", "", "", "Again, and again.", "", ""] * draw.randint(1, 9),
+            ["# # # # # #"] * draw.randint(1, 20), ['He said "yes" to it. She did not! Why? “So.” Well.'] * 3,
+            ["很好。我们走吧！", "क्या है।", "…", "1 2 3 4 5 6 7 8 9"]])
+    return draw.choice(["\n", "\n\n", "\r\n", "\n\n\n"]).join(lines) + draw.choice(["", "\n", " "])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
+    draw, texts = random.Random(7), real_texts()
+    texts = texts + [dirty(text, draw) for text in texts for _ in range(2)]
+    reasons = {compare(kind, text) for text in texts if text.strip()}
+    assert None in reasons and len(reasons) > 2  # some pass, and several rules have dropped others
+
+
+SHARES = [0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
+LOOSE = {
+    "c4": {"min_num_sentences": None, "min_words_per_line": None, "max_word_length": None,
+           "filter_no_terminal_punct": False, "filter_lorem_ipsum": False, "filter_javascript": False,
+           "filter_curly_bracket": False, "filter_policy": False, "remove_citations": False},
+    "gopher_quality": dict.fromkeys(["min_doc_words", "max_doc_words", "min_avg_word_length", "max_avg_word_length",
+                                     "max_symbol_word_ratio", "max_bullet_lines_ratio", "max_ellipsis_lines_ratio",
+                                     "min_alpha_words_ratio", "min_stop_words"]),
+    "gopher_repetition": {**dict.fromkeys(["dup_para_frac", "dup_para_char_frac", "dup_line_frac",
+                                           "dup_line_char_frac"]),
+                          **dict.fromkeys([f"top_{n}_gram" for n in (2, 3, 4)]),
+                          **dict.fromkeys([f"dup_{n}_gram" for n in range(5, 11)])},
+    "fineweb_quality": {"line_punct_thr": 0.0, "short_line_thr": 1.0, "char_duplicates_ratio": 1.0,
+                        "new_line_ratio": 9.0}}
+PROBED = {
+    "c4": {"min_num_sentences": [1, 2, 3, 4, 5, 8, 30], "min_words_per_line": [1, 2, 3, 5, 9],
+           "max_word_length": [1, 4, 8, 20],
+           **dict.fromkeys(["filter_no_terminal_punct", "filter_lorem_ipsum", "filter_javascript",
+                            "filter_curly_bracket", "filter_policy", "remove_citations"], (True, False))},
+    "gopher_quality": {"min_doc_words": [1, 5, 20, 100, 400], "max_doc_words": [5, 20, 100, 400],
+                       "min_avg_word_length": [1.5, 3, 4, 4.5, 5, 6], "max_avg_word_length": [2, 3, 4, 4.5, 5, 6],
+                       "max_symbol_word_ratio": SHARES, "max_bullet_lines_ratio": SHARES,
+                       "max_ellipsis_lines_ratio": SHARES, "min_alpha_words_ratio": SHARES,
+                       "min_stop_words": range(1, 9)},
+    "gopher_repetition": dict.fromkeys(LOOSE["gopher_repetition"], SHARES),
+    "fineweb_quality": {"line_punct_thr": SHARES, "short_line_thr": SHARES, "char_duplicates_ratio": SHARES,
+                        "new_line_ratio": SHARES, "short_line_length": [1, 10, 60]}}
+
+
+@pytest.mark.parametrize(("kind", "setting"), [(kind, setting) for kind in KINDS for setting in PROBED[kind]])
+def test_each_rule_alone_agrees_on_both_sides_of_its_threshold(kind, setting):
+    draw, outcomes = random.Random(setting), set()
+    texts = draw.sample(real_texts(), 20)
+    for text in filter(str.strip, (text[:3000] for text in [*texts, *(dirty(text, draw) for text in texts)])):
+        _, loose = theirs(kind, text, **LOOSE[kind])
+        for value in PROBED[kind][setting]:
+            asked = {**LOOSE[kind], setting: value}
+            if setting == "short_line_length":
+                asked["short_line_thr"] = 0.5
+            expected = theirs(kind, text, **asked)
+            assert ours(kind, text, **asked) == expected, (setting, value, text)
+            outcomes.add(expected == (None, loose))
+    assert outcomes == {True, False}  # the rule dropped or changed some, and let others be
+
+
+@pytest.mark.parametrize(("kind", "setting", "text", "share", "reason"), [
+    ("gopher_repetition", "dup_line_frac", "a b\nc d\na b\ne f", 1 / 4, "dup_line_frac"),
+    ("gopher_repetition", "dup_para_frac", "a b\n\nc d\n\na b", 1 / 3, "dup_para_frac"),
+    ("gopher_repetition", "dup_line_char_frac", "a b\nc d\na b\ne f", 3 / 15, "dup_line_char_frac"),
+    ("gopher_repetition", "top_2_gram", "a b c a b d a b", 9 / 15, "top_2_gram"),
+    ("gopher_repetition", "top_3_gram", "a b c d", 5 / 7, "top_3_gram"),  # said once, the first of its like
+    ("gopher_repetition", "dup_5_gram", "a b c d e a b c d e a b c d e f", 10 / 31, "duplicated_5_n_grams"),
+    ("gopher_repetition", "dup_10_gram", "a b c d e f g h i j " * 3, 20 / 60, "duplicated_10_n_grams"),
+    ("gopher_quality", "max_symbol_word_ratio", "a # b c", 1 / 4, "gopher_too_many_hashes"),
+    ("gopher_quality", "max_avg_word_length", "aa bbb . cc", 7 / 3, "gopher_above_avg_threshold"),
+    ("gopher_quality", "max_bullet_lines_ratio", "- a\nb\n • c", 2 / 3, "gopher_too_many_bullets"),
+    ("gopher_quality", "max_ellipsis_lines_ratio", "a…\nb\nc... ", 2 / 3, "gopher_too_many_end_ellipsis"),
+    ("fineweb_quality", "short_line_thr", "a\n" + "b" * 31 + "\n\nc", 2 / 3, "short_line_ratio"),
+    ("fineweb_quality", "char_duplicates_ratio", "ab\ncd\nab", 2 / 6, "char_dup_ratio"),
+    ("fineweb_quality", "new_line_ratio", "a b\nc\n", 2 / 3, "list_ratio")])
+def test_a_threshold_is_met_to_the_bit(kind, setting, text, share, reason):
+    """At a document's own share it passes, and not one bit below."""
+    assert compare(kind, text, **LOOSE[kind]) is None
+    assert compare(kind, text, **{**LOOSE[kind], setting: share}) is None
+    assert compare(kind, text, **{**LOOSE[kind], setting: math.nextafter(share, 0)}) == REASONS[kind][reason]
+
+
+PIECES = st.sampled_from([
+    "the ", "be", "that's ", "a", "ab", "b", " ", "\n", "\n\n", "\r\n", ".", "...", "…", "? ", "#", "- ", "• ", "[1]",
+    "[edit]", "{", "javascript", "Java[2]Script ", "lorem ipsum", "use cookies", "\"", "'", "’s ", "\x1c", "\x85",
+    "\u2028", "１", "。", "x" * 40, "_", "\u0301", "\ud7ff", "😀"])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's mean of no words at all
+@settings(max_examples=400, deadline=None)
+@given(st.lists(PIECES, min_size=1, max_size=120).map("".join).filter(str.strip), st.sampled_from(sorted(KINDS)),
+       st.data())
+def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
+    names = data.draw(st.lists(st.sampled_from(sorted(PROBED[kind])), max_size=4, unique=True))
+    asked = {name: data.draw(st.sampled_from(list(PROBED[kind][name]))) for name in names}
+    compare(kind, text, **({**LOOSE[kind], **asked} if data.draw(st.booleans()) else asked))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "c"]), min_size=1, max_size=60), st.integers(2, 10),
+       st.sampled_from(SHARES))
+def test_runs_of_words_are_counted_as_if_all_were_written_out(found, n, share):
+    """Also where other words have the same characters: a + ba and ab + a."""
+    characters, runs = len(" ".join(found)), WordRuns(found)
+    if len(found) >= n:
+        top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n))
+        assert runs.top_is_above(n, share, characters) == (top / characters > share)
+    repeated = gopher_repetition_filter.find_all_duplicate(found, n)
+    assert runs.repeated_are_above(n, share, characters) == (repeated / characters > share)
+
+
+def test_runs_are_right_beyond_one_block_of_characters_and_where_all_hashes_are_equal(monkeypatch):
+    draw = random.Random(3)
+    found = [draw.choice(["so", "it", "is", "äh", "😀", "indeed" * 40]) for _ in range(6000)]
+    assert len("".join(found)) > 10 * 2**14
+    characters = len(" ".join(found))
+
+    def agree():
+        for n in (2, 3, 5, 8, 10):
+            top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n))
+            repeated = gopher_repetition_filter.find_all_duplicate(found, n)
+            for share in (top / characters, repeated / characters):
+                for near in (share * 0.999999, share, share * 1.000001):
+                    runs = WordRuns(found)
+                    assert runs.top_is_above(n, near, characters) == (top / characters > near)
+                    assert runs.repeated_are_above(n, near, characters) == (repeated / characters > near)
+    agree()
+    monkeypatch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(found) - n + 1] * 0)
+    agree()
+
+
+def test_words_and_marks_are_what_they_are_said_to_be():
+    assert words("It's so-called 'x_1' (v2.0)...\n— 漢字 ende\u0301") \
+        == [*"It 's so - called ' x_1 ' ( v2 . 0 ) ... — 漢字 ende".split(), "\u0301"]  # noqa: SIM905
+    assert "".join(words(text := " ".join(real_texts()[:5]))) == "".join(text.split())
+    assert word_counts("a b a") == {"a": 2, "b": 1}
+    assert [sentences(text) for text in ("", "one", "one. two", 'He said "No." Why?', "v1.2 is out", "so... well! ")] \
+        == [1, 1, 2, 2, 1, 2]
+    assert reference_text.TERMINAL_PUNCTUATION == TERMINAL
+    assert reference_text.PUNCTUATION_SET == NO_WORD
