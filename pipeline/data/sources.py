@@ -7,7 +7,6 @@ import os
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def reading_units(config: ShardConfig, files: list[tuple[str, Path]]) -> list[tu
         for index, group in enumerate(groups):
             name = f"{source.name}-{index:05d}"
             units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
-                                 "pieces": [asdict(piece) for piece in group]}))
+                                 "pieces": [{**vars(piece)} for piece in group]}))
     return units
 
 
