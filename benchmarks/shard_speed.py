@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROUNDS = 3
 FORMATS = ("jsonl", "txt", "parquet", "jsonl.gz")

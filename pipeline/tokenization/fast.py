@@ -61,7 +61,8 @@ class FastEncoder:
         self._native = _guarded(lambda: _opened(path, reference.kind))
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """As `Tokenizer.encode_flat`; EncoderError if the library fails or gives an id outside the vocabulary."""
+        """As `Tokenizer.encode_flat`; EncoderError if the library fails, or gives an id outside the vocabulary, BOS or
+        EOS."""
         parts = [self.reference.parts(text) for text in texts]
         pieces = [piece for part in parts for piece in part]
         raw, ends = _guarded(lambda: self._native.encode_batch_flat(pieces, False, True))
@@ -70,6 +71,8 @@ class FastEncoder:
             raise EncoderError(f"it gave {len(offsets)} offsets up to {offsets[-1:]} for {len(pieces)} texts")
         if len(ids) and ids.max() >= self.reference.size:
             raise EncoderError(f"it gave the id {ids.max()}, outside the vocabulary of {self.reference.size}")
+        if ((ids == self.reference.bos_id) | (ids == self.reference.eos_id)).any():
+            raise EncoderError("it made BOS or EOS of text")
         if len(pieces) > len(texts):
             firsts = np.zeros(len(texts) + 1, np.int64)
             np.cumsum([len(part) for part in parts], out=firsts[1:])
