@@ -36,8 +36,8 @@ from pipeline.errors import UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, write_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
-            "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy", "fasttext-predict",
-            "fastokens")
+            "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
+            "fasttext-predict", "fastokens")
 
 
 @dataclass
