@@ -3,8 +3,8 @@
     python -m benchmarks.shard_speed                          40 MB a format, made up
     python -m benchmarks.shard_speed --beside ../before       the same with the code of another checkout, by turns
 
-What is read and written lies in the page cache or goes through one fsync a file, so little is said of disks. Times are of
-the processor, so that what else runs on the machine counts less; the last column is by the clock.
+What is read and written lies in the page cache or goes through one fsync a file, so little is said of disks. Times are
+of the processor, so that what else runs on the machine counts less; the last column is by the clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROUNDS = 3
 FORMATS = ("jsonl", "txt", "parquet", "jsonl.gz")
