@@ -41,6 +41,21 @@ class AbsentInputError(UserError):
         self.found, self.sources = found, sources
 
 
+def all_told(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls; what all that fail have to say, as one UserError."""
+    results, errors = [], list[UserError]()
+    for call in calls:
+        try:
+            results.append(call())
+        except UserError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise UserError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    return results
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says that a disk, quota or file size limit is exhausted.
 

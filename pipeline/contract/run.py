@@ -18,7 +18,7 @@ from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differenc
 from pipeline.contract.parts import identity_key, marked_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from pipeline.contract.start_record import STARTED, read_start
-from pipeline.errors import UserError, listed
+from pipeline.errors import UserError, all_told, listed
 from pipeline.files import sha256_file
 
 KEEPS = "will be made as asked now; what still fits of its results is kept"
@@ -127,10 +127,11 @@ class Run:
 
         Of files that its units read, a digest of their list stands in it; their hashes once they have been read.
         """
-        listing = {"listing": listing_digest(self.listing(stage))} if STAGES[stage].unit_files else {}
+        by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
+        listing = {"listing": listing_digest(by_units)} if STAGES[stage].unit_files else {}
         return {"config": self._settings(stage),
                 "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
-                "files": {record["name"]: record["sha256"] for record in self.files(stage)}, **listing}
+                "files": {record["name"]: record["sha256"] for record in files}, **listing}
 
     def listing(self, stage: str) -> list[Record]:
         """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first saw

@@ -7,10 +7,12 @@ import hashlib
 import mmap
 from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pipeline.files import atomic_file
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAGIC = b"\x28\xb5\x2f\xfd"
 SKIPPABLE = b"\x2a\x4d\x18"
@@ -24,6 +26,7 @@ def frame_starts(path: Path, cache: Path | None = None) -> np.ndarray:
 
     cache: a folder in which they are kept for who asks next; the file is known by path, size and time.
     """
+    import numpy as np
     about = path.stat()
     key = hashlib.sha256(f"{path}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
     kept = None if cache is None else cache / f"{key.hexdigest()[:32]}.npy"

@@ -58,7 +58,7 @@ def test_killed_in_every_phase_with_other_processes_it_ends_with_the_same_bytes(
     rng, folder, killed = random.Random(6), folder_of(corpus, "b"), 0
     for processes, (phase, goal) in enumerate(PHASES.items()):
         process = start(corpus, "name=b", f"launch.processes={processes % 3 + 1}")
-        while process.poll() is None and len(list((folder / "units" / phase).glob("*.json"))) < goal:
+        while process.poll() is None and len(list((folder / "units" / phase).rglob("*.json"))) < goal:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.01))
         process.kill()
