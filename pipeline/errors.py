@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
