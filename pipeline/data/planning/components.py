@@ -83,7 +83,7 @@ class Nodes:
 
     def add(self, documents: np.ndarray) -> None:
         """Note documents, by their ranks."""
-        documents = np.unique(documents)
+        documents = np.sort(documents)
         words = documents >> 6
         starts = np.flatnonzero(np.diff(words, prepend=-1))
         if len(starts):
