@@ -26,6 +26,9 @@ def test_a_ratio_is_the_median_of_ratios_within_a_round():
                          {"ours": Taken(0.5, 0), "theirs": Taken(1, 0)})
     assert (own["wall_mb_per_s"], own["cpu_mb_per_s"], own["ratio_wall"], own["ratio_cpu"]) == (10, 20, 3, 2)
     assert own["net_mb_per_s"] == pytest.approx(20 / 1.5) and own["ratio_net"] == 4
+    [unsure, _] = rows_of("encode", {"ours": ours, "theirs": theirs}, 20.0, "theirs",
+                          {"ours": Taken(0.9, 0), "theirs": Taken(1, 0)})
+    assert "ratio_net" not in unsure and "net_mb_per_s" not in unsure and unsure["ratio_wall"] == 3
     assert "ratio_wall" not in other and other["wall_mb_per_s"] == 5
 
 

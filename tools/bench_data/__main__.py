@@ -117,7 +117,9 @@ def corpus(files: list[Path] | None, most_mb: float) -> list[str]:
 
 def _shown(row: Row) -> str:
     cells = [f"  {row['name']:<42}", f"{row['wall_mb_per_s']:8.2f} MB/s", f"{row['cpu_mb_per_s']:8.2f} MB/cpu s"]
-    if "net_mb_per_s" in row:
+    if "start_s" in row and "net_mb_per_s" not in row:
+        cells.append("net not measurable: more text, or an idler machine")
+    elif "net_mb_per_s" in row:
         cells.append(f"{row['net_mb_per_s']:8.2f} MB/s net of {row['start_s']:.1f} s start")
     if "ratio_wall" in row:
         ratios = [f"{row[name]:.2f} ({word})" for name, word in (("ratio_wall", "clock"), ("ratio_cpu", "cpu"),

@@ -46,6 +46,8 @@ def alternated(contenders: dict[str, Contender], rounds: int) -> dict[str, list[
 def rows_of(section: str, taken: dict[str, list[Taken]], mb: float, beside: str | None,
             start: dict[str, Taken] | None = None) -> list[Row]:
     """A row a contender: medians in MB/s, and ratios to the contender `beside`."""
+    def measurable(name: str) -> bool:  # not, where the machine was so busy or the text so short that the start is all
+        return start is not None and all(one.wall > 1.2 * start[name].wall for one in taken[name])
     rows = []
     for name, all_taken in taken.items():
         row: Row = {"section": section, "name": name, "wall_mb_per_s": mb / median(one.wall for one in all_taken),
@@ -53,14 +55,15 @@ def rows_of(section: str, taken: dict[str, list[Taken]], mb: float, beside: str 
                     "taken": [vars(one) for one in all_taken]}
         if start is not None:
             row["start_s"] = start[name].wall
-            row["net_mb_per_s"] = mb / median(max(1e-3, one.wall - start[name].wall) for one in all_taken)
+            if measurable(name):
+                row["net_mb_per_s"] = mb / median(one.wall - start[name].wall for one in all_taken)
         if beside in taken and name != beside:
             pairs = list(zip(all_taken, taken[beside], strict=True))
             row["ratio_wall"] = median(theirs.wall / own.wall for own, theirs in pairs)
             row["ratio_cpu"] = median(theirs.cpu / own.cpu for own, theirs in pairs)
-            if start is not None:
-                row["ratio_net"] = median(max(1e-3, theirs.wall - start[beside].wall)
-                                           / max(1e-3, own.wall - start[name].wall) for own, theirs in pairs)
+            if start is not None and measurable(name) and measurable(beside):
+                row["ratio_net"] = median((theirs.wall - start[beside].wall) / (own.wall - start[name].wall)
+                                          for own, theirs in pairs)
             row["beside"] = beside
         rows.append(row)
     return rows
