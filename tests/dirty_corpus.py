@@ -57,6 +57,7 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
     """Fill `folder/texts` and `folder/evaluation` with files; `size` times as many documents of the clean kind."""
     chance, planted = random.Random(seed), Planted()
     prose = paragraphs()
+    asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
     texts, evaluation = folder / "texts", folder / "evaluation"
     texts.mkdir(parents=True)
     evaluation.mkdir()
@@ -82,7 +83,7 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
         planted.near[f"near-{number}"] = each["id"]
 
     planted.questions = [{"question": f"In the manual, complete: {' '.join(piece.split()[:18])}",
-                          "answer": " ".join(piece.split()[18:24])} for piece in chance.sample(prose, 5)]
+                          "answer": " ".join(piece.split()[18:24])} for piece in asked]
     leaked = []
     for number, each in enumerate(planted.questions[:3]):
         host = document("leaked", number)
