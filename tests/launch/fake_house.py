@@ -137,7 +137,8 @@ def build_house(folder: Path) -> House:
         if path.stem not in STAGES:
             shutil.copy(path, root / "pipeline")
     (root / "pipeline/training/__init__.py").touch()
-    shutil.copy(REPOSITORY / "pipeline/data/documents.py", root / "pipeline/data")
+    for path in (REPOSITORY / "pipeline/data").glob("*.py"):  # filters take in how records are read
+        shutil.copy(path, root / "pipeline/data")
     (root / "pipeline/parallel").mkdir()
     for name in ("__init__.py", "stages.py"):
         shutil.copy(REPOSITORY / "pipeline/parallel" / name, root / "pipeline/parallel")
@@ -146,8 +147,8 @@ def build_house(folder: Path) -> House:
         shutil.copy(REPOSITORY / "model" / name, root / "model" / name)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
-        if stage.files:
-            name, _, function = stage.files.partition(":")
+        for given in filter(None, (stage.files, stage.unit_files)):
+            name, _, function = given.partition(":")
             module = root / (name.replace(".", "/") + ".py")
             module.parent.mkdir(exist_ok=True)
             (module.parent / "__init__.py").touch()
