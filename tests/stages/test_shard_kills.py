@@ -1,0 +1,59 @@
+"""kill -9 at random points over all passes of the shard stage, with another number of processes each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from launch.processes import kill_tree
+from pipeline.contract.manifest import read_manifest
+from tests.conftest import REPOSITORY, environment, run_stage
+from tests.dirty_corpus import write_dirty
+from tests.waiting import wait_for
+
+
+def files(run):
+    """How many files a run has: it grows from one pass to the next."""
+    return sum(len(names) for _, _, names in os.walk(run))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Dirty files in many small units, with every kind of pass."""
+    write_dirty(tmp_path, size=2)
+    sources = [{"kind": "files", "name": "web", "paths": [f"{tmp_path}/texts/web/*"], "id_field": "id"},
+               {"kind": "files", "name": "books", "paths": [f"{tmp_path}/texts/books.txt"], "separator": "\n=====\n"},
+               {"kind": "files", "name": "tables", "paths": [f"{tmp_path}/texts/*.parquet"], "id_field": "id"}]
+    filters = [{"kind": "length", "least_words": 20}, {"kind": "gopher_repetition"},
+               {"kind": "decontamination", "files": [{"path": f"{tmp_path}/evaluation/questions.jsonl",
+                                                      "task": "questions", "fields": ["question", "answer"]}]}]
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({
+        "name": "undisturbed", "runs_dir": str(tmp_path / "runs"), "shard": {
+            "sources": sources, "filters": filters, "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2,
+            "max_rejected_share": 0.2, "keep_dropped": True, "near_duplicates": {"verify": 0.7}}}))
+    return path
+
+
+@pytest.mark.parametrize("seed, kills", [(0, 8), pytest.param(1, 100, marks=pytest.mark.soak)])
+def test_killed_at_random_points_it_ends_with_the_same_bytes(config, seed, kills):
+    run_stage("shard", config)
+    undisturbed, run = config.parent / "runs/undisturbed/shard", config.parent / "runs/killed"
+    most, chance, landed = files(undisturbed), random.Random(seed), 0
+    command = [sys.executable, "-m", "pipeline.shard", "--config", str(config), "name=killed"]
+    for moment in sorted(chance.choices(range(1, 4 * most), k=kills)):
+        process = subprocess.Popen([*command, f"launch.processes={chance.randint(1, 3)}"], cwd=REPOSITORY,
+                                   env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda moment=moment, process=process: files(run) >= moment or process.poll() is not None)
+        kill_tree(process.pid)
+        landed += process.wait() < 0
+    assert landed >= kills // 4
+    run_stage("shard", config, "name=killed")
+    one, other = read_manifest(undisturbed), read_manifest(run / "shard")
+    assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
+    assert not (run / "shard/staging").exists() and not list(run.rglob("*.tmp"))
