@@ -29,7 +29,7 @@ from pipeline.contract.external_inputs import gathered
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
-from pipeline.data.filters.base import unusable
+from pipeline.data.filters.base import libraries, unusable
 from pipeline.data.filters.chain import few_reasons, no_counts, total
 from pipeline.data.filters.decontamination import gather_contamination
 from pipeline.data.filters.files import FOLDER as FILTER_FILES
@@ -103,8 +103,9 @@ def _filters(work: Work) -> dict[str, Any]:
     items = [item.model_dump(mode="json") for item in config.filters]
     files = {record["name"]: record["sha256"] for record in work.run.files(work.name)
              if record["name"].startswith(f"{FILTER_FILES}/")}
-    # With their code and files, so that units of an attempt that broke off are not mixed with those of others.
+    # With code, files and libraries, so that units of an attempt that broke off are not mixed with those of others.
     return {"filters": items, "keep_dropped": config.keep_dropped, **({"filter_files": files} if files else {}),
+            "libraries": libraries(config.filters),
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 

@@ -164,9 +164,11 @@ class Scheduler:
         return self.update(id, "ExcNodeList", ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())})))
 
     def seconds_left(self, id: str) -> float:
-        """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer."""
+        """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer for this job alone (the
+        id of an array names all of its elements)."""
         answer = self._ask("squeue", "--noheader", "--jobs", id, "--format", "%L")
-        return seconds(answer.out) if answer.status == 0 and ":" in answer.out else float("inf")
+        lines = answer.out.split() if answer.status == 0 else []
+        return seconds(lines[0]) if len(lines) == 1 and lines[0][:1].isdigit() else float("inf")
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""

@@ -45,9 +45,3 @@ def content_hash(path: Path, like: str = "") -> str:
     if like.startswith(OF_BLOCKS):
         return hash_of_blocks(block_digests(path, 0, path.stat().st_size))
     return sha256_file(path)
-
-
-def same_form(digest: str, like: str) -> bool:
-    """Whether two content hashes say whether a file is the same; any form will do where there is none to compare with.
-    """
-    return not like or digest.startswith(OF_BLOCKS) == like.startswith(OF_BLOCKS)

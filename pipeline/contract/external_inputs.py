@@ -21,7 +21,7 @@ from pipeline.config.places import OUTSIDE
 from pipeline.config.section import flatten
 from pipeline.config.tree import Config
 from pipeline.console import say
-from pipeline.contract.content_hash import BLOCK_BYTES, content_hash, hash_of_blocks, same_form
+from pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from pipeline.contract.manifest import Difference
 from pipeline.contract.stages import Stage
 from pipeline.contract.threads import in_threads
@@ -75,14 +75,14 @@ class Outside:
                 and record["path"] not in there and record["name"] not in there]
 
 
-def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Mapping[str, Record], *, run_folder: Path,
+def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Sequence[Record], *, run_folder: Path,
          remember: bool, strict: bool) -> Outside:
     """Outside files of a stage now.
 
     Args:
         find: gives them, as (name, path).
-        known: records by path, whose hashes are taken where size and time are equal, and otherwise tell in which form
-            a file is to be hashed.
+        known: records, whose hashes are taken where size and time are equal, and otherwise tell in which form a file is
+            to be hashed. One file may have two, in two forms, under two names.
         remember: hashes are kept for the next time, in the run's folder, and taken from there.
         strict: all of them have to be there.
 
@@ -96,19 +96,29 @@ def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Mapping[
         if strict:
             raise
         found, incomplete = (sorted(error.found), error.sources) if isinstance(error, AbsentInputError) else \
-            ([], set(map(_source, known.values())))
+            ([], set(map(_source, known)))
     stats = dict(in_threads(lambda path: (path, _stat(path, strict)), [path for _, path in found]))
     incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
-    forms = {str(record["name"]): str(record["sha256"]) for record in known.values()}
-    moved = {str(path.absolute()): (stat, str(known.get(str(path.absolute()), {}).get("sha256") or forms.get(name, "")))
-             for name, path in found if (stat := stats[path]) and not _same(known.get(str(path.absolute())), stat)}
+    by_path = {str(record["path"]): record for record in known}
+    by_name = {str(record["name"]): record for record in known}
+
+    def recorded(name: str, path: Path) -> Record | None:
+        full, own = str(path.absolute()), by_name.get(name)
+        return own if own is not None and own["path"] == full else by_path.get(full)
+
+    def key(name: str, path: Path) -> str:
+        like = (recorded(name, path) or by_name.get(name, {})).get("sha256", "")
+        return (OF_BLOCKS if like.startswith(OF_BLOCKS) else "") + str(path.absolute())
+    moved = {key(name, path): stat for name, path in found
+             if (stat := stats[path]) and not _same(recorded(name, path), stat)}
     hashes = Hashes(run_folder, remember)
     hashes.take(stage, moved)
     records = []
     for name, path in found:
         if (stat := stats[path]) is not None:
-            full = str(path.absolute())
-            digest = hashes.known[full]["sha256"] if full in moved else known[full]["sha256"]
+            full, own = str(path.absolute()), recorded(name, path)
+            digest = own["sha256"] if own is not None and _same(own, stat) else \
+                hashes.known[key(name, path)]["sha256"]
             records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns,
                             "sha256": digest})
     return Outside(records, frozenset(incomplete))
@@ -191,22 +201,24 @@ class Hashes:
         self.path, self.remember = run_folder / HASHES, remember
         self.known: dict[str, Record] = {}
 
-    def take(self, stage: str, files: Mapping[str, tuple[os.stat_result, str]]) -> None:
-        """Have `known` hold the hash of each file, as it is now, in the form of the hash that stands beside it."""
+    def take(self, stage: str, files: Mapping[str, os.stat_result]) -> None:
+        """Have `known` hold the hash of each file, as it is now; of one whose path has OF_BLOCKS before it, that of its
+        blocks."""
         if not files:
             return
         if self.remember:
             with suppress(OSError, ValueError):
                 self.known = dict(read_json(self.path))
-        todo = {path: (stat, like) for path, (stat, like) in files.items()
-                if not _same(self.known.get(path), stat) or not same_form(self.known[path]["sha256"], like)}
-        if self.remember and (size := sum(stat.st_size for stat, _ in todo.values())) > LONG_BYTES:
+        todo = {path: stat for path, stat in files.items()
+                if not _same(self.known.get(path), stat)
+                or self.known[path]["sha256"].startswith(OF_BLOCKS) != path.startswith(OF_BLOCKS)}
+        if self.remember and (size := sum(stat.st_size for stat in todo.values())) > LONG_BYTES:
             say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
                        f"than when they were read")
         kept = time.monotonic()
         with ThreadPoolExecutor(HASHING) as pool:
-            for path, digest in pool.map(lambda item: (item[0], _hashed(Path(item[0]), item[1][1])), todo.items()):
-                stat = todo[path][0]
+            for path, digest in pool.map(lambda path: (path, _hashed(path)), todo):
+                stat = todo[path]
                 self.known[path] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
                 if time.monotonic() - kept > KEEP_S:
                     kept = self._keep()
@@ -244,9 +256,11 @@ def _stat(path: Path, strict: bool) -> os.stat_result | None:
         raise _unreadable(path, error) from None
 
 
-def _hashed(path: Path, like: str) -> str:
+def _hashed(key: str) -> str:
+    """The hash of the file that a key of `Hashes` names, in the form that it asks for."""
+    path = Path(key.removeprefix(OF_BLOCKS))
     try:
-        return content_hash(path, like)
+        return content_hash(path, key)
     except OSError as error:
         raise _unreadable(path, error) from None
 

@@ -59,6 +59,8 @@ def write_listing(folder: Path, listing: Sequence[Record]) -> None:
 
 def changed_files(folder: Path, listing: Sequence[Record]) -> list[str]:
     """Names of the files that are new, gone, or of another size or time than when the stage in `folder` was begun."""
+    if not (folder / LISTING).exists():  # begun by a version that kept none, whose units are done again in any case
+        return []
     before: dict[str, list[Any]] = {}
     try:
         with open(folder / LISTING, encoding="utf-8") as file:

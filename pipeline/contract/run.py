@@ -187,7 +187,7 @@ class Run:
             records = manifest.files if manifest else read_start(self.own_folder(stage)).get("files", [])
             self._known_files[stage, by_units] = look(
                 stage, partial(spec.read_by_units if by_units else spec.input_files, self.config),
-                {record["path"]: record for record in records}, run_folder=self.folder,
+                records, run_folder=self.folder,
                 remember=manifest is not None and os.environ.get("RANK", "0") == "0",
                 strict=strict or manifest is None)
         return self._known_files[stage, by_units]

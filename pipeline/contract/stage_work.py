@@ -47,6 +47,7 @@ class Work:
     With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
     phases: those whose units were asked for so far.
     stop: what asks it to stop. last: how the start before this one ended.
+    made: units that this start has finished.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -63,6 +64,7 @@ class Work:
     phases: list[str] = field(default_factory=list)
     stop: StopRequest = field(default_factory=StopRequest)
     last: StageState | None = None
+    made: int = 0
 
     @property
     def config(self) -> Config:
@@ -149,31 +151,34 @@ class Work:
             for name, record in in_workers(function, self.folder, todo, self.processes(), self.stop):
                 store.write(name, keys[name], record)
                 records[name] = record
+                self.made += 1
                 progress.advance()
         if len(records) < len(units):
-            raise self._stopped(phase, len(records), len(units), found)
+            raise self._stopped(phase, len(records), len(units))
         if part is not None:
             self._leave(part, len(units), found)
         store.gather(keys, records)
         return [records[unit.name] for unit in units]
 
-    def _stopped(self, phase: str, done: int, units: int, found: int) -> Stopped:
+    def _stopped(self, phase: str, done: int, units: int) -> Stopped:
         """What is told of a phase that was stopped. Where a job before this one finished no unit either, none ever
         will in the time that there is."""
         last = self.last if self.part is None else read_state(self.folder / PARTS, self.part.word)
-        hopeless = done == found and self.stop.again and last is not None and last.again and last.units == done
+        before = last.idle if last is not None and last.again else 0
+        idle = 0 if self.made else before + 1
+        hopeless = self.stop.again and idle > 1
         left = f"{done:,} of {units:,} units of {phase} are done, {units - done:,} are left"
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
                      f"(launch.{self.name}.time), or units that take less of it")
-        return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless)
+        return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless, idle)
 
     def note_stopped(self, stopped: Stopped) -> None:
         """Record, for the launcher and for people, that the work was stopped in the middle."""
         folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
         with suppress(OSError):
             write_state(folder, "failed" if stopped.hopeless else "preempted", reason=stopped.reason,
-                        again=stopped.again and not stopped.hopeless, units=stopped.units, file=file)
+                        again=stopped.again and not stopped.hopeless, units=stopped.units, idle=stopped.idle, file=file)
 
     def _refuse_later(self, part: Part, phase: str) -> None:
         """ShareDone where the body has come to a phase after the part's own, which had no units then."""

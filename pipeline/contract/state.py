@@ -37,6 +37,7 @@ class StageState:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
         units: of the phase that was stopped, how many are done, for a stage that is done in units.
+        idle: so many starts in a row were stopped before they finished a unit.
         again: whether going on at once makes sense: after a time limit yes, after a user's request to stop no.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
         attempt: which start within the job.
@@ -47,6 +48,7 @@ class StageState:
     reason: str = ""
     again: bool = False
     units: int | None = None
+    idle: int = 0
     job: str = ""
     restart: int = 0
     attempt: int = 0
@@ -55,7 +57,7 @@ class StageState:
 
 
 def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
-                again: bool = False, units: int | None = None, file: str = STATE) -> None:
+                again: bool = False, units: int | None = None, idle: int = 0, file: str = STATE) -> None:
     """Record how the stage in `folder` stands; for one process of the stage, or for one share of it in a `file` of its
     own.
 
@@ -64,7 +66,7 @@ def write_state(folder: Path, status: Status, *, step: int | None = None, reason
             nobody would understand without its reason, takes the room of `RESERVE`.
     """
     state = asdict(StageState(
-        status, step, reason, again, units, job=os.environ.get("SLURM_JOB_ID", ""),
+        status, step, reason, again, units, idle, job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
         host=platform.node(), at=now()))
     reserve = folder / RESERVE

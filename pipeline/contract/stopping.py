@@ -23,12 +23,13 @@ class Stopped(BaseException):  # no error, and not to be taken for one by who ca
     """The stage leaves its body.
 
     reason: in words. again: whether going on at once makes sense. units: how many of the phase are done.
-    hopeless: time after time not one of them is finished.
+    hopeless: time after time not one of any phase is finished. idle: so many starts in a row have finished none.
     """
 
-    def __init__(self, reason: str, again: bool, units: int | None = None, hopeless: bool = False) -> None:
+    def __init__(self, reason: str, again: bool, units: int | None = None, hopeless: bool = False,
+                 idle: int = 0) -> None:
         super().__init__(reason)
-        self.reason, self.again, self.units, self.hopeless = reason, again, units, hopeless
+        self.reason, self.again, self.units, self.hopeless, self.idle = reason, again, units, hopeless, idle
 
 
 class StopRequest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -165,35 +164,36 @@ def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: lis
                                initargs=(os.getpid(), enough))
     waiting, running = iter(units), dict[Future[Record | None], str]()
     try:
-        while not stop.over:
-            if stop.heard:
-                enough.set()
-            for unit in islice(waiting, 0 if stop.heard else AHEAD * processes - len(running)):
-                running[pool.submit(_perform, function, folder, unit.payload)] = unit.name
-            if not running:
-                break
-            with stop.waiting():
-                done = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED).done
-            for future in done:
-                name = running.pop(future)
-                if (made := future.result()) is not None:
-                    yield name, made
+        with stop.waiting():  # also while a record is written: it is looked for a request at every turn
+            while not stop.over:
+                if stop.heard:
+                    enough.set()
+                for unit in islice(waiting, 0 if stop.heard else AHEAD * processes - len(running)):
+                    running[pool.submit(_perform, function, folder, unit.payload)] = unit.name
+                if not running:
+                    break
+                for future in wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED).done:
+                    name = running.pop(future)
+                    if (made := future.result()) is not None:
+                        yield name, made
         if running:
-            _abandon(folder)
+            _abandon()
     except BrokenProcessPool:
         raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
                         "launch.processes lower and run the same command again; finished units are kept.") from None
     finally:
+        enough.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _abandon(folder: Path) -> None:
-    """End the workers, and remove what they had not finished writing."""
-    for worker in active_children():
+def _abandon() -> None:
+    """End the workers. What they had not finished writing is removed at the next start, or before the commit: to look
+    for it among a million files may take longer than there is."""
+    workers = active_children()
+    for worker in workers:
         worker.kill()
+    for worker in workers:
         worker.join()
-        for path in folder.rglob(f"*.{platform.node()}-{worker.pid}.tmp"):
-            path.unlink(missing_ok=True)
 
 
 def _canonical(payload: Any) -> bytes:

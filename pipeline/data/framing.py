@@ -51,6 +51,7 @@ def lines(stream: BufferedReader, limit: int, span: Span) -> Framed:
             mark = False
             if line.startswith(codecs.BOM_UTF8):
                 line = line[3:]
+                line += b"" if line.endswith(b"\n") else stream.readline(3)
                 at += 3
         if len(line) > limit and line[-1:] != b"\n":
             yield at, None

@@ -70,9 +70,8 @@ class Piece:
         if (now.st_size, now.st_mtime_ns) != (self.bytes, self.mtime_ns):
             sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
                 "its time is another, its size is not"
-            raise UserError(f"{self.path} is not what it was when the stage shard began: {sizes}. Put back what was "
-                            f"there, or run --stage shard --force to take what is there now; then the same command "
-                            f"goes on.")
+            raise UserError(f"{self.path} is not what it was when the stage shard began: {sizes}. Let "
+                            f"nobody write to it; the same command then reads it anew.")
 
 
 class Input:

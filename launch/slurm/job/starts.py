@@ -71,7 +71,7 @@ class Starts:
         self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
         command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts, self.spec.phase)]
         if not self.spec.ranks:
-            limit = TimeLimit(self.scheduler, self.allocation.job, self.spec.signal_s)
+            limit = TimeLimit(self.scheduler, self.allocation.name, self.spec.signal_s)
             end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping,
                             lambda: self.spec.warned and limit.is_near())
         else:

@@ -35,8 +35,10 @@ What a filter has to tell beside how many it dropped and why (languages, items o
 
 from __future__ import annotations
 
+import unicodedata
 from abc import abstractmethod
 from collections.abc import Iterable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -98,6 +100,12 @@ def unusable(items: Iterable[Kind]) -> list[str]:
     if problems := FILTERS.problems(items):
         return problems
     return [absent(own) for own in FILTERS.made(items) if own.needs is not None and find_spec(own.needs[0]) is None]
+
+
+def libraries(items: Iterable[Kind]) -> dict[str, str]:
+    """What else decides what filters do: versions of packages that they need, and of Python's table of characters."""
+    needed = {own.needs[1] for own in FILTERS.made(list(items)) if own.needs is not None}
+    return {"unicode": unicodedata.unidata_version} | {package: version(package) for package in sorted(needed)}
 
 
 def absent(own: Filter) -> str:

@@ -57,7 +57,8 @@ def decide_payload(layout: Layout, group: int, settings: dict[str, Any], matches
     Args:
         settings: `drop`, `heldout` (see `heldout_below`; None: not decided here), `target` (bytes of a shard), `near`
             (whether there are labels of near-duplicates), `verify` (the least similarity of one that is dropped, or
-            None) and `name_kept` (whether to write which document is kept instead of each that is dropped).
+            None), `name_kept` (whether to write which document is kept instead of each that is dropped) and then
+            `documents` (a hash of all staged documents).
         matches: a hash of all runs, matches and labels.
     """
     units = layout.units(group)

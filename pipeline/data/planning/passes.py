@@ -56,11 +56,14 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     near = config.near_duplicates
     matches = _matches(work, groups, read, banding(near)[1] if near else 0)
     tail, target = config.heldout_rule == "tail", config.shard_mb * 1e6
-    settings = {"drop": config.drop_duplicates, "target": target, "near": near is not None,
-                "verify": None if near is None else near.verify, "name_kept": config.keep_dropped or near is not None,
-                "heldout": None if tail else heldout_below(config.heldout_share)}
+    settings: dict[str, Any] = {
+        "drop": config.drop_duplicates, "target": target, "near": near is not None,
+        "verify": None if near is None else near.verify, "name_kept": config.keep_dropped or near is not None,
+        "heldout": None if tail else heldout_below(config.heldout_share)}
     if settings["name_kept"]:
         write_units(work.folder, groups)
+        # The units name and compare documents of any group.
+        settings["documents"] = sha256_json([hash_of(record, ".documents") for record in read])
     payloads = [decide_payload(groups, group, settings, matches) for group in range(len(groups.groups) - 1)]
     decided = work.do_units("decide", [Unit(group_name(payload["group"]), payload) for payload in payloads],
                             decide_group, "groups")

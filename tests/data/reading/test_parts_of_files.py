@@ -1,5 +1,6 @@
 """Files read in parts: every document once, in order, as if the file were read whole; and what parts say of it."""
 
+import codecs
 import hashlib
 import json
 import os
@@ -116,8 +117,8 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner):
 
 @SETTINGS
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30), kind=st.sampled_from(["lines", "separated"]),
-       inner=st.lists(st.integers(0, 1000), max_size=6), limit=st.integers(3, 30))
-def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, sizes, kind, inner, limit):
+       inner=st.lists(st.integers(0, 1000), max_size=6), limit=st.integers(3, 30), bom=st.booleans())
+def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, sizes, kind, inner, limit, bom):
     ending = "jsonl" if kind == "lines" else "txt"
     path, fields = tmp_path / f"f.{ending}", {} if kind == "lines" else {"separator": "||"}
     rows = ['{"text":"' + "x" * size + '"}' if kind == "lines" else f"{number:x}" * size
@@ -125,6 +126,7 @@ def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, 
     data = ("\n" if kind == "lines" else "||").join(rows).encode()
     if not data:
         return
+    data = codecs.BOM_UTF8 * bom + data
     path.write_bytes(data)
     limit += 11 * (kind == "lines")
     texts, _, rejections, _ = in_parts(path, all_borders(len(data), inner), megabytes=limit / 1e6, **fields)

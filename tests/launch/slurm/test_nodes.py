@@ -91,7 +91,8 @@ def test_a_waiting_job_leaves_out_more(job: Job) -> None:
     assert Scheduler().leave_out("15", ["n3"]) is not None
 
 
-@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf)])
+@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf),
+                                            ("29:54\n29:54", math.inf)])
 def test_what_is_left_of_a_jobs_time(job: Job, said: str, left: float) -> None:
     assert Scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
     job.answer("squeue", f"{said}\n")
