@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.loading import save_config
 from pipeline.config.tree import Config
+from pipeline.contract.listing import hashed_now
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.stages import STAGES
@@ -128,9 +129,12 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False, text: 
     run.folder.mkdir(parents=True)
     save_config(settings, run.folder / "config.yaml")
     for number, name in enumerate(STAGES["report"].needs):
+        files = [*run.files(name), *hashed_now(run.listing(name))]
+        identity = {key: value for key, value in run.fingerprint(name).items() if key != "listing"}
         manifest = Manifest(
-            stage=name, fingerprint=run.fingerprint(name), outputs=[], counts={} if sparse else COUNTS[name],
-            config_sha256="0" * 64, files=run.files(name), wall_s=[4.2, 21.7, 9.1, 181.3, 6.6, 24.9][number],
+            stage=name, fingerprint=identity | {"files": {file["name"]: file["sha256"] for file in files}},
+            outputs=[], counts={} if sparse else COUNTS[name],
+            config_sha256="0" * 64, files=files, wall_s=[4.2, 21.7, 9.1, 181.3, 6.6, 24.9][number],
             started="2026-03-01T10:00:00+00:00", finished="2026-03-01T10:03:00+00:00",
             software={} if sparse else {"python": "3.11.9", "torch": "2.13.0", "numpy": f"2.4.{min(number, 1)}"},
             git={} if sparse else {"commit": f"{'c0ffee' * 7}"[:40], "changed": number == 3},

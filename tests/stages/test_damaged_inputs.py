@@ -16,7 +16,7 @@ from pipeline.contract.state import read_state
 from pipeline.convert import convert
 from pipeline.encode import encode
 from pipeline.evaluate import evaluate
-from pipeline.files import read_json
+from pipeline.files import read_json, sha256_file
 from pipeline.shard import shard
 from pipeline.tokenizer import make_tokenizer
 from pipeline.train import train
@@ -97,18 +97,18 @@ def reusing(config, name):
     return f"name={name}", f"reuse={config.parent}/runs/mini"
 
 
-def test_a_source(chain, capsys):
-    here = ("name=source",)
-    assert do(chain, "shard", *here, body=lambda work: None) == 130
-    with flipped(chain.parent / "b.txt") as path:
-        refused(capsys, chain, "shard", path, *here)
-        refused(capsys, chain, "shard", path, *here)
-    assert do(chain, "shard", *here) == 0
-    whole = [read_manifest(chain.parent / f"runs/{name}/shard").digest for name in ("source", "mini")]
-    assert whole[0] == whole[1]
-    with flipped(chain.parent / "b.txt"):  # asked to take what is there, it does, and knows what that was
+def test_a_source(chain):
+    """It is hashed while it is read: what is there then counts, and the stage knows what that was."""
+    text, here = chain.parent / "b.txt", ("name=source",)
+    with flipped(text):
         assert do(chain, "shard", *here, "--force") == 0
-    assert read_manifest(chain.parent / "runs/source/shard").digest != whole[0]
+        manifest = read_manifest(chain.parent / "runs/source/shard")
+        [record] = [file for file in manifest.files if file["path"] == str(text)]
+        assert record["sha256"] == sha256_file(text)
+    whole = read_manifest(chain.parent / "runs/mini/shard")
+    assert manifest.digest != whole.digest and record["sha256"] != sha256_file(text)
+    assert do(chain, "shard", *here, "--force") == 0
+    assert read_manifest(chain.parent / "runs/source/shard").digest == whole.digest
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

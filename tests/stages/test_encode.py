@@ -254,7 +254,7 @@ def test_what_one_encoder_began_the_other_ends(run, copy):
     pytest.importorskip("fastokens")
     whole = read_manifest(run_folder(copy) / "encode")
     run("encode", copy, "--force", "encode.encoder=reference")
-    units = sorted((run_folder(copy) / "encode/units/encode").glob("*.json"))
+    units = sorted((run_folder(copy) / "encode/units/encode").rglob("*.json"))
     (run_folder(copy) / "encode/manifest.json").unlink()
     for path in units[1:]:
         path.unlink()
