@@ -87,7 +87,7 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     import torch  # noqa: F401 - what a rank has in memory before
 
     from pipeline.contract.manifest import read_manifest
-    from pipeline.data.loader import TrainingData
+    from pipeline.data.sampling.loader import TrainingData
     from pipeline.data.shard_table import ShardTable, open_by_source
 
     opened = [0]

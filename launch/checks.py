@@ -15,13 +15,20 @@ from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import export_problem, place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
 from pipeline.config.outside import absent_attention, absent_torchao
+from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
 from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State
 from pipeline.contract.stages import STAGES, before
 from pipeline.data.filters.base import unusable as unusable_filters
 from pipeline.errors import UserError, listed
+from pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
+from pipeline.stores.store import Store, preflight
 from pipeline.training.sinks.base import unusable
+
+CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"), "gs": ("GOOGLE_",),
+               "az": ("AZURE_",), "abfs": ("AZURE_",), "abfss": ("AZURE_",)}
+"""How variables begin that have credentials for a kind of object store. Folders need none."""
 
 
 def refuse_unusable_places(config: Config, path: str) -> None:
@@ -78,6 +85,8 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
     _refuse_absent_files(run.config, jobs)
     if run.config.train.init_from is not None and "train" in running:
         _refuse_other_weights(run, run.config.train.init_from)
+    if "train" in running:
+        _refuse_plan(run, forced=any(job.stage == "train" and job.forced for job in jobs))
     for job in jobs:
         refuse_stale(run, job, options)
     for stage in before(asked):
@@ -153,6 +162,30 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
         raise UserError(f"This cannot be submitted:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
+def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping[str, str], *, here: bool) -> None:
+    """Refuse addresses to copy to that nothing can be written to, before anything runs: all at once.
+
+    here: the jobs run on this machine. Elsewhere they may have credentials that this one has not; then it is said that
+    nothing was tried.
+    """
+    wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
+              "convert": ("convert.copy_to", config.convert.copy_to)}
+    running, found = {job.stage for job in jobs if job.to_run}, []
+    for stage, (key, url) in wanted.items():
+        if url is None or stage not in running:
+            continue
+        if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
+            print(f"note      {key} {url} is not tried from here, where there are no credentials for it", flush=True)
+            continue
+        try:
+            preflight(Store(url))
+        except UserError as error:
+            found.append(f"{key}: {error}")
+    if found:
+        raise UserError(f"What is to be copied to an object store has no place:\n{listed(found)}" if len(found) > 1
+                        else found[0])
+
+
 def refuse_secrets(config: Config, environment: Mapping[str, str]) -> None:
     """Refuse settings that look like secrets: the configuration is written into the run folder."""
     if found := credential_problems(config, environment):
@@ -193,7 +226,7 @@ def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
     for stage in dict.fromkeys(job.stage for job in jobs if job.to_run):
         try:
             found += [f"{stage}: the input file {path} is not there." for _, path in
-                      STAGES[stage].all_input_files(config) if not Path(path).is_file()]
+                      STAGES[stage].all_input_files(config) if not path.is_file()]
         except UserError as error:
             found.append(f"{stage}: {error}")
     if found:
@@ -206,6 +239,27 @@ def _refuse_other_weights(run: Run, path: str) -> None:
     model, made = run.config.model, run.manifest("tokenizer")
     size = model.vocab_size or (made.counts["vocab_size"] if made is not None else None)
     refuse_other_shape(Path(path), model.model_copy(update={"vocab_size": size}))
+
+
+def _refuse_plan(run: Run, *, forced: bool) -> None:
+    """Phases that change what is trained already, and sources that would be read too often, are found before the job
+    waits in a queue; the latter once encode has counted the tokens."""
+    train, made = run.config.train, run.manifest("encode")
+    said = train.phases or train.mixture is not None or train.max_epochs is not None
+    # What a packing makes of the tokens is known once training has planned it, which then refuses.
+    if said and train.packing == "concatenate" and made is not None and "splits" in made.counts:
+        from pipeline.data.sampling.consumption import excesses, planned, train_tokens
+        if beyond := excesses(train, planned(run.config, train_tokens(run.config, made.counts))):
+            raise UserError(listed(beyond) if len(beyond) > 1 else beyond[0])
+    checkpoints = complete_checkpoints(run.own_folder("train"))
+    if train.phases and checkpoints and not forced:
+        from pipeline.training.resume import changed_future
+        for path in reversed(checkpoints):
+            if (marker := whole_marker(path)) is not None:  # training sets a torn one aside
+                progress = TrainingProgress(**marker["progress"])
+                for text in changed_future(path, progress, PhasePlan.of(train)):
+                    print(f"note      plan changed after step {progress.step}: {text}", flush=True)
+                break
 
 
 def _absent(run: Run, running: list[str], asked: list[str]) -> list[str]:

@@ -11,9 +11,11 @@ from launch.plan import Job, Options
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
+from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.run import Run
+from pipeline.data.sampling.consumption import plan_lines, planned, train_tokens
 from pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
@@ -43,7 +45,7 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
     if any(job.stage == "train" for job in jobs):
         train = next(job for job in jobs if job.stage == "train")
-        print("\n" + "\n".join(training_facts(config, train)))
+        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
     if disk is not None and disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
@@ -88,8 +90,10 @@ def training_facts(config: Config, job: Job) -> list[str]:
     train, model, ranks = config.train, config.model, job.ranks
     # What is done is shown too, and need not fit the ranks that there are now.
     fits = not rank_problems(config, ranks)
-    lines = [f"batch     {BatchPlan.of(train, config.parallel, ranks)}"] if fits else []
-    lines.append(f"length    {train.steps:,} steps = {train.steps * train.batch_tokens:,} tokens")
+    plan = PhasePlan.of(train)
+    lines = [f"batch     {BatchPlan.of(phase.train, config.parallel, ranks)}"
+             f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
+    lines.append(f"length    {train.steps:,} steps = {plan.tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
     count = parameters(config)
     if count is None:
@@ -98,11 +102,29 @@ def training_facts(config: Config, job: Job) -> list[str]:
     if fits and config.parallel.pp > 1:
         lines.append(f"pipeline  {stages_text(config)}")
     if fits and config.parallel.cp > 1:
-        lines.append(f"context   {train.sequence_length // config.parallel.cp:,} tokens of each sequence on a rank; "
+        longest = plan.largest.train.sequence_length
+        lines.append(f"context   {longest // config.parallel.cp:,} tokens of each sequence on a rank; "
                      f"keys and values of all are gathered, {readable(gathered_bytes_per_layer(config))} a layer")
     if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
+
+
+def consumption_lines(config: Config, run: Run) -> list[str]:
+    """What training will consume of each source in each phase, where there are phases, a mixture or a limit: tokens
+    and epochs, once encode has counted them; before, the phases. Of packed sequences only training can tell."""
+    train = config.train
+    if not train.phases and train.mixture is None and train.max_epochs is None:
+        return []
+    if train.packing != "concatenate":
+        return ["data      tokens and epochs of each source are known once training has planned the packing"]
+    made = run.manifest("encode")
+    if made is None or "splits" not in made.counts:
+        told = [str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None]
+        return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(
+            [*told, "tokens and epochs of each source are known once encode is done"])]
+    found = planned(config, train_tokens(config, made.counts))
+    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(plan_lines(train, found))]
 
 
 def stages_text(config: Config) -> str:

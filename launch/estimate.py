@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from launch.forecast import corpus_bytes
 from launch.plan import Job
 from pipeline.config.checks import vocabulary_size
+from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 
 SIZE = 1024
@@ -65,8 +66,8 @@ def training_flops(config: Config) -> float | None:
     if vocabulary is None or config.model.problems():
         return None
     model = config.model.model_copy(update={"vocab_size": vocabulary})
-    train = config.train
-    return train.steps * train.batch_tokens * model.flops_per_token(train.sequence_length, causal=False)
+    return sum(phase.tokens * model.flops_per_token(phase.train.sequence_length, causal=False)
+               for phase in PhasePlan.of(config.train).phases)
 
 
 def estimate(config: Config, jobs: list[Job], rate: float) -> Estimate | None:

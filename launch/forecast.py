@@ -14,10 +14,12 @@ from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.optimizers import optimizer_kind
+from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.parallel.stages import largest_share
+from pipeline.stores.object_files import InputFile, ObjectFile
 
 WEIGHT_BYTES = 4
 """Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
@@ -62,7 +64,8 @@ def kept_checkpoints(config: Config) -> int:
     train, evaluated = config.train, config.launch.evaluate.every_checkpoints
     permanent = train.checkpoint.permanent_every
     owed = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0  # should their jobs not start
-    return train.checkpoint.keep + 1 + (train.steps // permanent if permanent else 0) + owed
+    copied = 0 if train.checkpoint.copy_to is None else 2  # one that is being copied, and one that waits for it
+    return train.checkpoint.keep + 1 + copied + (train.steps // permanent if permanent else 0) + owed
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:
@@ -113,6 +116,7 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
 def _received(config: Config, ranks: int) -> int:
     """Numbers in the hidden states and their gradients for which torch keeps room in a pipeline: of every micro-batch,
     for every stage of a rank."""
+    config = with_largest(config)
     parallel, batch = config.parallel, BatchPlan.of(config.train, config.parallel, ranks)
     tokens = config.train.micro_batch * config.train.sequence_length // (parallel.cp * parallel.tp)
     return 2 * (parallel.stages // parallel.pp) * batch.accumulation * tokens * config.model.dim
@@ -126,7 +130,7 @@ def _width(config: Config) -> int:
 def gathered_bytes_per_layer(config: Config) -> int:
     """Bytes of the keys and values that context parallelism gathers on each rank for a layer, in the computing
     precision; where it is not chosen, bf16 is meant."""
-    model, train = config.model, config.train
+    model, train = config.model, with_largest(config).train
     kv_heads = model.kv_heads // config.parallel.tp
     return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_dim * _width(config)
 
@@ -148,7 +152,9 @@ def corpus_bytes(config: Config) -> int:
         return 0
 
 
-def _size(path: Path) -> int:
+def _size(path: InputFile) -> int:
+    if isinstance(path, ObjectFile):
+        return path.size
     if path.is_dir():
         return sum(_bytes(file) for file in _files(path))
     return _bytes(path)

@@ -131,6 +131,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
         refuse_secrets,
         refuse_unsound,
         refuse_unusable_places,
+        refuse_unusable_stores,
         say_absent,
     )
     from launch.describe import print_plan
@@ -165,6 +166,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     say_absent(run, jobs)
     if options.dry_run:
         return _show_local(jobs)
+    refuse_unusable_stores(config, jobs, os.environ, here=True)
     if any(job.to_run for job in jobs):
         make_folder(run.folder)
     _clear_stop(config)

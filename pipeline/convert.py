@@ -12,6 +12,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 
 from pipeline.contract.entry import stage_main
 from pipeline.contract.stage_work import Work
+from pipeline.contract.state import write_state
 from pipeline.errors import UserError
 from pipeline.files import output_record, sync, write_text
 
@@ -24,6 +25,17 @@ PREFIX = "model."
 
 
 def convert(work: Work) -> None:
+    """Make the folder where that is not done yet, and copy it to where `convert.copy_to` says."""
+    from pipeline.copies.export import copy_export
+
+    if work.run.manifest(work.name) is None:
+        _convert(work)
+    if work.config.convert.copy_to is not None:
+        copy_export(work.config.convert.copy_to, work.config.name, work.folder, work.run.finished(work.name), work.say)
+    write_state(work.folder, "done")
+
+
+def _convert(work: Work) -> None:
     """Write `hf/` beside its final place, load it back with transformers, compare, then rename it.
 
     Weights go from the checkpoint's pieces to the export one tensor at a time, whatever engine trained them.
@@ -31,6 +43,7 @@ def convert(work: Work) -> None:
     import torch
 
     from pipeline.config.checks import export_problem
+    from pipeline.data.stored.opening import heldout_file
     from pipeline.formats.huggingface import stream_folder
     from pipeline.formats.sharded_tensors import CheckpointReader
     from pipeline.records.checkpoints import read_marker
@@ -46,7 +59,7 @@ def convert(work: Work) -> None:
     work.check([*work.committed("tokenizer"), *work.committed(
         "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
             f"{trained.counts['checkpoint']}/")),
-        *work.committed("encode", chosen=lambda record: record.get("split") == "heldout")])
+        *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
     settings = work.config.convert
     temporary, final = work.folder / "hf.tmp", work.folder / "hf"
@@ -119,14 +132,17 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
     is held out, of training text."""
     import torch
 
-    from pipeline.data.shard_table import open_shards
+    from pipeline.data.shard_table import ShardTable, open_shards
+    from pipeline.data.stored.opening import opener_of
 
     folder, manifest = work.input("encode")
     length = min(work.config.convert.check_tokens, work.config.model.context_length)
     found, texts, tokenizer = [], [], _tokenizer(work)
     split = "heldout" if any(record.get("split") == "heldout" for record in manifest.outputs) else "train"
+    table = ShardTable.of(manifest.outputs)
+    opener = opener_of(work.config, folder, table, work.say)
     for shard in (shard for source in work.config.shard.sources
-                  for shard in open_shards(folder, manifest.outputs, split, source.name)):
+                  for shard in open_shards(folder, table, split, source.name, opener)):
         for index in range(min(shard.documents, 50)):
             tokens = shard.document_tokens(index).tolist()
             found += tokens

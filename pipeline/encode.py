@@ -20,14 +20,16 @@ from pipeline.config.data import EncodeConfig
 from pipeline.contract.entry import stage_main
 from pipeline.contract.stage_work import Unit, Work
 from pipeline.data.shard_texts import Texts, read_texts
+from pipeline.data.stored.copying import copy_shards
 from pipeline.data.text_shards import shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
-from pipeline.files import output_record
+from pipeline.files import output_record, read_json
 from pipeline.tokenization.admission import admitted, told
 from pipeline.tokenization.base import Flat, Tokenizer, reads_back
 from pipeline.tokenization.fast import EncoderError, FastEncoder, one_thread
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
+from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 PROVED_TEXTS = 16
 """Documents per shard whose tokens are made again by the reference, and decoded and compared with the text: the first,
@@ -61,8 +63,14 @@ def encode(work: Work) -> None:
     total = counts["total"]
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
-    work.commit(outputs, {**counts, "dtype": dtype, "vocab_size": vocabulary["size"],
-                          "tokenizer_sha256": vocabulary["sha256"], "encoders": told(work, fast, done)}, verified=True)
+    rare = rare_ids(outputs, read_json(tokenizer / "report.json"))
+    for text in warnings(rare):
+        work.say(text)
+    counts |= {**rare, "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
+               "encoders": told(work, fast, done)}
+    if (url := work.config.encode.copy_to) is not None:
+        work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
+    work.commit(outputs, counts, verified=True)
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
@@ -99,7 +107,8 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
-                           input=source["path"], input_sha256=source["sha256"])
+                           **rare_counts(found.tokens, reference), input=source["path"],
+                           input_sha256=source["sha256"])
     prove(path, record, source, reference, {number: text for number, (text, _) in found.proved.items()})
     return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
 
@@ -169,7 +178,7 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         problems.append(f"the id {tokens.max()} is outside the vocabulary of {tokenizer.size}")
     if not ((tokens[starts] == tokenizer.bos_id).all() and (tokens[ends] == tokenizer.eos_id).all()):
         problems.append("a document does not begin with BOS or does not end with EOS")
-    edges = int(np.count_nonzero(tokens == tokenizer.bos_id) + np.count_nonzero(tokens == tokenizer.eos_id))
+    edges = int(np.count_nonzero((tokens == tokenizer.bos_id) | (tokens == tokenizer.eos_id)))  # may be one token
     if edges != 2 * shard.documents:
         problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some stand inside of documents")
     problems += [] if problems else [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ class UserError(Exception):
     """
 
     exit_status = 2
+
+
+class UnusableInputError(UserError):
+    """What a stage has read cannot be used as it is, whatever is done again: text, or settings, have to change.
+
+    A stage that ends with it may be started afresh with other settings without being forced, although its finished
+    units go with that. Any other UserError allows this only where there are none.
+    """
 
 
 class NotRehearsedError(UserError):
@@ -38,7 +47,7 @@ class AbsentInputError(UserError):
     the first `/`.
     """
 
-    def __init__(self, text: str, found: list[tuple[str, Path]], sources: set[str]) -> None:
+    def __init__(self, text: str, found: Sequence[tuple[str, Any]], sources: set[str]) -> None:
         super().__init__(text)
         self.found, self.sources = found, sources
 
@@ -61,11 +70,14 @@ def all_told(*calls: Callable[[], Any]) -> list[Any]:
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says that a disk, quota or file size limit is exhausted.
 
-    Libraries in other languages (safetensors, sentencepiece, Arrow) tell it in their message only.
+    Libraries in other languages (safetensors, sentencepiece, Arrow) tell it in their message only; numpy, whose
+    OSError has no errno, tells only how much less than it was to write it has written.
     """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if isinstance(cause, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(cause)):
             return True
         if any(os.strerror(number) in str(cause) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return True

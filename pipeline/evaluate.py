@@ -77,8 +77,10 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
     Of the training text only beginnings are read, and each document there is compared with its own hash.
     """
-    files = [*work.committed("convert", "tokenizer"), *work.outside(), *work.committed(
-        "shard", "encode", chosen=lambda record: record.get("split") == "heldout")]
+    from pipeline.data.stored.opening import heldout_file
+    files = [*work.committed("convert", "tokenizer"), *work.outside(),
+             *work.committed("shard", chosen=lambda record: record.get("split") == "heldout"),
+             *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))]
     return files[ranks.rank::ranks.world]
 
 
@@ -135,7 +137,7 @@ def _wanted(work: Work) -> dict[str, TextWanted]:
     from pipeline.evaluation.heldout import heldout_shards, wanted_text
 
     chosen, encode = _chosen(work), work.input("encode")
-    shards = heldout_shards(encode, chosen)
+    shards = heldout_shards(work, chosen)
     return {source: wanted_text(work.input("shard"), encode[0], shards[source], source, of_source)
             for source, of_source in chosen.items()}
 
@@ -145,7 +147,7 @@ def _chosen(work: Work) -> dict[str, Chosen]:
     from pipeline.data.chosen_documents import choose
     from pipeline.evaluation.heldout import heldout_shards
 
-    shards = heldout_shards(work.input("encode"), [source.name for source in work.config.shard.sources])
+    shards = heldout_shards(work, [source.name for source in work.config.shard.sources])
     found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
     if not any(map(len, found.values())):
         raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
@@ -162,7 +164,7 @@ def measure_heldout(work: Work, ranks: Ranks, placed: Placed) -> dict[str, Any]:
     from pipeline.evaluation.results import heldout_counts
 
     chosen = ranks.by_leader(lambda: _chosen(work))
-    shards = heldout_shards(work.input("encode"), chosen)
+    shards = heldout_shards(work, chosen)
     texts = {source: HeldoutText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
                                  documents.lengths.tolist())
              for source, documents in chosen.items()}

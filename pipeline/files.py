@@ -1,26 +1,32 @@
-"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed."""
+"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; and records that carry their own hash."""
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+import string
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "wb", errors: str | None = None) -> Iterator[IO[Any]]:
+def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
+                keep_equal: bool = False) -> Iterator[IO[Any]]:
     """Open a temporary file beside `path`; on success fsync it and rename it to `path`.
 
     The temporary name carries host and process id, so neither an orphan of a killed run nor another node that shares
     the folder can write into our file.
     On any error the temporary file is removed and `path` is left as it was.
+
+    keep_equal: leave `path` alone also where it has that content already. For what several processes write alike: a
+        file that another node has mapped must not be replaced on NFS.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
@@ -29,7 +35,10 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None) -> Iter
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if keep_equal and path.is_file() and filecmp.cmp(temporary, path, shallow=False):
+            temporary.unlink()
+        else:
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -51,10 +60,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
+def write_json(path: Path, value: Any, *, keep_equal: bool = False) -> None:
+    """Write `value` as indented JSON, as `atomic_file` does."""
     # A lone surrogate, which stands for a byte of a file's name that is not UTF-8, becomes \udce9: JSON's own escape.
-    with atomic_file(path, "w", "backslashreplace") as file:
+    with atomic_file(path, "w", "backslashreplace", keep_equal=keep_equal) as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
         file.write("\n")
 
@@ -162,3 +171,110 @@ def remove_temporary(folder: Path) -> int:
         else:
             path.unlink(missing_ok=True)
     return len(leftovers)
+
+
+# Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).
+# Outputs are hashed by their stage's manifest; who hashes the manifest? It does, in its last line: `"seal"` is the
+# sha256 of every byte before that line's comma, and the line itself has one form. A seal tells of accidents, not of
+# forgers. Records of versions before seals have none, and stay valid.
+SEAL = "seal"
+Sealed = Literal["sealed", "not sealed", "damaged"]
+_FORMS = ((b',\n "seal": "', b'"\n}\n'), (b'{"seal": "', b'"}\n'), (b"# seal: ", b"\n"))
+"""What stands before and after the hash at the end of a JSON object, of JSON lines, and of YAML."""
+_HEX = string.hexdigits.lower()[:16].encode()
+_ALIKE = 3
+"""So many other bytes in its form, and it is a seal still: a damaged one."""
+_TOGETHER = 1 << 20
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object as `write_json` does, with its seal; a seal that it has is left out."""
+    content = {key: item for key, item in value.items() if key != SEAL}
+    assert content, f"{path}: an empty record is not sealed"
+    digest, held = hashlib.sha256(), ""
+    with atomic_file(path) as file:
+        for part in _joined(json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(content)):
+            ready, held = (held + part)[:-2], (held + part)[-2:]
+            data = ready.encode("utf-8", "backslashreplace")
+            digest.update(data)
+            file.write(data)
+        assert held == "\n}", held
+        file.write(_tail(0, digest.hexdigest()))
+
+
+def sealed_text(text: str) -> str:
+    """A YAML text with its seal, which is a comment."""
+    return text + _tail(2, hashlib.sha256(text.encode()).hexdigest()).decode()
+
+
+class LineSeal:
+    """The seal of a file of JSON lines: told of every byte, and then written as the last line."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def of(self, line: bytes) -> bytes:
+        """The line itself, which counts from now on."""
+        self._digest.update(line)
+        return line
+
+    def line(self) -> bytes:
+        """The last line."""
+        return _tail(1, self._digest.hexdigest())
+
+
+def read_sealed(path: Path) -> Any:
+    """As `read_json`, without the seal; it is not compared."""
+    value = read_json(path)
+    if isinstance(value, dict):
+        value.pop(SEAL, None)
+    return value
+
+
+def seal_of(path: Path) -> Sealed:
+    """Whether a file has a seal, and is what was sealed; read in pieces. OSError if it cannot be read."""
+    longest = max(len(_tail(form, 64 * "0")) for form in range(len(_FORMS)))
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # of what is open: another may take its place meanwhile
+        file.seek(max(0, size - longest))
+        end = file.read()
+        found = [form for form in range(len(_FORMS)) if _other_bytes(end, form) <= _ALIKE]
+        if not found:
+            return "not sealed"
+        form = min(found, key=lambda form: _other_bytes(end, form))
+        length = len(_tail(form, 64 * "0"))
+        if _other_bytes(end, form) or size < length:
+            return "damaged"
+        digest, left = hashlib.sha256(), size - length
+        file.seek(0)
+        while left and (data := file.read(min(left, _TOGETHER))):
+            digest.update(data)
+            left -= len(data)
+        return "sealed" if end[-length:] == _tail(form, digest.hexdigest()) else "damaged"
+
+
+def _tail(form: int, digest: str) -> bytes:
+    before, after = _FORMS[form]
+    return before + digest.encode() + after
+
+
+def _other_bytes(end: bytes, form: int) -> int:
+    """In how many bytes the end of a file differs from a seal of that form."""
+    before, after = _FORMS[form]
+    length = len(before) + 64 + len(after)
+    if len(end) < length:
+        return length
+    tail = end[-length:]
+    fixed = zip(before + after, tail[:len(before)] + tail[-len(after):], strict=True)
+    return sum(a != b for a, b in fixed) + sum(byte not in _HEX for byte in tail[len(before):-len(after)])
+
+
+def _joined(parts: Iterable[str]) -> Iterable[str]:
+    """The same text in pieces of thousands of characters, none of them shorter than what is held back."""
+    held: list[str] = []
+    for number, part in enumerate(parts, 1):
+        held.append(part)
+        if number % 4096 == 0:
+            yield "".join(held)
+            held.clear()
+    yield "".join(held)

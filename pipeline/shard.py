@@ -34,13 +34,14 @@ from pipeline.data.filters.chain import few_reasons, no_counts, total
 from pipeline.data.filters.decontamination import gather_contamination
 from pipeline.data.filters.files import FOLDER as FILTER_FILES
 from pipeline.data.planning.kept import DUPLICATES
+from pipeline.data.planning.origins import ORIGINS
 from pipeline.data.planning.passes import Decided, decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import signature_settings
 from pipeline.data.reading import DROPPED, STAGING, stage_unit, staged
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.text_shards import SPLITS
-from pipeline.errors import UserError, listed
+from pipeline.errors import UnusableInputError, UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file
 
 REJECTED = "rejected.jsonl"
@@ -68,17 +69,18 @@ def shard(work: Work) -> None:
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
     shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in decided.payloads]
-    outputs = [record["outputs"][0] for record in work.do_units("write", shards, write_shard, "shards")]
+    written = work.do_units("write", shards, write_shard, "shards")
+    outputs = [record["outputs"][0] for record in written]
     _reconcile(counts, outputs)
     _tell(work, counts, outputs)
 
     outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
-    outputs += decided.kept
+    outputs += decided.kept + [output for record in written for output in record["outputs"][1:]]
     outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                                  text_bytes=0))
     findings = [record.get("findings", {}) for record in read]
-    contamination, written = gather_contamination(folder, config.filters, findings)
-    counts, outputs = {**counts, **contamination}, outputs + written
+    contamination, told = gather_contamination(folder, config.filters, findings)
+    counts, outputs = {**counts, **contamination}, outputs + told
     _tell_contamination(work, counts)
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
@@ -146,7 +148,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
-    with atomic_file(folder / REJECTED) as out:
+    with atomic_file(folder / REJECTED, keep_equal=True) as out:
         for unit, record in zip(units, read, strict=True):
             if record["rejected"] or record["lost"]:
                 with open(staged(folder, unit, ".rejected"), "rb") as file:
@@ -185,7 +187,8 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                         f"is {config.heldout_share:g}. Lower it, or give more documents; a `separator` makes many of "
                         f"one text file.")
     if problems:
-        raise UserError(listed(problems) if len(problems) == 1 else f"the corpus cannot be used:\n{listed(problems)}")
+        raise UnusableInputError(listed(problems) if len(problems) == 1 else
+                                 f"the corpus cannot be used:\n{listed(problems)}")
 
 
 def _near(own: dict[str, Any]) -> str:
@@ -249,7 +252,8 @@ def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
-                 *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet")]:
+                 *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet"),
+                 *(folder / ORIGINS).glob("*/*.parquet")]:
         if path.relative_to(folder).as_posix() not in outputs:
             path.unlink()
 

@@ -29,7 +29,7 @@ def train(work: Work) -> None:
         refuse_unusable(work.config.train.log_to)
     with Watchdog.of(work) as watchdog, Session(work, watchdog) as session:
         for step in session.steps():
-            batch = session.loader.next()
+            batch = session.batches.next()
             agreed = session.agree(batch)
             limits = session.before_update(step)
             result = session.engine.step(batch.split(session.batch.micro_batch), session.batch.accumulation,
@@ -38,7 +38,7 @@ def train(work: Work) -> None:
             if verdict.outcome == "rollback":
                 session.roll_back(verdict)
                 continue
-            session.advance(step, result, verdict, agreed.targets)
+            session.advance(step, result, verdict, agreed)
             if session.checkpoint_is_due(step, agreed):
                 session.save()
             heldout = session.monitor.validate(step)

@@ -114,6 +114,20 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
     return planted
 
 
+def every_pass(folder: Path) -> dict[str, Any]:
+    """Settings of the shard stage for the files in `folder`: many small units, and work for every one of its passes."""
+    texts = folder / "texts"
+    return {
+        "sources": [{"kind": "files", "name": "web", "paths": [f"{texts}/web/*"], "id_field": "id"},
+                    {"kind": "files", "name": "books", "paths": [f"{texts}/books.txt"], "separator": "\n=====\n"},
+                    {"kind": "files", "name": "tables", "paths": [f"{texts}/*.parquet"], "id_field": "id"}],
+        "filters": [{"kind": "length", "least_words": 20}, {"kind": "gopher_repetition"},
+                    {"kind": "decontamination", "files": [{"path": f"{folder}/evaluation/questions.jsonl",
+                                                           "task": "questions", "fields": ["question", "answer"]}]}],
+        "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,
+        "keep_dropped": True, "near_duplicates": {"verify": 0.7}}
+
+
 def _encoded(documents: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in documents)
 

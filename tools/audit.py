@@ -2,9 +2,9 @@
 
     python -m tools.audit --run runs/demo
 
-Read are metrics.jsonl (the sample range of every step, repeated steps included), rollbacks.json (what was left out on
-purpose), the markers of the checkpoints and the manifest. The order itself is computed again, and each sample is
-followed to the sequence that it stands for.
+Read are metrics.jsonl (the sample range of every step, repeated steps included), events.jsonl (starts, damaged token
+shards), rollbacks.json (what was left out on purpose), the markers of the checkpoints and the manifest. The order
+itself is computed again, and each sample is followed to the sequence that it stands for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +24,16 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import run_in
 from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
-from pipeline.data.order import SampleOrder
+from pipeline.data.sampling.order import SampleOrder
+from pipeline.data.sampling.phases import PhasedOrder
 from pipeline.errors import UserError
 from pipeline.files import read_lines
 from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
+from pipeline.records.metrics import standing_lines
 from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
+from pipeline.training.data.opening import open_training_data
+from pipeline.training.data.token_check import DAMAGED
 from pipeline.training.determinism import was_deterministic
-from pipeline.training.training_data import open_training_data
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -47,12 +51,16 @@ class Audit:
     """What was found. `faults` are sentences; empty means proven.
 
     largest: relative difference between the losses of a step that was done twice; tolerance: what is allowed, and why.
+    replanned: steps that a change of the plan undid.
+    damaged: steps whose loss came of a damaged token shard, and that were done again once it was mended.
     """
 
     steps: int = 0
     samples: int = 0
     repeated: int = 0
+    damaged: int = 0
     abandoned: int = 0
+    replanned: int = 0
     restarts: int = 0
     checkpoints: int = 0
     largest: float = 0.0
@@ -64,9 +72,12 @@ class Audit:
     def lines(self) -> list[str]:
         """The finding for a person."""
         undone = f"{self.abandoned} undone by rollbacks, " if self.abandoned else ""
+        undone += f"{self.replanned} undone by changes of the plan, " if self.replanned else ""
         head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
                 f"done again, {undone}{self.checkpoints} checkpoints")
         left_out = [f"left out on purpose: {entry}" for entry in self.left_out]
+        if self.damaged:
+            head += f"; {self.damaged} steps had another loss before a damaged token shard was mended"
         repeats = [f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
                    f"({self.tolerance:.0e} is allowed)"] if self.repeated and self.why else []
         if self.faults:
@@ -80,16 +91,16 @@ class Audit:
 class Rules:
     """What the run's rollbacks say about which samples each step must have seen."""
 
-    def __init__(self, rollbacks: list[Rollback], plan_sha256: str) -> None:
-        self.rollbacks, self._plan = rollbacks, plan_sha256
+    def __init__(self, rollbacks: list[Rollback], links: Sequence[str]) -> None:
+        self.rollbacks, self._links = rollbacks, links
 
     def excluded(self, rollbacks: int | None = None) -> Excluded:
         """What was left out after the first so many rollbacks; by default after all."""
-        return excluded_by(self.rollbacks[:rollbacks], self._plan)
+        return excluded_by(self.rollbacks[:rollbacks], self._links)
 
     def is_abandoned(self, line: dict[str, Any], rollbacks: int | None = None) -> bool:
         """Whether the first so many rollbacks undid the step of this line, to do it on other samples."""
-        return is_abandoned(line, self.rollbacks[:rollbacks], self._plan)
+        return is_abandoned(line, self.rollbacks[:rollbacks], self._links)
 
 
 def audit(folder: Path) -> Audit:
@@ -98,14 +109,19 @@ def audit(folder: Path) -> Audit:
     Raises:
         UserError: there is nothing to check.
     """
-    lines = list(read_lines(folder / "train/metrics.jsonl"))
+    path = folder / "train/metrics.jsonl"
+    lines = standing_lines(path)
     if not lines:
-        raise UserError(f"{folder / 'train/metrics.jsonl'} holds no step; there is nothing to audit.")
-    starts = [event for event in read_lines(folder / "train/events.jsonl") if event["event"] in ("start", "resume")]
+        raise UserError(f"{path} holds no step; there is nothing to audit.")
+    events = list(read_lines(folder / "train/events.jsonl"))
+    starts = [event for event in events if event["event"] in ("start", "resume")]
+    damages = [int(event["first_step"]) for event in events if event["event"] == DAMAGED]
     tolerance, why = _tolerance(starts)
-    found, order = Audit(restarts=len(starts) - 1, tolerance=tolerance, why=why), _order(folder)
-    rules = Rules(read_rollbacks(folder / "train"), order.plan_sha256)
-    final = _repeats(lines, rules, found)
+    replanned = sum(1 for _ in read_lines(path)) - len(lines)
+    found = Audit(restarts=len(starts) - 1, replanned=replanned, tolerance=tolerance, why=why)
+    order = _order(folder)
+    rules = Rules(read_rollbacks(folder / "train"), order.links)
+    final = _repeats(lines, rules, damages, found)
     _coverage(final, found)
     _left_out(final, rules, found)
     _checkpoints(folder, final, rules, found)
@@ -127,12 +143,16 @@ def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
     return 0.0, ""
 
 
-def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit) -> dict[int, dict[str, Any]]:
+def _repeats(lines: list[dict[str, Any]], rules: Rules, damages: Sequence[int],
+             found: Audit) -> dict[int, dict[str, Any]]:
     """The line that counts of each step; a step done again after a kill must have been the same step.
 
-    After a rollback, steps up to the samples left out are the same again, and those from there on see others.
+    After a rollback, steps up to the samples left out are the same again, and those from there on see others. A step
+    that read a damaged token shard, or came after one that did, may have had another loss: once for each of `damages`,
+    which are the first such steps.
     """
     final: dict[int, dict[str, Any]] = {}
+    other = Counter[int]()
     for line in lines:
         earlier, done = final.get(line["step"]), line.get("rollbacks", 0)
         if done > len(rules.rollbacks):
@@ -142,27 +162,43 @@ def _repeats(lines: list[dict[str, Any]], rules: Rules, found: Audit) -> dict[in
             found.abandoned += 1
         elif earlier is not None:
             found.repeated += 1
-            _same(earlier, line, found)
+            _same(earlier, line, ("samples", "left_out"), found)
+            read_damage = other[line["step"]] < sum(first <= line["step"] for first in damages)
+            if read_damage and _difference(earlier, line) > found.tolerance:
+                other[line["step"]] += 1
+                found.damaged += 1
+            else:
+                _same_result(earlier, line, found)
         final[line["step"]] = line
     undone = [step for step, line in final.items() if rules.is_abandoned(line)]  # and not done again so far
     found.abandoned += len(undone)
     return {step: line for step, line in final.items() if step not in undone}
 
 
-def _same(earlier: dict[str, Any], line: dict[str, Any], found: Audit) -> None:
-    for key in ("samples", "left_out", "skipped"):
+def _same(earlier: dict[str, Any], line: dict[str, Any], keys: Sequence[str], found: Audit) -> None:
+    for key in keys:
         if earlier.get(key) != line.get(key):
             found.faults.append(f"step {line['step']} was done twice with different {key}: {earlier.get(key)} "
                                 f"and {line.get(key)}")
-    before, now = float(earlier["loss"]), float(line["loss"])
-    if before == now or (math.isnan(before) and math.isnan(now)):
-        return
-    difference = abs(before - now) / abs(now) if now else math.inf
+
+
+def _same_result(earlier: dict[str, Any], line: dict[str, Any], found: Audit) -> None:
+    _same(earlier, line, ("skipped",), found)
+    difference = _difference(earlier, line)
     if math.isfinite(difference):
         found.largest = max(found.largest, difference)
-    if not difference <= found.tolerance:
+    if difference > found.tolerance:
         found.faults.append(f"step {line['step']} was done twice with different loss: {earlier['loss']} and "
                             f"{line['loss']}")
+
+
+def _difference(earlier: dict[str, Any], line: dict[str, Any]) -> float:
+    """Between two losses, as a share of the later one; infinite where one of them is no number."""
+    before, now = float(earlier["loss"]), float(line["loss"])
+    if before == now or (math.isnan(before) and math.isnan(now)):
+        return 0.0
+    difference = abs(before - now) / abs(now) if now else math.inf
+    return math.inf if math.isnan(difference) else difference
 
 
 def _coverage(final: dict[int, dict[str, Any]], found: Audit) -> None:
@@ -229,24 +265,54 @@ def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) 
         found.faults.append(f"{who} counts {counted} {what}, the log {logged}")
 
 
-def _order(folder: Path) -> SampleOrder:
+def _order(folder: Path) -> SampleOrder | PhasedOrder:
     run = run_in(folder)
-    return open_training_data(Work(run, "train", run.fingerprint("train"))).order
+    data = open_training_data(Work(run, "train", run.fingerprint("train")))
+    data.leave_out(excluded_by(read_rollbacks(folder / "train"), data.order.links))
+    return data.order
 
 
-def _sequences(order: SampleOrder, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
-    """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice."""
+def _sequences(order: SampleOrder | PhasedOrder, used_ranges: Sequence[Range], found: Audit,
+               chunk: int = 1_000_000) -> None:
+    """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor any part of
+    one where phases have sequences of several lengths."""
     seen: dict[tuple[int, int], np.ndarray] = {}
+    unit = _unit(order)
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
-        pools, epochs, sequences = order.locate(sample_numbers([part]))
+        pools, epochs, places, lengths = _places(order, sample_numbers([part]))
         for pool, epoch in {(int(pool), int(epoch)) for pool, epoch in zip(pools, epochs, strict=True)}:
-            used = seen.setdefault((pool, epoch), np.zeros(order.counts[pool], dtype=np.int64))
-            here = sequences[(pools == pool) & (epochs == epoch)]
-            np.add.at(used, here, 1)
+            used = seen.setdefault((pool, epoch), np.zeros(_pieces(order, pool), dtype=np.int64))
+            here = (pools == pool) & (epochs == epoch)
+            for length in np.unique(lengths[here]):
+                own = places[here & (lengths == length)] // unit
+                for within in range(int(length) // unit):
+                    np.add.at(used, own + within, 1)
     for (pool, epoch), used in sorted(seen.items()):
         for sequence in np.flatnonzero(used > 1):
             found.faults.append(f"sequence {sequence} of {order.pools[pool].name} came {used[sequence]} times in epoch "
                                 f"{epoch}")
+
+
+def _unit(order: SampleOrder | PhasedOrder) -> int:
+    """Tokens of the smallest piece that is used as a whole."""
+    if isinstance(order, SampleOrder):
+        return order.length
+    return math.gcd(*(phase.train.sequence_length for phase in order.plan.phases))
+
+
+def _pieces(order: SampleOrder | PhasedOrder, pool: int) -> int:
+    """How many such pieces a pool has at most."""
+    if isinstance(order, SampleOrder):
+        return int(order.counts[pool])  # packed documents may need more sequences than their tokens would fill
+    return order.pools[pool].tokens // _unit(order) + 1
+
+
+def _places(order: SampleOrder | PhasedOrder, samples: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Pool, epoch, first token and length of samples."""
+    if isinstance(order, PhasedOrder):
+        return tuple(order.locate(samples))
+    pools, epochs, sequences = order.locate(samples)
+    return pools, epochs, sequences * order.length, np.full_like(sequences, order.length)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,8 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.contract.entry import end_process
-from pipeline.data.loader import Batch, Prefetcher, pack
+from pipeline.data.sampling.batch import Batch, pack
+from pipeline.data.sampling.loader import Prefetcher
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn

@@ -28,7 +28,7 @@ from model.presets import PRESETS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import CheckpointConfig, TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.loader import Batch, pack
+from pipeline.data.sampling.batch import Batch, pack
 from pipeline.parallel.context_parallel import gathered, places
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks, start_ranks

@@ -75,6 +75,7 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
 def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
     from pipeline.config.batch import BatchPlan
+    from pipeline.config.phases import with_largest
     from pipeline.rehearsal.apart import rehearse_apart
     from pipeline.rehearsal.report import bubble, ends_and_middle, fullest, gigabytes
 
@@ -82,6 +83,7 @@ def row(config: Config, ranks: int) -> Sequence[str]:
     kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
+    config = with_largest(config)
     lost = bubble(config.parallel, BatchPlan.of(config.train, config.parallel, ranks))
     return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}",
             gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),

@@ -20,6 +20,8 @@ import yaml
 from launch.slurm.chain import Chain, ChainJob, read_chain
 from launch.slurm.evaluations import owed
 from launch.slurm.nodes import NODES, excluded
+from pipeline.config.phases import PhasePlan
+from pipeline.config.training import TrainConfig
 from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.contract.parts import UNITS
 from pipeline.contract.run import reused_folder
@@ -230,10 +232,27 @@ def _training(folder: Path, settings: dict[str, Any]) -> Training | None:
         # As training itself reckons: also what lies between the steps, checkpoints and looks at held-out text.
         wall = _written(folder / "metrics.jsonl") - when(str(begun[-1].get("time")))
         rate = wall / steps if wall > 0 else rate
+    rate = _quietly(lambda: _of_coming_steps(rate, settings, last["step"], begun), rate)
     share = last.get("goodput")
     share = share.get("share") if isinstance(share, dict) else share
     return Training(last["step"], _setting(settings, "train", "steps"), rate, _float(last.get("loss")),
                     _float(last.get("tokens_per_s")), _float(share))
+
+
+def _of_coming_steps(rate: float | None, settings: dict[str, Any], step: int, begun: list[dict[str, Any]]
+                     ) -> float | None:
+    """Seconds that a step still to come takes, as `rate` is of those of this start: those of other phases may have more
+    tokens."""
+    given = settings.get("train", {})
+    if rate is None or not given.get("phases"):
+        return rate
+    plan = PhasePlan.of(TrainConfig.model_validate(
+        {key: given[key] for key in ("phases", "steps", "sequence_length", "batch_tokens", "micro_batch")}))
+    first = int(begun[-1].get("step") or 0) if begun else 0
+    if not first < step < plan.steps:
+        return rate
+    done = (plan.tokens_at(step) - plan.tokens_at(first)) / (step - first)
+    return rate * (plan.tokens - plan.tokens_at(step)) / (plan.steps - step) / done
 
 
 def _parts(folder: Path, chain: Chain | None, stage: str) -> tuple[dict[str, frozenset[int]], int]:

@@ -79,7 +79,8 @@ def prepare(run: Run, step: int) -> Path:
     """
     folder, name = evaluation_folder(run.folder.absolute(), step), f"{CHECKPOINTS}/{checkpoint_name(step)}"
     config = run.config.model_copy(update={
-        "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute())})
+        "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute()),
+        "convert": run.config.convert.model_copy(update={"copy_to": None})})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
     if not (target / MARKER).exists():
         _link(source, target)

@@ -9,13 +9,14 @@ from contextlib import suppress
 
 from model.attention import BACKENDS
 from model.config import ModelConfig
-from pipeline.config.batch import batch_problems
+from pipeline.config.batch import BatchPlan, batch_problems
 from pipeline.config.guarding import FIRST
 from pipeline.config.mixture import mixture_problems
 from pipeline.config.optimizers import optimizer_problems
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.partial import UnknownSettingError
-from pipeline.config.places import not_a_path
+from pipeline.config.phases import in_phases, plan_problems
+from pipeline.config.places import not_a_path, store_problems, unreadable
 from pipeline.config.shipped import name_of
 from pipeline.config.tree import Config
 
@@ -34,12 +35,36 @@ def problems(config: Config) -> list[str]:
         with suppress(UnknownSettingError):
             for problem in check(config):
                 found.append(problem)  # what comes before an unknown setting is kept
+    with suppress(UnknownSettingError):
+        found += _of_phases(config)
     return found
+
+
+def _of_phases(config: Config) -> list[str]:
+    """What cannot work of the settings that phases may have for themselves, each problem where it is met first."""
+    found: dict[str, str] = {}
+    for phase, within in in_phases(config):
+        for check in PHASE_CHECKS:
+            with suppress(UnknownSettingError):
+                for problem in check(within):
+                    found.setdefault(problem, problem if phase.said is None else f"{phase.name}: {problem}")
+    return list(found.values())
 
 
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
-    return grid_problems(config.parallel, ranks) or batch_problems(config.train, config.parallel, ranks)
+    if found := grid_problems(config.parallel, ranks):
+        return found
+    if not config.train.phases:
+        return batch_problems(config.train, config.parallel, ranks)
+    found = [f"{phase.name}: {problem}" for phase, within in in_phases(config)
+             for problem in batch_problems(within.train, within.parallel, ranks)]
+    numbers = [BatchPlan.of(within.train, within.parallel, ranks).accumulation for _, within in in_phases(config)]
+    if config.parallel.engine == "deepspeed" and len(set(numbers)) > 1:
+        found.append(f"parallel.engine 'deepspeed' takes the same number of micro-batches in every step, and in "
+                     f"train.phases they are {', '.join(map(str, numbers))}: set micro_batch in the phases so that "
+                     f"they are equal, or take 'fsdp2'.")
+    return found
 
 
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
@@ -306,6 +331,26 @@ def _sinks(config: Config) -> Iterator[str]:
                 if count > 1)
 
 
+def _phases(config: Config) -> Iterator[str]:
+    yield from plan_problems(config.train)
+
+
+def _packing(config: Config) -> Iterator[str]:
+    if config.train.packing != "concatenate" and config.train.phases:
+        yield (f"train.packing '{config.train.packing}' does not work with train.phases, which cut sequences from "
+               f"running text: leave out one of them.")
+
+
+def _max_epochs(config: Config) -> Iterator[str]:
+    limit = config.train.max_epochs
+    limits = limit if isinstance(limit, dict) else {} if limit is None else {"all sources": limit}
+    yield from (f"train.max_epochs is {most:g} for {name}; a limit is above 0." for name, most in limits.items()
+                if most <= 0)
+    names = [source.name for source in config.shard.sources]
+    if isinstance(limit, dict) and (unknown := sorted(set(limit) - set(names))):
+        yield f"train.max_epochs names {', '.join(unknown)}, but the sources are {', '.join(names)}."
+
+
 def _mixture(config: Config) -> Iterator[str]:
     mixture = config.train.mixture
     if mixture is None:
@@ -335,12 +380,20 @@ def place_problems(config: Config) -> Iterator[str]:
         with suppress(UnknownSettingError):
             yield from (f"{key}: {said}" for path in values() if path and (said := not_a_path(path)))
     for source in config.shard.sources:
-        given = [] if source.kind == "stdlib" else [source.dataset] if source.kind == "hf" else source.paths
-        yield from (f"source {source.name}: {said}" for path in given if (said := not_a_path(path)))
+        if source.kind == "files":
+            yield from (f"source {source.name}: {said}" for path in source.paths if (said := unreadable(path)))
+        elif source.kind == "hf" and (said := not_a_path(source.dataset)):
+            yield f"source {source.name}: {said}"
+    for item in config.shard.filters:
+        own = getattr(item, "path", None)
+        given = [own] if isinstance(own, str) else [file.path for file in getattr(item, "files", [])]
+        yield from (f"the filter {name_of(item)}: {said}" for path in given if (said := not_a_path(path)))
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _model, _sequence, _batch, _samples, _prompts, _evaluation, _shards, _tensor_parallel, _context_parallel,
-    _pipeline, _activation_checkpointing, _attention, _fsdp2, _async_tensor_parallel, _timeout, _deepspeed,
-    _fp8, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources, _filters, _near_duplicates,
-    _sinks, _mixture, place_problems)
+    _model, _samples, _prompts, _evaluation, _shards, _pipeline, _activation_checkpointing, _attention, _fsdp2,
+    _async_tensor_parallel, _timeout, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources,
+    _filters, _near_duplicates, _sinks, _phases, _packing, _max_epochs, store_problems, place_problems)
+PHASE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _sequence, _batch, _tensor_parallel, _context_parallel, _fp8, _mixture)
+"""Of settings that phases may have for themselves."""

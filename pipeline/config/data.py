@@ -24,15 +24,17 @@ class StdlibSource(Section):
 
 
 class FilesSource(Section):
-    """Local files. Compressed ones (.gz, .zst) are read as what they hold."""
+    """Files of this machine or objects of a store. Compressed ones (.gz, .zst) are read as what they hold."""
 
     kind: Literal["files"]
-    """Local files."""
+    """Files, or objects."""
     name: str
     """Name of the source in folders, tables and mixtures."""
     paths: list[str] = execution(min_length=1)
-    """Files or globs (`**` crosses folders, `~` is your home). Matches are sorted, so the order never depends on the
-    disk. The files' names below their common folder and their content are what counts, not where they lie."""
+    """Files or globs (`**` crosses folders, `~` is your home), or URLs of objects, of a prefix or with wildcards
+    (`s3://`, `gs://`, `az://`; keys and address come from the environment). Matches are sorted, so the order never
+    depends on the disk. The files' names below their common folder and their content are what counts, not where they
+    lie."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
     """What the files hold; `auto` goes by the name's ending (before .gz or .zst). `json` is an array of objects or
     objects one after another; `arrow` an IPC file or stream; `csv` has a header."""
@@ -83,7 +85,7 @@ def _stdlib_alone() -> list[StdlibSource | FilesSource | HubSource]:
 
 class NearDuplicates(Section):
     """Documents that are nearly equal, by MinHash signatures: those that share a band with another are alike, and so
-    are those that are like a third. Needs the package rensa (`pip install 'drover[clean]'`)."""
+    are those that are like a third. Needs the package rensa (`pip install --editable '.[clean]'`)."""
 
     preset: Literal["fineweb", "olmo3"] = "fineweb"
     """`fineweb`: shingles of 5 words, 14 bands of 8 rows, for a Jaccard similarity of about 0.75. `olmo3`: 26 bands of
@@ -137,9 +139,10 @@ class ShardConfig(Section):
     """Largest document in MB (10^6 bytes): a line of jsonl, a value of json, parquet or arrow, a field of csv, a text
     in UTF-8. A larger one is rejected by name and never held in memory; what follows it in a json or csv file is lost.
     A txt file without `separator` is one document."""
-    dropped_examples: int = execution(3, ge=0, le=100)
+    dropped_examples: int = added(3, ge=0, le=100)
     """Of the documents that filters drop, show the beginnings of so many for each reason in manifest and report, as the
-    filter saw them; 0: none, where they are not to be read there."""
+    filter saw them; 0: none, where they are not to be read there. A stage that has shown another number is refused with
+    both, not served; --force makes it again, and the stages made of its shards, which are the same, stay."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
     """More unreadable documents than this share of all fail the stage, and so does a larger share of files that break
     off (what follows in them is lost uncounted); fewer are counted and named in rejected.jsonl."""
@@ -185,10 +188,14 @@ class TokenizerConfig(Section):
 class EncodeConfig(Section):
     """Stage 3: text shards into token shards."""
 
+    copy_to: str | None = execution(None)
+    """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are copied to before the
+    stage is done, for `train.tokens_from`. Keys and addresses come from the environment. For a stage that is done
+    already: python -m tools.copy_tokens."""
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """Bytes per token on disk; `auto` takes uint16 up to a vocabulary of 65,536."""
     encoder: Literal["auto", "reference", "fastokens"] = execution("auto")
     """Which library makes the ids; they are the same. `reference` is sentencepiece, tiktoken or tokenizers; `fastokens`
-    (`pip install 'drover[fast]'`) is several times faster. `auto` takes it where it is installed and gave the
+    (`pip install --editable '.[fast]'`) is several times faster. `auto` takes it where it is installed and gave the
     reference's ids on held-out documents, odd strings and fuzz; in every shard some documents are encoded by the
     reference again, which takes over where it differs."""

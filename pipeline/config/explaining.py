@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -78,7 +78,7 @@ def _entry(key: str, field: FieldInfo, current: Any) -> str:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    for candidate in (field.annotation, *get_args(field.annotation)):
+    for candidate in () if get_origin(field.annotation) is list else (field.annotation, *get_args(field.annotation)):
         if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
             return candidate
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -132,7 +132,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         for candidate in (field.annotation, *get_args(field.annotation)):
-            if _is_section(candidate):
+            if _is_section(candidate) and get_origin(field.annotation) is not list:
                 yield from _keys_of(candidate, f"{prefix}{name}.")
 
 

@@ -20,7 +20,7 @@ from pipeline.config.shipped import FILTERS, SINKS
 from pipeline.config.tree import Config
 from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
 from pipeline.errors import UserError, listed
-from pipeline.files import sha256_json, write_text
+from pipeline.files import sealed_text, sha256_json, write_text
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 """Where the profiles of clusters are that are named without a folder."""
@@ -65,7 +65,7 @@ def dump_config(config: Config) -> str:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration and prove that it loads back equal."""
-    write_text(path, dump_config(config))
+    write_text(path, sealed_text(dump_config(config)))
     if load_config(path, check=False) != config:
         raise AssertionError(f"{path} does not load back to the configuration it was written from")
 

@@ -1,10 +1,17 @@
-"""The smallest share that a source can have in a mixture, so that none is left out in silence."""
+"""Weights of sources: how they are written, as numbers or tokens, and the smallest that one can have, so that none is
+left out in silence."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SMALLEST_SHARE = 2.0**-17
 """Of all training sequences. The order of samples is a table of a period, which must hold several sequences of each
 source: of this share 8 in a million."""
@@ -22,3 +29,31 @@ def share_too_small(name: str, share: float) -> str:
     return (f"train.mixture gives the source {name} {share:.3g} of the training sequences; the smallest share that is "
             f"sampled is {SMALLEST_SHARE:.3g} (1 in {round(1 / SMALLEST_SHARE):,}). Raise it, or write 0 to leave the "
             f"source out.")
+
+
+def read_tokens(value: Any) -> Any:
+    """A number of tokens as it may be written: 250M, 2.5k, 10B or 15T for a text, a whole number with a point or an
+    exponent. Anything else stays what it is, for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([kKMBT]?)\s*", value)):
+        number = Decimal(match[1].replace("_", "")) * UNITS[match[2].replace("K", "k")]
+        return int(number) if number == int(number) else float(number)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _share(value: Any) -> Any:
+    found = read_tokens(value)
+    return float(found) if isinstance(found, int) and not isinstance(found, bool) else found
+
+
+TokenCount = Annotated[int, BeforeValidator(read_tokens)]
+"""Tokens: a whole number, or a text such as 250M."""
+Mixture = dict[str, Annotated[float, BeforeValidator(_share)]]
+"""Weights by source: numbers, or tokens as texts (8B)."""
+
+
+def tokens_text(tokens: float) -> str:
+    """A number of tokens as a person says it: 250M, 1.5k, 10B."""
+    for unit in ("T", "B", "M", "k"):
+        if abs(tokens) >= UNITS[unit]:
+            return f"{tokens / UNITS[unit]:.4g}{unit}"
+    return f"{tokens:.4g}"

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pipeline.config.partial import UnknownSettingError
 from pipeline.errors import UserError, is_full_disk
+from pipeline.stores.store import SCHEMES, Store, is_url
+
+if TYPE_CHECKING:
+    from pipeline.config.tree import Config
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings that say where files from outside of the run are: what is read there, not where, decides."""
 _ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(?=[^/])|^(file)://")
+_LOGIN = re.compile(r"(?!abfs)[^:]+://[^/]*@")
+"""An address with a name or password in it; abfs://container@account has none."""
 _HUB = re.compile(r"^hf:/{1,2}(?:datasets/)?([^/@]+/[^/@]+)")
 
 
@@ -38,6 +48,37 @@ def not_a_path(text: str, *, written: bool = False) -> str | None:
            "https": "curl -LO", "az": "azcopy copy", "abfs": "azcopy copy", "abfss": "azcopy copy", "r2": "rclone copy",
            "hdfs": "hdfs dfs -get", "ftp": "curl -LO"}.get(scheme, "rclone copy")
     return f"{means} Copy it here first ({how} ...) or mount it, and give the path."
+
+
+def unreadable(text: str) -> str | None:
+    """What to say of an address that is no source: neither a path nor a URL of an object store; None of a source."""
+    if not is_url(text):
+        return not_a_path(text)
+    if _LOGIN.match(text):
+        return ("an address holds a name or password before @, which would be written to files; give the address "
+                "alone, and the credentials in the environment.")
+    if text.partition("://")[0] not in SCHEMES:
+        return f"{not_a_path(text)} Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}."
+    try:
+        Store(text)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def unusable_url(key: str, url: str) -> Iterator[str]:
+    """Why the address `url` of the setting `key` cannot be written to, as a sentence. Nothing is contacted."""
+    if _LOGIN.match(url):
+        yield (f"{key} holds a name or password before @, which would be written to files; give the address alone, and "
+               f"the credentials in the environment.")
+        return
+    if "?" in url:
+        yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
+        return
+    try:
+        Store(url)
+    except UserError as error:
+        yield f"{key}: {error}"
 
 
 def blocked(folder: Path) -> str | None:
@@ -87,3 +128,24 @@ def make_folder(folder: Path) -> None:
                                               f"{error.strerror}. Set another runs_dir.") from None
     if (found := unwritable(folder)) is not None:
         raise UserError(found)
+
+
+def store_problems(config: Config) -> Iterator[str]:
+    """Why stores that are written to, or trained from, cannot be used as they are given."""
+    given: dict[str, Callable[[], str | None]] = {
+        "encode.copy_to": lambda: config.encode.copy_to,
+        "train.tokens_from": lambda: config.train.tokens_from,
+        "train.checkpoint.copy_to": lambda: config.train.checkpoint.copy_to,
+        "convert.copy_to": lambda: config.convert.copy_to}
+    found = {}
+    for key, value in given.items():
+        with suppress(UnknownSettingError):
+            if (url := value()) is not None:
+                found[key] = f"{url.rstrip('/')}/"
+                yield from unusable_url(key, url)
+    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
+    for key in written:
+        for other in written:
+            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
+                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
+                       f"the export need places of their own.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, SerializeAsAny
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from pipeline.config.guarding import GuardConfig
 from pipeline.config.kinds import Kind
+from pipeline.config.mixture import Mixture
 from pipeline.config.optimizers import Setting
+from pipeline.config.phases import PhaseConfig, PhasePlan
 from pipeline.config.section import Section, added, execution
 from pipeline.config.shipped import SINKS
 
@@ -37,6 +39,23 @@ class CheckpointConfig(Section):
     part of weights and moments once more. One save is in flight at a time; false: wait for each."""
     attempts: int = execution(3, gt=0)
     """How often a save is tried before the run stops with the reason. Each failure is said and logged."""
+    copy_to: str | None = execution(None)
+    """Address in an object store (`s3://bucket/runs/mine`, `gs://`, `az://`, `file:///`) to which each checkpoint is
+    copied while training goes on, for this run alone; null: nowhere. A start that finds a newer checkpoint there than
+    in the run's folder, which may be gone, fetches it and goes on from it. `keep` and `permanent_every` hold there too.
+    Credentials come from the environment. docs/training.md says more."""
+
+
+class TokenCacheConfig(Section):
+    """Where `train.tokens_from` keeps token shards on a node, for all of its ranks and for later starts."""
+
+    folder: str | None = execution(None)
+    """Folder on a disk of each node; null: $TMPDIR, or /tmp. Within it is a folder of the user's own."""
+    gb: float = execution(50.0, gt=0)
+    """GB that shards may have in it on a node; what is not needed soon is removed for what is."""
+    read: Literal["auto", "shards", "parts"] = execution("auto")
+    """`shards`: fetched whole and compared with their hashes. `parts`: only what samples need, straight from the store,
+    which no hash tells to be right. `auto`: shards, where all that are trained and measured on fit into `gb`."""
 
 
 class TrainConfig(Section):
@@ -46,6 +65,11 @@ class TrainConfig(Section):
     """Optimizer steps."""
     sequence_length: int = Field(256, gt=0)
     """Tokens per sequence; at most the model's context_length."""
+    packing: Literal["concatenate", "best_fit"] = added("concatenate")
+    """How documents become sequences. `concatenate`: one after another, cut wherever a sequence is full. `best_fit`:
+    side by side so that none is cut unless it is longer than a sequence (Ding et al. 2024), with padding behind them
+    that nothing is learned from; how much that is, is said at the start. Planned once, into train/packing. Not with
+    `phases`."""
     batch_tokens: int = Field(16384, gt=0)
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Accumulation is derived."""
     micro_batch: int = execution(8, gt=0)
@@ -126,15 +150,36 @@ class TrainConfig(Section):
     bit. CPUs are deterministic without it."""
     guards: GuardConfig = execution(default_factory=GuardConfig)
     """What happens when the loss is NaN or leaps, and when replicas of the weights differ."""
-    mixture: dict[str, float] | None = None
-    """Share of each source among the training sequences, by source name, relative to their sum; null: in proportion to
-    their tokens, every sequence exactly once an epoch. 0 leaves a source out; otherwise at least 1 sequence in
-    131,072."""
+    mixture: Mixture | None = None
+    """Share of each source among the training tokens, by source name, relative to their sum, whatever that is: weights,
+    or tokens as in {web: 8B, code: 2B}; null: in proportion to their tokens, every sequence exactly once an epoch. 0
+    leaves a source out; otherwise at least 1 sequence in 131,072."""
+    max_epochs: dict[str, float] | float | None = execution(None)
+    """The most epochs of each source (a number for all, or by name) that the plan may train on: tokens trained on over
+    tokens that there are. More is refused as soon as the tokens are counted. null: no limit, but more than 4 is
+    said."""
+    phases: list[PhaseConfig] = added(default_factory=list)
+    """Parts of training with another mixture, sequence length, batch or learning rate, one after the other; each ends
+    at its `until`, and `steps` follows from them. Those that have begun cannot be changed any more; later ones can, and
+    more can be added. docs/training.md."""
+    grain_tokens: int | None = added(None, gt=0)
+    """With phases: sources are cut into grains of so many tokens, of which each is used once before any is used again,
+    by phases of whatever length divides it; null: the longest sequence_length of the phases."""
     stop_after_minutes: float | None = execution(None, gt=0)
     """Save and leave so many minutes after the start of the process; the same command goes on. For sites that stop a
     job without a warning signal; null: never."""
+    tokens_from: str | None = execution(None)
+    """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are read from, as
+    `encode.copy_to` or tools.copy_tokens put them there; those in the encode stage's folder are then not needed. Keys
+    and addresses come from the environment. null: that folder."""
+    cache: TokenCacheConfig = execution(default_factory=TokenCacheConfig)
+    """For `tokens_from`: what is kept on each node."""
     loader_threads: int = execution(1, gt=0)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
+    shard_checks: bool | Literal["all"] = execution(True)
+    """Whether token shards are hashed beside training and compared with what encode committed: each when it is first
+    used, by one rank, and held-out ones; a checkpoint waits until all that were used before the last one are. `all`:
+    also those that no step has used. With false, what a disk or a hand changes in a shard is trained on."""
     log_every: int = execution(1, gt=0)
     """Steps between two lines of metrics.jsonl and of every log sink."""
     log_to: list[LogSink] = execution(default_factory=lambda: [SINKS.read("tensorboard")])
@@ -153,3 +198,17 @@ class TrainConfig(Section):
     """Prompts of the sample texts."""
     checkpoint: CheckpointConfig = execution(default_factory=CheckpointConfig)
     """When to save, and what to keep."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_steps(cls, values: Any) -> Any:
+        """With phases, `steps: null` means what they come to: for files whose base has a number."""
+        if isinstance(values, dict) and values.get("phases") and "steps" in values and values["steps"] is None:
+            return {name: value for name, value in values.items() if name != "steps"}
+        return values
+
+    @model_validator(mode="after")
+    def _steps_of_phases(self) -> TrainConfig:
+        if self.phases and "steps" not in self.model_fields_set:
+            self.__dict__["steps"] = max(1, PhasePlan.of(self).steps)
+        return self

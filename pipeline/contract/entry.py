@@ -20,7 +20,7 @@ from pipeline.contract.parts import Part, ShareDone
 from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from pipeline.contract.run import Run
 from pipeline.contract.scratch import SCRATCH, remove_scratch
-from pipeline.contract.stage_work import Work, mark_failed
+from pipeline.contract.stage_work import Work, clear_mark, mark_failed
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
@@ -216,6 +216,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
     if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
         tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
+        clear_mark(run.own_folder(name))
     else:
         if held:
             held.alone()
@@ -241,9 +242,9 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
             return UserError.exit_status
         say(name, f"stopped ({stopped.reason}); the same command continues")
         return INTERRUPTED
-    except UserError:
+    except UserError as error:
         if is_leader():
-            mark_failed(work)
+            mark_failed(work, error)
         raise
     del reading
     return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED

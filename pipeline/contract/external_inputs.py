@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from pipeline.contract.manifest import Difference
 from pipeline.contract.stages import Stage
 from pipeline.contract.threads import in_threads
 from pipeline.errors import AbsentInputError, UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_sealed, write_sealed
+from pipeline.stores.object_files import InputFile, ObjectStat
+from pipeline.stores.store import is_url
 
 HASHES = ".hashes.json"
 """In a run folder: hashes of files whose size or time is not what a manifest says."""
@@ -37,6 +40,7 @@ HASHING = 4
 KEEP_S = 60.0
 """Hashes are written down so often: a kill costs no more."""
 Record = dict[str, Any]
+Stat = os.stat_result | ObjectStat
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Outside:
                 and record["path"] not in there and record["name"] not in there]
 
 
-def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Sequence[Record], *, run_folder: Path,
+def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Sequence[Record], *, run_folder: Path,
          remember: bool, strict: bool) -> Outside:
     """Outside files of a stage now.
 
@@ -95,18 +99,18 @@ def look(stage: str, find: Callable[[], list[tuple[str, Path]]], known: Sequence
     except UserError as error:
         if strict:
             raise
-        found, incomplete = (sorted(error.found), error.sources) if isinstance(error, AbsentInputError) else \
-            ([], set(map(_source, known)))
+        found, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
+            if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
     stats = dict(in_threads(lambda path: (path, _stat(path, strict)), [path for _, path in found]))
     incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
     by_path = {str(record["path"]): record for record in known}
     by_name = {str(record["name"]): record for record in known}
 
-    def recorded(name: str, path: Path) -> Record | None:
+    def recorded(name: str, path: InputFile) -> Record | None:
         full, own = str(path.absolute()), by_name.get(name)
         return own if own is not None and own["path"] == full else by_path.get(full)
 
-    def key(name: str, path: Path) -> str:
+    def key(name: str, path: InputFile) -> str:
         like = (recorded(name, path) or by_name.get(name, {})).get("sha256", "")
         return (OF_BLOCKS if like.startswith(OF_BLOCKS) else "") + str(path.absolute())
     moved = {key(name, path): stat for name, path in found
@@ -201,14 +205,14 @@ class Hashes:
         self.path, self.remember = run_folder / HASHES, remember
         self.known: dict[str, Record] = {}
 
-    def take(self, stage: str, files: Mapping[str, os.stat_result]) -> None:
+    def take(self, stage: str, files: Mapping[str, Stat]) -> None:
         """Have `known` hold the hash of each file, as it is now; of one whose path has OF_BLOCKS before it, that of its
         blocks."""
         if not files:
             return
         if self.remember:
             with suppress(OSError, ValueError):
-                self.known = dict(read_json(self.path))
+                self.known = dict(read_sealed(self.path))
         todo = {path: stat for path, stat in files.items()
                 if not _same(self.known.get(path), stat)
                 or self.known[path]["sha256"].startswith(OF_BLOCKS) != path.startswith(OF_BLOCKS)}
@@ -229,11 +233,11 @@ class Hashes:
         """Write what is known; when that was."""
         if self.remember and self.path.parent.is_dir():
             with suppress(OSError):  # the run may be another user's
-                write_json(self.path, self.known)
+                write_sealed(self.path, self.known)
         return time.monotonic()
 
 
-def _same(record: Record | None, stat: os.stat_result) -> bool:
+def _same(record: Record | None, stat: Stat) -> bool:
     try:
         return record is not None and (record["bytes"], record["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
     except (KeyError, TypeError):  # torn
@@ -244,7 +248,7 @@ def _source(record: Record) -> str:
     return str(record["name"]).partition("/")[0]
 
 
-def _stat(path: Path, strict: bool) -> os.stat_result | None:
+def _stat(path: InputFile, strict: bool) -> Stat | None:
     """None for a file that is not there."""
     try:
         return path.stat()
@@ -258,12 +262,12 @@ def _stat(path: Path, strict: bool) -> os.stat_result | None:
 
 def _hashed(key: str) -> str:
     """The hash of the file that a key of `Hashes` names, in the form that it asks for."""
-    path = Path(key.removeprefix(OF_BLOCKS))
+    path = key.removeprefix(OF_BLOCKS)
     try:
-        return content_hash(path, key)
+        return content_hash(path if is_url(path) else Path(path), key)
     except OSError as error:
         raise _unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
+def _unreadable(path: InputFile | str, error: OSError) -> UserError:
     return UserError(f"The input file {path} cannot be read: {error.strerror}.")

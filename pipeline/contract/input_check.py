@@ -19,6 +19,8 @@ CHUNK_BYTES = 1 << 22
 """Read and hashed at once; all the memory that is taken."""
 TRIES = 2
 """A file is read so often before it is said to be damaged: a disk or network may fail once."""
+LEFT_AFTER_S = 60.0
+"""How long the end of a stage waits for a read that does not come back."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +60,61 @@ def refuse_changed(file: Expected) -> None:
             raise UserError(wrong(file, found))
 
 
+class Pace:
+    """How fast a thread reads: it rests after each second of work, unless somebody waits for it.
+
+    Args:
+        rest: seconds of rest for each of work.
+
+    Attributes:
+        hurry: set while somebody waits. over: set when it is to end.
+    """
+
+    def __init__(self, rest: float = 0.0) -> None:
+        self.rest, self.hurry, self.over = rest, threading.Event(), threading.Event()
+
+    def __call__(self, worked: float) -> bool:
+        """Rest after so many seconds of work; whether to go on."""
+        if self.rest:
+            self.hurry.wait(worked * self.rest)
+        return not self.over.is_set()
+
+
+def lowest_priority() -> None:
+    """Give this thread the lowest; a thread has its own on Linux, not everywhere."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def compared(file: Expected, pace: Pace) -> str:
+    """What is told of a file that is not what it should be, after it was read several times; "" if it is, or if `pace`
+    says that it is over."""
+    for attempt in range(TRIES):
+        if not (found := _problem(file, pace)) or pace.over.is_set():
+            return ""
+        if attempt + 1 < TRIES:
+            pace.hurry.wait(1.0)
+    return found
+
+
 class InputCheck:
     """Hashes files in a thread of the lowest priority, from the start on, until all are done or one is wrong.
 
     The page cache is left as it is: what was read once is the first that the kernel drops.
-
-    Args:
-        rest: seconds to rest after each second of work, as long as nobody waits.
 
     Attributes:
         checked: how many files are as they should be.
         problem: what is told of the first that is not.
     """
 
-    def __init__(self, files: Sequence[Expected], rest: float = 0.0) -> None:
-        self.files, self.checked, self.problem = files, 0, ""
-        self._rest, self._hurry, self._over = rest, threading.Event(), threading.Event()
+    def __init__(self, files: Sequence[Expected]) -> None:
+        self.files, self.checked, self.problem, self._pace = files, 0, "", Pace()
         self._thread = threading.Thread(target=self._run, name="input-check", daemon=True)
         self._thread.start()
 
-    @property
-    def sound(self) -> bool:
-        """Whether all files are as they should be."""
-        return self.checked == len(self.files)
-
     def wait(self, seconds: float | None = None) -> None:
-        """Until it has ended, without rests; `seconds` at most."""
-        self._hurry.set()
+        """Until it has ended; `seconds` at most."""
+        self._pace.hurry.set()
         self._thread.join(seconds)
 
     def refuse(self) -> None:
@@ -94,40 +124,30 @@ class InputCheck:
             raise UserError(self.problem)
 
     def close(self) -> None:
-        """Leave the rest unread."""
-        self._over.set()
-        self.wait()
+        """Leave the rest unread, and a read that a disk keeps from ending to itself."""
+        self._pace.over.set()
+        self.wait(LEFT_AFTER_S)
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # a thread's own on Linux; not everywhere
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        lowest_priority()
         for file in self.files:
-            for attempt in range(TRIES):
-                if not (found := self._problem(file)) or self._over.is_set():
-                    break
-                if attempt + 1 < TRIES:
-                    self._hurry.wait(1.0)
-            if self._over.is_set():
+            found = compared(file, self._pace)
+            if self._pace.over.is_set():
                 return
             if found:
                 self.problem = found
                 return
             self.checked += 1
 
-    def _problem(self, file: Expected) -> str:
-        try:
-            found = _hash(file.path, self._pause)
-        except OSError as error:
-            return f"{file.path} cannot be read: {error.strerror}. {file.mend}; then the same command goes on."
-        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
-            return f"{file.path} could not be compared with what was committed: {type(error).__name__}: {error}."
-        return "" if found in (file.sha256, None) else wrong(file, str(found))
 
-    def _pause(self, worked: float) -> bool:
-        """Rest after so many seconds of work; whether to go on."""
-        if self._rest:
-            self._hurry.wait(worked * self._rest)
-        return not self._over.is_set()
+def _problem(file: Expected, pace: Pace) -> str:
+    try:
+        found = _hash(file.path, pace)
+    except OSError as error:
+        return f"{file.path} cannot be read: {error.strerror}. {file.mend}; then the same command goes on."
+    except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
+        return f"{file.path} could not be compared with what was committed: {type(error).__name__}: {error}."
+    return "" if found in (file.sha256, None) else wrong(file, str(found))
 
 
 def _hash(path: Path, after_chunk: Callable[[float], bool] | None = None) -> str | None:

@@ -14,15 +14,16 @@ from typing import Any
 from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, sha256_file, sha256_json
+from pipeline.stores.object_files import InputFile
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""
 Record = dict[str, Any]
 
 
-def listed_files(files: Sequence[tuple[str, Path]]) -> list[Record]:
+def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
     """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is not there."""
-    def record(item: tuple[str, Path]) -> Record:
+    def record(item: tuple[str, InputFile]) -> Record:
         name, path = item
         try:
             stat = path.stat()

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import time
 from datetime import UTC, datetime
 from functools import cache
@@ -96,20 +97,22 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
     """Lock an open file, or change its lock to the other kind; None where there are no locks."""
     if file is None:
         return None
-    until, waited = time.monotonic() + EARLIER_S, False
+    until, waited, looks = time.monotonic() + EARLIER_S, False, 0
     while True:
         try:
             locked = _flock(file, folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             holder = _holder(file)
-            if not _is_earlier_start(holder) or time.monotonic() > until:
+            going, looks = _is_earlier_start(holder) or _is_ending(holder), looks + 1
+            # At the first look it may have been killed a moment ago, and not be seen to be on its end yet.
+            if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()
                 raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
                                 f"or use name=<another> for a run of its own.") from None
-            if not waited:
-                say(what, f"waits for the end of an earlier start: {holder}")
-            waited = True
+            if going and not waited:
+                say(what, f"waits for the end of {holder}")
+            waited = waited or going
             time.sleep(0.5)
     if not locked:
         return None
@@ -118,6 +121,18 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
     file.write(f"process {os.getpid()} on {platform.node()}{_job()}{_chain()}, since {now}\n")
     file.flush()
     return file
+
+
+def _is_ending(holder: str) -> bool:
+    """Whether a process of this machine that holds a lock is on its end: on a busy one, threads of a killed process may
+    need seconds to go, and the lock goes with the last of them."""
+    found = re.match(r"process (\d+) on (\S+?)(,|\s|$)", holder)
+    if found is None or found[2] != platform.node():
+        return False
+    try:
+        return Path(f"/proc/{found[1]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return Path("/proc/self").exists()  # elsewhere nothing is known of it
 
 
 def _is_earlier_start(holder: str) -> bool:

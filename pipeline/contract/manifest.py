@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.section import flatten
 from pipeline.errors import UserError
-from pipeline.files import sha256_json, write_json
+from pipeline.files import SEAL, sha256_json, write_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -45,7 +45,8 @@ class Manifest:
         stage: its name.
         fingerprint: identity: `config` (fields that decide the outputs), `inputs` (digest of each needed stage's
             outputs), `files` (sha256 of each outside file).
-        outputs: one record per file: path inside the stage's folder, bytes, sha256, counts.
+        outputs: one record per file: path inside the stage's folder, bytes, sha256, counts; `aside` if it only says
+            where others came from.
         counts: totals of the stage, reconciled.
         config_sha256: hash of the whole resolved configuration.
         files: outside files with path, bytes, mtime_ns and sha256 (the stat values spare re-hashing).
@@ -75,12 +76,14 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of what the stage's outputs are: their paths and contents, however they came about."""
-        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))
+        """Hash of what the stage's outputs are: their paths and contents, however they came about. Those that only say
+        where others came from (`aside` in their record) are no part of it."""
+        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs
+                                  if not record.get("aside")))
 
     def write(self, folder: Path) -> None:
         """Commit: the manifest appears atomically, after everything it speaks of."""
-        write_json(folder / MANIFEST, asdict(self))
+        write_sealed(folder / MANIFEST, asdict(self))
 
     def missing_outputs(self, folder: Path) -> list[str]:
         """Outputs that are gone or have another size, as sentences."""
@@ -110,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise UserError(f"{path} was written by another version of Drover (format "
                         f"{value.get('format') if isinstance(value, dict) else '?'}, this one reads {FORMAT}). "
                         f"Use another run name, or --force to rebuild it.")
-    return Manifest(**value)
+    return Manifest(**{key: item for key, item in value.items() if key != SEAL})
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:

@@ -15,6 +15,7 @@ from pipeline.contract.stage_work import Work, begin, set_aside
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import force_id
 from pipeline.contract.state import STATE
+from pipeline.contract.units import finished_units
 from pipeline.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
@@ -38,6 +39,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
         return _start_afresh(run, name, options, part)
     state = run.state(name)
     if state.kind == "to do" and state.differences and STAGES[name].renews is None:
+        _tell_lost_units(run, name, state)
         return _start_afresh(run, name, options, part)
     drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []
     if state.kind == "done":
@@ -66,14 +68,26 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
+def _tell_lost_units(run: Run, name: str, state: State) -> None:
+    """Say, of a stage that refused what it was given and is now asked for otherwise, what goes with that."""
+    if is_leader() and (units := finished_units(run.own_folder(name))):
+        changed = [*map(str, state.differences[:3]), *(["..."] if len(state.differences) > 3 else [])]
+        say(name, f"could not use what it was given before, and is asked for otherwise now: {'; '.join(changed)}. It "
+                  f"starts afresh; finished units that are removed: {units:,}")
+
+
 def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
     if not is_leader():
         return Work(run, name, run.fingerprint(name))
     aside = set_aside(run.own_folder(name), keep=STAGES[name].checkpoints)
     if aside is not None:
         say(name, f"the old outputs are kept in {aside}")
+    if name in before(["report"]):
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it tells of more than the outputs
     run.forget_files(name)  # hashes that were recorded went with the outputs: what is read now is what counts
-    return begin(run, name, run.fingerprint(name), [], part, options.force_id)
+    work = begin(run, name, run.fingerprint(name), [], part, options.force_id)
+    work.afresh = True
+    return work
 
 
 def _renew(run: Run, name: str, state: State) -> None:

@@ -18,6 +18,7 @@ from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differenc
 from pipeline.contract.parts import identity_key, marked_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from pipeline.contract.start_record import STARTED, read_start
+from pipeline.contract.units import finished_units
 from pipeline.errors import UserError, all_told, listed
 from pipeline.files import sha256_file
 
@@ -209,6 +210,8 @@ class Run:
             if changed:
                 return State("stale", changed)
             missing = manifest.missing_outputs(folder)
+            if not missing and (due := spec.still_due(self.config, folder, manifest)):
+                return State("partial", reasons=[due])
             return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
         if not (folder / STARTED).is_file():
             return State("to do")
@@ -217,7 +220,10 @@ class Run:
         changed = differences(before, now)
         if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
-        if changed and started.get("failed") and not spec.checkpoints:
+        # A stage that renews what it has keeps the rest of it.
+        nothing_lost = started.get("unusable") or (started.get("failed") and (
+            spec.renews is not None or not finished_units(folder)))
+        if changed and nothing_lost and not spec.checkpoints:
             return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
         if changed:
             return State("stale", changed, begun_only=True)

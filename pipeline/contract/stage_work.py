@@ -28,12 +28,12 @@ from pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
-from pipeline.contract.start_record import STARTED, force_id
+from pipeline.contract.start_record import STARTED, force_id, read_start
 from pipeline.contract.state import RESERVE, STATE, StageState, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
-from pipeline.errors import UserError
-from pipeline.files import read_json, remove_temporary, sha256_file, write_json
+from pipeline.errors import UnusableInputError, UserError
+from pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -48,6 +48,7 @@ class Work:
     phases: those whose units were asked for so far.
     stop: what asks it to stop. last: how the start before this one ended.
     made: units that this start has finished.
+    afresh: whether it was forced, and so must not take up what earlier work of the stage has left somewhere else.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
     """
 
@@ -65,6 +66,7 @@ class Work:
     stop: StopRequest = field(default_factory=StopRequest)
     last: StageState | None = None
     made: int = 0
+    afresh: bool = False
 
     @property
     def config(self) -> Config:
@@ -209,7 +211,7 @@ class Work:
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        write_json(part.marker(self.folder), {
+        write_sealed(part.marker(self.folder), {
             "key": identity_key(self.fingerprint), "units": units, "found": found,
             "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
             "job": os.environ.get("SLURM_JOB_ID", "")})
@@ -298,20 +300,33 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
         write_listing(work.folder, run.listing(name))
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
-    write_json(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
-                                       "files": run.files(name), "force_id": forced_by or force_id(work.folder),
-                                       "chain": os.environ.get("DROVER_CHAIN")})
+    write_sealed(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
+                                         "files": run.files(name), "force_id": forced_by or force_id(work.folder),
+                                         "chain": os.environ.get("DROVER_CHAIN")})
     if part is None:
         work.last = read_state(work.folder)
         write_state(work.folder, "running")
     return work
 
 
-def mark_failed(work: Work) -> None:
-    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force."""
+def mark_failed(work: Work, error: UserError) -> None:
+    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force.
+
+    `failed`: as long as it has no finished units. `unusable`: also with some, for what they were made of is no use. A
+    part never says so of what the other parts have made.
+    """
     path = work.folder / STARTED
     if path.is_file():
-        write_json(path, {**read_json(path), "failed": True})
+        unusable = work.part is None and isinstance(error, UnusableInputError)
+        write_sealed(path, {**read_json(path), "failed": True, "unusable": unusable})
+
+
+def clear_mark(folder: Path) -> None:
+    """Forget that the stage in `folder` refused what it was given: it goes on with that."""
+    started = read_start(folder)
+    if started.get("failed"):
+        write_sealed(folder / STARTED, {key: value for key, value in started.items()
+                                        if key not in ("failed", "unusable")})
 
 
 def set_aside(folder: Path, keep: bool) -> Path | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import operator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
+from pipeline.stores.object_files import InputFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOT = "snapshot.json"
@@ -46,6 +48,8 @@ class Stage:
             commits with records of them (`pipeline.contract.external_inputs.gathered`).
         renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
             without being forced. Its body keeps each of its results under an identity of its own.
+        due: "module:function" that says, of a configuration, the stage's folder and its manifest, what is still to be
+            done although its outputs are made; "" for nothing. Its body then finds the manifest there.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Stage:
     files: str | None = None
     unit_files: str | None = None
     renews: str | None = None
+    due: str | None = None
     own_module: str = ""
 
     @property
@@ -70,17 +75,17 @@ class Stage:
         """The module to run with `python -m`."""
         return self.own_module or f"pipeline.{self.name}"
 
-    def input_files(self, config: Config) -> list[tuple[str, Path]]:
+    def input_files(self, config: Config) -> list[tuple[str, InputFile]]:
         """Files from outside the run that are hashed before the stage begins, as (name, path), sorted by name."""
         return _input_files(self.files, config)
 
-    def read_by_units(self, config: Config) -> list[tuple[str, Path]]:
+    def read_by_units(self, config: Config) -> list[tuple[str, InputFile]]:
         """Files from outside the run that its units read and hash, as (name, path), sorted by name."""
         return _input_files(self.unit_files, config)
 
-    def all_input_files(self, config: Config) -> list[tuple[str, Path]]:
+    def all_input_files(self, config: Config) -> list[tuple[str, InputFile]]:
         """All files from outside the run that the stage reads, as (name, path), sorted by name."""
-        return sorted(self.input_files(config) + self.read_by_units(config))
+        return sorted(self.input_files(config) + self.read_by_units(config), key=itemgetter(0))
 
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
@@ -102,13 +107,17 @@ class Stage:
             found.update(inside if path.is_dir() else [path] if path.is_file() else [])
         return sorted(path.relative_to(REPOSITORY) for path in found)
 
+    def still_due(self, config: Config, folder: Path, manifest: Any) -> str:
+        """What is still to be done for the finished stage in `folder`; "" for nothing."""
+        return str(_named(self.due)(config, folder, manifest)) if self.due is not None else ""
+
     def outside_files(self, config: Config) -> dict[str, Path]:
         """The source files from outside of Drover that help to make its outputs, by module, as far as found."""
         return _named(self.outside_code)(config) if self.outside_code is not None else {}
 
 
-def _input_files(function: str | None, config: Config) -> list[tuple[str, Path]]:
-    return [] if function is None else sorted(_named(function)(config))
+def _input_files(function: str | None, config: Config) -> list[tuple[str, InputFile]]:
+    return [] if function is None else sorted(_named(function)(config), key=itemgetter(0))
 
 
 def _named(text: str) -> Any:
@@ -125,9 +134,9 @@ STAGES = {stage.name: stage for stage in (
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
                 "pipeline/data/columnar.py", "pipeline/data/framing.py", "pipeline/data/records.py",
                 "pipeline/data/hub.py", "pipeline/data/file_kinds.py", "pipeline/data/streams.py",
-                "pipeline/data/zstd_frames.py", "pipeline/data/quick_json.py", "pipeline/data/filters",
-                "pipeline/data/planning", "pipeline/data/documents.py", "pipeline/data/comparable_words.py",
-                "pipeline/data/data_card.py", "pipeline/data/text_shards.py")),
+                "pipeline/data/zstd_frames.py", "pipeline/data/gzip_members.py", "pipeline/data/quick_json.py",
+                "pipeline/data/filters", "pipeline/data/planning", "pipeline/data/documents.py",
+                "pipeline/data/comparable_words.py", "pipeline/data/data_card.py", "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           files="pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
@@ -138,14 +147,14 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/shard_texts.py", "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,
           checkpoints=True, goal=("train.steps", "steps"), files="pipeline.records.weight_files:input_files",
-          outside_code="pipeline.config.outside:training_code",
+          renews="pipeline.config.phases:only_phases_differ", outside_code="pipeline.config.outside:training_code",
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
-                "pipeline/data/order.py", "pipeline/data/loader.py", "pipeline/data/exclusion.py",
+                "pipeline/data/sampling", "pipeline/data/exclusion.py",
                 "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/data/chosen_documents.py",
-                "pipeline/evaluation/bits_per_byte.py",
+                "pipeline/data/stored", "pipeline/evaluation/bits_per_byte.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
-    Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
+    Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",), due="pipeline.copies.export:due",
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
                 "pipeline/records/generation_settings.py", "pipeline/tokenization/export.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import is_full_disk
-from pipeline.files import append_line, atomic_file, read_json, read_lines, write_json
+from pipeline.files import append_line, atomic_file, read_lines, read_sealed, write_sealed
 
 STATE = "STATE.json"
 RESERVE = "STATE.reserve"
@@ -74,12 +74,12 @@ def write_state(folder: Path, status: Status, *, step: int | None = None, reason
         with atomic_file(reserve) as out:
             out.write(os.urandom(RESERVE_BYTES))  # which no file system compresses
     try:
-        write_json(folder / file, state)
+        write_sealed(folder / file, state)
     except OSError as error:
         if status == "running" or not is_full_disk(error) or not reserve.exists():
             raise
         reserve.unlink()
-        write_json(folder / file, state)
+        write_sealed(folder / file, state)
     if status == "done":
         reserve.unlink(missing_ok=True)
 
@@ -87,7 +87,7 @@ def write_state(folder: Path, status: Status, *, step: int | None = None, reason
 def read_state(folder: Path, file: str = STATE) -> StageState | None:
     """The record in a stage's folder; None if there is none, or it is torn (as a full disk leaves it)."""
     try:
-        return StageState(**read_json(folder / file))
+        return StageState(**read_sealed(folder / file))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.orphans import end_with_parent
-from pipeline.contract.parts import UNITS
+from pipeline.contract.parts import PARTS, UNITS
 from pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
 from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
-from pipeline.files import atomic_file, sha256_json, write_json
+from pipeline.files import SEAL, LineSeal, atomic_file, sha256_json, write_sealed
 
 NUMBERED = re.compile(r"[0-9]{5,}$")
 MANY = 1000
@@ -69,7 +69,7 @@ class UnitRecords:
 
     def write(self, name: str, key: str, record: Record) -> None:
         """Commit a unit."""
-        write_json(self.path(name), {"key": key, **record})
+        write_sealed(self.path(name), {"key": key, **record})
 
     def found(self, keys: Mapping[str, str], *, outputs: bool = True) -> dict[str, Record]:
         """The records of those units that are finished under these keys.
@@ -94,12 +94,14 @@ class UnitRecords:
         if len(keys) < MANY or self.is_gathered():
             return
         import orjson
+        seal = LineSeal()
         with suppress(orjson.JSONDecodeError), atomic_file(self.whole) as file:
             for name, key in keys.items():
                 line = json.dumps({"unit": name, "key": key, **records[name]}).encode()
                 if orjson.loads(line) != json.loads(line):  # of whole numbers beyond 64 bits it makes others
                     raise orjson.JSONDecodeError("not read alike", "", 0)
-                file.write(line + b"\n")
+                file.write(seal.of(line + b"\n"))
+            file.write(seal.line())
 
     def is_gathered(self) -> bool:
         """Whether there is the one file with all records."""
@@ -113,6 +115,8 @@ class UnitRecords:
             with open(self.whole, "rb") as file:
                 for line in file:
                     record = orjson.loads(line)
+                    if record.keys() == {SEAL}:
+                        continue
                     name, key = record.pop("unit"), record.pop("key")
                     if keys.get(name) == key:
                         found[name] = record
@@ -139,6 +143,11 @@ class UnitRecords:
         for path in lost.values():
             self.say(f"{path} is missing or cut: making it again")
         return {name: record for name, record in records.items() if name not in lost} if lost else records
+
+
+def finished_units(stage_folder: Path) -> int:
+    """How many units of all phases the stage in a folder has records of."""
+    return sum(1 for entry in _json_files(stage_folder / UNITS) if Path(entry.path).parent != stage_folder / PARTS)
 
 
 def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: list[Unit], processes: int,
@@ -243,7 +252,10 @@ def _read(path: str) -> Record | None:
             record = json.load(file)
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    record.pop(SEAL, None)
+    return record
 
 
 def _size(path: Path) -> int | None:

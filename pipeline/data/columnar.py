@@ -10,22 +10,37 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.data import FilesSource
-from pipeline.data.records import Limit, Place, Records, Unreadable, UnusableColumnsError, damage
+from pipeline.data.records import (
+    Limit,
+    Place,
+    Records,
+    Unreadable,
+    UnusableColumnsError,
+    damage,
+    raise_unless_damage,
+)
 from pipeline.data.streams import COMPRESSIONS, Input, map_file
 
 ROWS = 256
 """Rows taken into memory at a time, where they are not large."""
+UNFIT = (ValueError, OverflowError, KeyError)
+"""What a value raises that Python has no kind for: a date beyond its calendar, a time zone that nobody knows (the
+KeyError), broken UTF-8 inside of a list."""
 
 
 def check_columns(present: list[str], source: FilesSource) -> list[str]:
-    """The columns that the source names; UnusableColumnsError if one is not there."""
+    """The columns that the source names; UnusableColumnsError if one is not there, or there twice."""
     wanted = _wanted(source)
     if missing := [name for name in wanted if name not in present]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
                                    f"{', '.join(present) or 'none'}")
+    if unclear := [name for name in wanted if present.count(name) > 1]:
+        raise UnusableColumnsError(f"more than one column named {', '.join(unclear)}; the columns are "
+                                   f"{', '.join(present)}")
     return wanted
 
 
@@ -36,7 +51,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         try:
             parquet = pq.ParquetFile(data)
             columns = check_columns(parquet.schema_arrow.names, source)
-        except damage():
+        except damage() as error:
+            raise_unless_damage(error)
             if file.piece.start == 0:  # said once for all parts
                 raise
             return
@@ -57,8 +73,7 @@ def _row_group(parquet: Any, group: int, first: int, columns: list[str], source:
                 yield record
                 done += 1
     except damage() as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
+        raise_unless_damage(error)
         yield Unreadable(first + done + 1, f"row group {group} cannot be read from here on: {error}",
                          documents=about.num_rows - done)
 
@@ -86,7 +101,8 @@ def arrow_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             data.seek(0)
             reader = pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)
             check_columns(reader.schema.names, source)
-        except damage():
+        except damage() as error:
+            raise_unless_damage(error)
             if piece.start == 0:
                 raise
             return
@@ -113,8 +129,7 @@ def _indexed_batches(reader: Any, file: Input, source: FilesSource, limit: Limit
                 yield record
                 done += 1
         except damage() as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
+            raise_unless_damage(error)
             yield Unreadable(_place(first + done + 1, prefix), f"record batch {index} cannot be read from here on: "
                              f"{error}", documents=max(rows - done, 1), lost=rows == 0)
         first += rows if piece.whole else 0
@@ -122,10 +137,16 @@ def _indexed_batches(reader: Any, file: Input, source: FilesSource, limit: Limit
 
 @contextmanager
 def _random_access(file: Input) -> Iterator[Any]:
-    """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first."""
+    """The file as Arrow reads it at any place; a compressed one is unpacked into a temporary file first, and what a
+    piece of an object holds is kept in one."""
     if file.path.suffix.lower() not in COMPRESSIONS:
+        if file.reader is not None:
+            import pyarrow as pa
+            with file.spool() as spool, pa.PythonFile(spool, mode="r") as data:
+                yield data
+            return
         file.hash()
-        with map_file(file.path) as data:
+        with map_file(Path(file.path)) as data:
             yield data
         return
     with tempfile.NamedTemporaryFile() as unpacked, file.open() as stream:
@@ -145,35 +166,84 @@ def _batch_records(batch: Any, first: int, source: FilesSource, limit: Limit, pr
     names = _wanted(source)
     for start in range(0, batch.num_rows, ROWS):
         part = batch.slice(start, ROWS)
-        long: set[int] = set()
-        columns = [_strings(part.column(name), name, limit, long) if name == source.text_field
-                   else part.column(name).to_pylist() for name in names]
+        wrong: dict[int, str] = {}
+        columns = [_texts(part.column(name), name, limit, wrong) if name == source.text_field
+                   else _values(part.column(name), name, wrong, is_id=name == source.id_field) for name in names]
         for index, values in enumerate(zip(*columns, strict=True)):
             place = _place(first + start + index + 1, prefix)
-            yield limit.exceeded(place) if index in long else (place, dict(zip(names, values, strict=True)))
+            yield Unreadable(place, wrong[index]) if index in wrong else (place, dict(zip(names, values, strict=True)))
 
 
-def _strings(column: Any, name: str, limit: Limit, long: set[int]) -> list[str | None]:
-    """A text column decoded value by value, so that one broken value does not cost the others; the rows of values
-    beyond the limit are added to `long`."""
+def _texts(column: Any, name: str, limit: Limit, wrong: dict[int, str]) -> list[str | None]:
+    """The values of the text column; the rows of those beyond the limit are added to `wrong`, with the reason."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    kinds = pa.types
-    if kinds.is_dictionary(column.type):
+    if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if kinds.is_string(column.type):
-        column = column.view(pa.binary())
-    elif kinds.is_large_string(column.type):
-        column = column.view(pa.large_binary())
-    elif kinds.is_string_view(column.type):
-        column = column.cast(pa.large_string()).view(pa.large_binary())
-    elif not (kinds.is_binary(column.type) or kinds.is_large_binary(column.type)):
+    if (data := _as_bytes(column)) is not None:
+        column = data
+    elif not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
         raise UnusableColumnsError(f"the column '{name}' holds {column.type}, not text")
     column.validate(full=True)  # offsets beyond the data would be a crash, not an error
     if column.nbytes > limit.bytes:
         exceeds = pc.greater(pc.binary_length(column), limit.bytes)
-        long.update(index for index, true in enumerate(exceeds.to_pylist()) if true)
+        wrong.update((index, limit.reason) for index, true in enumerate(exceeds.to_pylist()) if true)
         column = pc.if_else(exceeds, None, column)
+    return _decoded(column)
+
+
+def _values(column: Any, name: str, wrong: dict[int, str], *, is_id: bool) -> list[Any]:
+    """The values of another column; the rows that one of them costs are added to `wrong`, with the reason."""
+    if (data := _as_bytes(column)) is not None:
+        data.validate(full=True)
+        return _decoded(data)
+    try:
+        return column.to_pylist()
+    except UNFIT:  # one value, which is not to cost the others
+        return _one_by_one(column, name, wrong, is_id=is_id)
+
+
+def _one_by_one(column: Any, name: str, wrong: dict[int, str], *, is_id: bool) -> list[Any]:
+    """Each value for itself. A time beyond Python's calendar is its number as text in meta, and no id."""
+    values = []
+    for index, scalar in enumerate(column):
+        try:
+            values.append(scalar.as_py())
+        except UNFIT as error:
+            values.append(_number(scalar))
+            if is_id or isinstance(error, UnicodeDecodeError):
+                wrong.setdefault(index, f"the field '{name}' cannot be read: {error}")
+    return values
+
+
+def _number(scalar: Any) -> str | None:
+    """The whole number that stands for a date or time, as text; None for what is more than that."""
+    while hasattr(scalar, "as_py"):  # in a dictionary or an extension type lies another
+        scalar = getattr(scalar, "value", None)
+    return str(scalar) if isinstance(scalar, int) else None
+
+
+def _as_bytes(column: Any) -> Any | None:
+    """A column of strings as what they are made of, so that one broken value does not cost the others; None for a
+    column of anything else."""
+    import pyarrow as pa
+    kinds = pa.types
+    if kinds.is_dictionary(column.type) and _is_text(column.type.value_type):
+        column = column.dictionary_decode()
+    if kinds.is_string(column.type):
+        return column.view(pa.binary())
+    if kinds.is_string_view(column.type):
+        column = column.cast(pa.large_string())
+    return column.view(pa.large_binary()) if kinds.is_large_string(column.type) else None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _decoded(column: Any) -> list[str | None]:
+    """The values of a column of bytes as text; whoever encodes a broken one again finds it."""
     return [None if value is None else value.decode("utf-8", "surrogateescape") for value in column.to_pylist()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.data.quick_json import UNSURE, compact, parsed
@@ -23,6 +23,7 @@ class Document:
         id: its own id, or the file's name and the record's number.
         meta: fields kept beside the text; plain JSON values.
         key: its name in a shard, see `document_key`; empty before it is in one.
+        place: where it was read, where its id does not say so: file and record as in such an id. No shard holds it.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Document:
     id: str
     meta: dict[str, Any]
     key: str = ""
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from pathlib import Path
+import io
+from pathlib import Path, PurePath
 
-from pipeline.data.streams import COMPRESSIONS, open_stream
+from pipeline.data.streams import COMPRESSIONS, unpacked
+from pipeline.stores.object_files import ObjectReader
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -28,22 +30,27 @@ FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(path: Path, kind: str) -> str | None:
+def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
     it; None where nothing speaks against it. A file that cannot be opened is left to its reader."""
+    ending = PurePath(path.url if isinstance(path, ObjectReader) else path).suffix
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD)
-        compression = COMPRESSIONS.get(path.suffix.lower())
+        with _opened(path) as file:
+            head = file.read(HEAD) or b""
+        compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
         what = _signature(head)
         if what != compression and head:
-            return f"its name ends in {path.suffix}, but it is {_told(head) or f'no {compression} data; rename it'}"
-        with open_stream(path) as stream:
-            return _instead_of(kind, stream.read(HEAD))
+            return f"its name ends in {ending}, but it is {_told(head) or f'no {compression} data; rename it'}"
+        with unpacked(_opened(path), compression) as stream:
+            return _instead_of(kind, stream.read(HEAD) or b"")
     except (OSError, EOFError):
         return None
+
+
+def _opened(path: Path | ObjectReader) -> io.RawIOBase | io.BufferedReader:
+    return path.open(until=0) if isinstance(path, ObjectReader) else open(path, "rb", buffering=0)
 
 
 def _instead_of(kind: str, head: bytes) -> str | None:

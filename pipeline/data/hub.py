@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.data import HubSource
-from pipeline.errors import UserError
+from pipeline.errors import UnusableInputError, UserError
 
 
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
@@ -39,8 +39,8 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
             return
         number += 1
         if number == 1 and source.text_field not in row:
-            raise UserError(f"source {source.name}: the dataset {source.dataset} has no column "
-                            f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
+            raise UnusableInputError(f"source {source.name}: the dataset {source.dataset} has no column "
+                                     f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
         yield number, row
 
 

@@ -1,4 +1,5 @@
-"""Which documents are in which samples: from sample numbers back to shards, documents and their keys.
+"""Which documents are in which samples: from sample numbers back to shards, documents and their keys; and from a
+document to the samples that hold a part of it.
 
 The order is a pure function of the sample number, so nothing is stored for this: it is computed again.
 """
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.exclusion import sample_numbers
-from pipeline.data.loader import TrainingData
+from pipeline.data.sampling.loader import TrainingData
+from pipeline.data.sampling.phases import ANEW
 from pipeline.data.token_shards import TokenShard
 
 
@@ -56,19 +58,42 @@ class SeenDocument:
 
 def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
     """Every document's part of the samples with these numbers, in order."""
-    pools, _, sequences = data.order.locate(samples)
-    for sample, pool, sequence in zip(samples, pools, sequences, strict=True):
-        stream, at = data.streams[pool], int(sequence) * data.length
-        end = at + data.length
-        while at < end:
-            index = int(np.searchsorted(stream.ends, at, side="right"))
-            shard = stream.shards[index]
-            base = int(stream.ends[index]) - shard.token_count
-            document = shard.document_at(at - base)
-            begin, stop = shard.document_span(document)
-            stop = min(stop, end - base)
-            yield DocumentSpan(int(sample), shard, document, at - base - begin, stop - begin)
-            at = base + stop
+    for sample, (stream, sequence) in zip(samples, data.located(samples), strict=True):
+        for span in stream.spans(sequence):
+            at = span.start
+            while at < span.stop:
+                document = span.shard.document_at(at)
+                begin, end = span.shard.document_span(document)
+                stop = min(end, span.stop)
+                yield DocumentSpan(int(sample), span.shard, document, at - begin, stop - begin)
+                at = stop
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of a part of a document: tokens [start, stop) of it in this sample, when the pool was gone through
+    for the `epoch`-th time (from 0).
+
+    anew: the phase, from 1, since which the pool is read by itself, with epochs of its own; 0 where it is not.
+    """
+
+    sample: int
+    epoch: int
+    start: int
+    stop: int
+    anew: int = 0
+
+
+def readings(data: TrainingData, pool: int, index: int, document: int, below: int) -> list[Reading]:
+    """When a document is read: `pieces` backwards, in the order of samples; only of those below `below`.
+
+    Args:
+        pool, index: the stream, and the shard's place in it.
+    """
+    begin, end = data.streams[pool].shards[index].document_span(document)
+    found = data.readings_of(pool, index, begin, end, below)
+    return [Reading(sample, epoch % ANEW, start - begin, stop - begin, epoch // ANEW) for sample, epoch, start, stop in
+            zip(*(part.tolist() for part in found), strict=True)]
 
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:

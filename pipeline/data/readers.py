@@ -19,7 +19,7 @@ import json
 import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.config.data import FilesSource
@@ -30,11 +30,13 @@ from pipeline.data.quick_json import UNSURE, parsed
 from pipeline.data.records import Limit, PlainText, Records, Unreadable
 from pipeline.data.streams import COMPRESSIONS, Input
 
+SPACE = " \t\r\n"
+"""What JSON lets stand between values."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
 
-def file_format(path: Path, asked: str = "auto") -> str | None:
+def file_format(path: PurePath, asked: str = "auto") -> str | None:
     """The format to read `path` as, by its ending unless asked for another; None if the ending says nothing."""
     if asked != "auto":
         return asked
@@ -43,7 +45,7 @@ def file_format(path: Path, asked: str = "auto") -> str | None:
     return ending if ending in FORMATS else None
 
 
-def divisible(path: Path, source: FilesSource) -> bool:
+def divisible(path: PurePath, source: FilesSource) -> bool:
     """Whether parts of the file can be read without what stands before them; by its name alone."""
     kind, ending = file_format(path, source.format), path.suffix.lower()
     by_bytes = kind == "jsonl" or (kind == "txt" and source.separator is not None)
@@ -54,7 +56,7 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The records of one file of a `files` source, or of a part of one."""
     kind = file_format(file.path, source.format)
     assert kind is not None, f"{file.path} was let in without a known format"
-    if (instead := mistaken(file.path, kind)) is not None:
+    if (instead := mistaken(file.reader or Path(file.path), kind)) is not None:
         if file.piece.start == 0:  # said once for all parts
             yield Unreadable(None, instead, lost=True)
         return
@@ -126,14 +128,18 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    """The elements of an array, or values one after another, without holding the whole file."""
+    """The elements of arrays, or values one after another, without holding the whole file."""
     # Line ends as they are, without a byte order mark.
     with io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n") as stream:
-        values = _JsonValues(stream, limit)
-        array = values.next_character(" \t\r\n") == "["
-        values.position += array
-        number = 0
-        while (character := values.next_character(" \t\r\n," if array else " \t\r\n")) not in ("", "]"):
+        values, number, wrong = _JsonValues(stream, limit), 0, ""
+        array = values.begins_array()
+        while not wrong and (character := values.next_character(f"{SPACE}," if array else SPACE)):
+            if character == "]":
+                if array:
+                    array, wrong = values.end_array()
+                else:
+                    wrong = "a ']' closes nothing"
+                continue
             number += 1
             try:
                 yield number, values.value()
@@ -143,9 +149,8 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             except (ValueError, RecursionError) as error:
                 yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
                 return
-        if array != (character == "]"):
-            reason = "the file ends inside an array" if array else "a ']' closes nothing"
-            yield Unreadable(number + 1, reason, lost=True)
+        if wrong or array:
+            yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True)
 
 
 class TooLongError(Exception):
@@ -170,6 +175,18 @@ class _JsonValues:
             if self.ended:
                 return ""
             self._fill()
+
+    def begins_array(self) -> bool:
+        """Whether an array begins here; then goes on to what it holds."""
+        begins = self.next_character(SPACE) == "["
+        self.position += begins
+        return begins
+
+    def end_array(self) -> tuple[bool, str]:
+        """Go on behind a ]: whether another array begins there, as in files that were joined, and what is wrong."""
+        self.position += 1
+        after = self.next_character(SPACE)
+        return self.begins_array(), "" if after in ("", "[", "{") else "something stands after the array's end"
 
     def value(self) -> Any:
         """The value that begins here; ValueError if there is none, TooLongError if it has no end within the limit."""

@@ -6,6 +6,7 @@ Texts stay on disk. What is read is hashed on the way, so that the stage knows o
 from __future__ import annotations
 
 import errno
+import json
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -21,12 +22,23 @@ from pipeline.data.data_card import DataCard
 from pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
 from pipeline.data.filters.chain import Chain, Dropped
 from pipeline.data.hub import hub_rows
+from pipeline.data.planning.origins import PLACES, write_places
 from pipeline.data.planning.signatures import Signer
 from pipeline.data.readers import file_records, python_records
-from pipeline.data.records import Limit, Place, PlainText, Records, Unreadable, damage
+from pipeline.data.records import (
+    Limit,
+    Place,
+    PlainText,
+    Records,
+    Unreadable,
+    damage,
+    is_shortage,
+    raise_unless_damage,
+)
 from pipeline.data.streams import Input, Piece
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record
+from pipeline.stores.store import Changed, Missing
 
 STAGING = "staging"
 FRAMES = "frames"
@@ -44,7 +56,7 @@ Item = tuple[Document, bytes] | Rejection
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
-    each, as .npy)."""
+    each, as .npy), and where documents have ids of their own `.places` (see `planning.origins`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
@@ -65,6 +77,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
     inputs: list[dict[str, Any]] = []
+    places: list[str] | None = [] if payload["source"].get("id_field") else None
     card = DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
@@ -91,6 +104,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             card.add(document, changed=document is not item[0] and document != item[0])
             if signer is not None:
                 signer.add(document.text)
+            if places is not None:
+                places.append(item[0].place)
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
@@ -98,6 +113,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     outputs = [output_record(folder, path) for path in (texts, index, rejections)]
     if signer is not None:
         outputs.append(output_record(folder, signer.write(staged(folder, payload["name"], ".bands"))))
+    if places is not None:
+        outputs.append(output_record(folder, write_places(staged(folder, payload["name"], PLACES), places)))
     if kept_aside is not None:
         source, gone = payload["source"]["name"], chain.counts.values()
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,
@@ -136,14 +153,15 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             seen(_opened(source, piece).record())
         return
     for piece in pieces:
-        file = _opened(source, piece, cache)
-        records = python_records(file, limit) if isinstance(source, StdlibSource) else file_records(file, source, limit)
-        yield from _file_documents(source, piece.file, records, limit)
         try:
-            record = file.record()
-        except OSError as error:
-            raise _unreadable(source, piece.file, error) from None
-        seen(record)
+            file = _opened(source, piece, cache)
+            records = python_records(file, limit) if isinstance(source, StdlibSource) else \
+                file_records(file, source, limit)
+            yield from _file_documents(source, piece.file, records, limit)
+            seen(_record(source, file))
+        except (Missing, Changed) as error:
+            raise UserError(f"source {source.name}: {error} It was another when the stage shard began. Let nobody "
+                            f"write there; the same command then reads what is there.") from None
 
 
 def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
@@ -151,6 +169,13 @@ def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
         return Input(piece, cache)
     except OSError as error:
         raise _unreadable(source, piece.file, error) from None
+
+
+def _record(source: Source, file: Input) -> dict[str, Any]:
+    try:
+        return file.record()
+    except OSError as error:
+        raise _unreadable(source, file.piece.file, error) from None
 
 
 def _unreadable(source: Source, file: str, error: OSError) -> UserError:
@@ -168,11 +193,14 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
             else:
                 place = record[0]
                 yield _document(source, file, *record, limit)
+    except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
+        told = f" ({error})" if str(error) else ""
+        raise UserError(f"source {source.name}: {file} needs more memory than this process can have{told}. Give the "
+                        f"stage more, or fewer processes at once (launch.processes), and run it again.") from None
     except damage() as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk or the permissions, not the data
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        if isinstance(error, OSError) and error.errno is not None and not is_shortage(error):
             raise _unreadable(source, file, error) from None
+        raise_unless_damage(error)
         after = place + 1 if isinstance(place, int) else place
         yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
 
@@ -191,12 +219,23 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
     except UnicodeEncodeError:
         if isinstance(record, PlainText) and "\0" in record:
             return Rejection(source.name, file, place, "binary data, not text: NUL bytes and broken UTF-8")
-        return Rejection(source.name, file, place, "broken UTF-8, or half of a surrogate pair; "
+        named = _broken_field(document, getattr(source, "id_field", None))
+        return Rejection(source.name, file, place, f"{named}broken UTF-8, or half of a surrogate pair; "
                          "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
         return Rejection(source.name, file, place, str(error))
     except RecursionError:
         return Rejection(source.name, file, place, "a field that is kept as meta is nested too deeply")
+
+
+def _broken_field(document: Document, id_field: str | None) -> str:
+    """Which field is not valid Unicode, to stand before what is said of it; empty where it is the text."""
+    for name, value in (("", document.text), (id_field, document.id), *document.meta.items()):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return f"in the field '{name}': " if name else ""
+    return ""
 
 
 def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Document:
@@ -214,7 +253,8 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):
         raise TypeError(f"the field '{source.id_field}' is {_kind(own)}, not text or a whole number")
-    return Document(text, source.name, str(own), {field: plain(record.get(field)) for field in source.meta_fields})
+    return Document(text, source.name, str(own), {field: plain(record.get(field)) for field in source.meta_fields},
+                    place=where if source.id_field else "")
 
 
 def _kind(value: Any) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pipeline.errors import is_full_disk
+
 Place = int | str | None
 """1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""
 
@@ -34,9 +36,21 @@ class UnusableColumnsError(Exception):
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """Exceptions that a damaged file causes in the readers; an OSError counts only without an errno."""
+    """Exceptions that a damaged file causes in the readers. Others raise them too: see `raise_unless_damage`."""
     import pyarrow as pa
     return (OSError, EOFError, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether memory or a disk ran out, which Arrow and numpy tell by exceptions of the same kinds as damage."""
+    return isinstance(error, MemoryError) or is_full_disk(error)
+
+
+def raise_unless_damage(error: Exception) -> None:
+    """Raise one of `damage()` again where it tells of this machine and not of the data: a shortage, or an OSError with
+    an errno. Taken for damage, it would be recorded as lost data for good."""
+    if is_shortage(error) or (isinstance(error, OSError) and error.errno is not None):
+        raise error
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -24,6 +24,8 @@ NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_of
 """Fields of an output record that are whole numbers, in the order of the columns."""
 MOST_OPEN = 1024
 """Shards that are kept open; fewer where a process may have fewer files (`most_open`)."""
+Opener = Callable[[int, dict[str, Any], int], TokenShard]
+"""Makes the shard in a row of a table, given its record and the bytes that its documents' places may take."""
 OFFSETS_BYTES = 1 << 26
 """Memory for the places at which documents begin, of all shards that are kept."""
 
@@ -83,11 +85,6 @@ class ShardTable:
         paths = self._paths()  # UTF-8 sorts as its characters do
         return np.array(sorted(np.flatnonzero(chosen[self.kind]).tolist(), key=paths.__getitem__), np.int64)
 
-    def by_split(self, first: str) -> NDArray[np.int64]:
-        """All shards, those of one split first, each split in the manifest's order."""
-        chosen = np.array([kind[0] != first for kind in self.kinds], bool)
-        return np.argsort(chosen[self.kind], kind="stable") if len(self) else np.empty(0, np.int64)
-
     def content(self, split: str) -> Iterator[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
         chosen, digests = [kind[0] == split for kind in self.kinds], self.sha256.tobytes()
@@ -113,17 +110,18 @@ class OpenShards:
     Args:
         folder: the encode stage's.
         most: shards that are kept.
+        opener: what makes them, where they are not files in the folder.
     """
 
-    def __init__(self, folder: Path, table: ShardTable, most: int | None = None) -> None:
-        self.folder, self.table = folder, table
+    def __init__(self, folder: Path, table: ShardTable, most: int | None = None, opener: Opener | None = None) -> None:
+        self.folder, self.table, self.opener = folder, table, opener
         self.most = most or most_open()
         self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
         self._kept: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, ShardTable, int]]:
-        return OpenShards, (self.folder, self.table, self.most)  # a worker process opens files for itself
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, ShardTable, int, Opener | None]]:
+        return OpenShards, (self.folder, self.table, self.most, self.opener)  # a worker process opens files for itself
 
     def __len__(self) -> int:
         """How many are kept now."""
@@ -134,12 +132,17 @@ class OpenShards:
         with self._lock:
             if (found := self._kept.get(row)) is None:
                 record = self.table.record(row)
-                found = self._kept[row] = TokenShard(self.folder / record["path"], record, self._whole)
+                found = self._kept[row] = self._opened(row, record)
                 if len(self._kept) > self.most:
                     self._kept.popitem(last=False)
             else:
                 self._kept.move_to_end(row)
             return found
+
+    def _opened(self, row: int, record: dict[str, Any]) -> TokenShard:
+        if self.opener is not None:
+            return self.opener(row, record, self._whole)
+        return TokenShard(self.folder / record["path"], record, self._whole)
 
 
 class Shards(Sequence[TokenShard]):
@@ -176,18 +179,20 @@ def joined(parts: Sequence[Sequence[TokenShard]]) -> Sequence[TokenShard]:
     return [shard for part in parts for shard in part]
 
 
-def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str]) -> dict[str, Shards]:
-    """The shards of a split by source, which are open together: all sources share what may be open."""
-    opened = OpenShards(folder, table)
+def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str],
+                   opener: Opener | None = None) -> dict[str, Shards]:
+    """The shards of a split by source, which are open together: all sources share what may be open. opener: see
+    `OpenShards`."""
+    opened = OpenShards(folder, table, opener=opener)
     return {source: Shards(opened, table.rows(split, source)) for source in sources}
 
 
 def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, split: str,
-                source: str | None = None) -> Shards:
+                source: str | None = None, opener: Opener | None = None) -> Shards:
     """The shards of one split (and source) among a manifest's outputs, in the order of their paths. None is looked at
-    before it is read."""
+    before it is read. opener: see `OpenShards`."""
     table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
-    return Shards(OpenShards(folder, table), table.rows(split, source))
+    return Shards(OpenShards(folder, table, opener=opener), table.rows(split, source))
 
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:

@@ -17,12 +17,10 @@ import orjson
 
 from pipeline.contract.input_check import committed, wrong
 from pipeline.data.documents import from_json
-from pipeline.data.text_shards import SUFFIX
+from pipeline.data.text_shards import BLOCK, END, MEND, NO_END, SUFFIX, missing, plain_header
 from pipeline.errors import UserError
 
-BLOCK = 512
 BUFFER_BYTES = 1 << 20
-_MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
 @dataclass
@@ -45,7 +43,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     try:
         file = open(path, "rb", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by the with that follows
     except FileNotFoundError:
-        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
+        raise missing(path) from None
     with file:
         hashed, batch, size = _Hashed(file), Texts(), 0
         try:
@@ -60,12 +58,12 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
                     yield batch
                     batch, size = Texts(), 0
         except (ValueError, KeyError, TypeError) as error:
-            problem = f"{path} is torn or no text shard, at byte {hashed.at}: {error or type(error).__name__}. {_MEND}"
+            problem = f"{path} is torn or no text shard, at byte {hashed.at}: {error or type(error).__name__}. {MEND}"
             raise UserError(_changed(hashed, folder, record) or problem) from None
         if changed := _changed(hashed, folder, record):
             raise UserError(changed)
     if count != record["docs"]:
-        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {_MEND}")
+        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {MEND}")
     if batch.texts:
         yield batch
 
@@ -93,14 +91,13 @@ class _Hashed:
 
 def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
     """Name and content of each member of a tar such as `write_members` makes: plain files, no extended headers."""
-    while (header := file.read(BLOCK)) != bytes(BLOCK):
-        name, kind = header[:100].rstrip(b"\0").decode("ascii"), header[156:157]
-        if kind != b"0" or header[345:346] != b"\0" or not name.endswith(SUFFIX):
-            raise ValueError(f"the member {name} is not a plain {SUFFIX} file with a short name")
-        size = int(header[124:136].rstrip(b"\0 "), 8)
+    while (header := file.read(BLOCK)) != END[:BLOCK]:
+        if (plain := plain_header(header)) is None:
+            raise ValueError(f"the member {header[:100].rstrip(bytes(1))!r} is not a plain {SUFFIX} file")
+        name, size = plain
         yield name, file.read(-(-size // BLOCK) * BLOCK)[:size]
-    if file.read(BLOCK) != bytes(BLOCK):
-        raise ValueError("the mark that ends a tar is missing, so members may be")
+    if file.read(BLOCK) != END[BLOCK:]:
+        raise ValueError(NO_END)
 
 
 def _text(member: bytes, name: str) -> str:

@@ -7,9 +7,12 @@ import os
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
+from operator import itemgetter
+from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import unquote
 
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from pipeline.config.tree import Config
@@ -17,6 +20,8 @@ from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.readers import FORMATS, divisible, file_format
 from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
+from pipeline.stores.object_files import InputFile, ObjectFile, find
+from pipeline.stores.store import is_url
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -26,15 +31,15 @@ LEAST_PART = BLOCK_BYTES
 """Parts of files are not made smaller, however small shards are."""
 
 
-def input_files(config: Config) -> list[tuple[str, Path]]:
-    """All files that the sources read, as (`<source>/<path below the source's common folder>`, path).
+def input_files(config: Config) -> list[tuple[str, InputFile]]:
+    """All files that the sources read, as (`<source>/<path below the source's common folder>`, path or object).
 
     A dataset from the Hub has none.
 
     Raises:
         AbsentInputError: naming every file or glob that matches nothing and every file of no known format.
     """
-    found: list[tuple[str, Path]] = []
+    found: list[tuple[str, InputFile]] = []
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
@@ -51,7 +56,8 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     return found
 
 
-def reading_units(config: ShardConfig, files: list[tuple[str, Path]]) -> list[tuple[str, dict[str, Any]]]:
+def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
+                  ) -> list[tuple[str, dict[str, Any]]]:
     """The corpus cut into pieces of work, in order, as (name, payload for `pipeline.data.reading.stage_unit`).
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
@@ -64,29 +70,40 @@ def reading_units(config: ShardConfig, files: list[tuple[str, Path]]) -> list[tu
     Raises:
         UserError: a file that was there is not any more.
     """
-    of_source: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    of_source: dict[str, list[tuple[str, InputFile]]] = defaultdict(list)
     for name, path in files:
-        of_source[name.partition("/")[0]].append((name, str(path)))
+        of_source[name.partition("/")[0]].append((name, path))
     units: list[tuple[str, dict[str, Any]]] = []
     for source in config.sources:
-        pieces = [_whole(*entry) for entry in sorted(of_source[source.name])]
+        pieces = [_whole(*entry) for entry in sorted(of_source[source.name], key=itemgetter(0))]
         groups: list[list[Piece]] = [pieces] if isinstance(source, HubSource) else \
             _groups(pieces, source, config.shard_mb * 1e6)
         settings = source.model_dump(mode="json")
         for index, group in enumerate(groups):
             name = f"{source.name}-{index:05d}"
             units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
-                                 "pieces": [{**vars(piece)} for piece in group]}))
+                                 "pieces": [_fields(piece) for piece in group]}))
     return units
 
 
-def _paths(source: Source) -> tuple[list[Path], list[str]]:
+def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     """The files of one source, and what is wrong with it as sentences."""
     if isinstance(source, StdlibSource):
         return _stdlib_paths(source), []
     if isinstance(source, HubSource):
         return _dataset_paths(source)
-    return _glob_paths(source)
+    files, problems = _matching(source)
+    if any(isinstance(path, ObjectFile) for path in files) and any(isinstance(path, Path) for path in files):
+        problems.append(f"source {source.name}: `paths` has files of this machine and objects of a store, which no "
+                        f"common folder holds. Make two sources of it.")
+        files = [path for path in files if isinstance(path, Path)]
+    endings = [path.name for path in files if file_format(_pure(path), source.format) is None]
+    if endings:
+        problems.append(f"source {source.name}: the names of {len(endings)} files ({', '.join(sorted(endings)[:3])}"
+                        f"{' ...' if len(endings) > 3 else ''}) do not tell their format. Set `format`, narrow "
+                        f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
+                        f"{' or '.join(COMPRESSIONS)}.")
+    return files, problems
 
 
 def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
@@ -108,11 +125,17 @@ def _stdlib_paths(source: StdlibSource) -> list[Path]:
             if path.is_file() and not left_out.intersection(path.relative_to(root).parts[:-1])]
 
 
-def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
-    found: dict[Path, None] = {}
+def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
+    found: dict[InputFile, None] = {}
     problems = []
     for pattern in source.paths:
-        full = Path(pattern).expanduser().absolute()
+        if is_url(pattern) and not pattern.startswith("file://"):
+            try:
+                found.update(dict.fromkeys(find(pattern)))
+            except UserError as error:
+                problems.append(f"source {source.name}: {error}")
+            continue
+        full = _without_dots(Path(_without_scheme(pattern)).expanduser().absolute())
         # A name with [ or ] in it that exists is meant literally.
         matches = [str(full)] if full.is_file() else glob.glob(str(full), recursive=True)  # noqa: PTH207 - absolute
         files = [path for path in map(Path, matches) if path.is_file()]
@@ -122,13 +145,36 @@ def _glob_paths(source: FilesSource) -> tuple[list[Path], list[str]]:
                             _what_it_is(pattern, full)) +
                             f" ({_looked_in(full)}). Correct `paths`.")
         found.update(dict.fromkeys(files))
-    endings = [path.name for path in found if file_format(path, source.format) is None]
-    if endings:
-        problems.append(f"source {source.name}: the names of {len(endings)} files ({', '.join(sorted(endings)[:3])}"
-                        f"{' ...' if len(endings) > 3 else ''}) do not tell their format. Set `format`, narrow "
-                        f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
-                        f"{' or '.join(COMPRESSIONS)}.")
     return list(found), problems
+
+
+def _without_scheme(pattern: str) -> str:
+    """The path of a file:// URL, of a folder everything in it, as of a prefix; a path as it is."""
+    if not pattern.startswith("file://"):
+        return pattern
+    path = unquote(pattern.removeprefix("file://").removeprefix("localhost"))
+    return f"{path.rstrip('/')}/**" if Path(path).is_dir() else path
+
+
+def _without_dots(path: Path) -> Path:
+    """An absolute path or glob without `..`, so that a file has one name however it is written; of symbolic links only
+    those that a `..` leads out of are followed."""
+    made = Path(path.anchor)
+    for part in path.parts[1:]:
+        if part != ".." or made.name == ".." or glob.has_magic(made.name):
+            made /= part
+        else:
+            made = (made.resolve() if made.is_symlink() else made).parent
+    return made
+
+
+def _pure(path: InputFile) -> PurePath:
+    return path.place if isinstance(path, ObjectFile) else path
+
+
+def _fields(piece: Piece) -> dict[str, Any]:
+    """A piece as a payload has it: of a file on a disk, as before there were others."""
+    return {key: value for key, value in vars(piece).items() if key != "etag" or value}
 
 
 def _looked_in(pattern: Path) -> str:
@@ -145,21 +191,24 @@ def _what_it_is(pattern: str, path: Path) -> str:
     return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
-def _named(source: str, paths: list[Path]) -> list[tuple[str, Path]]:
+def _named(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:
     """Names that do not depend on where the files lie: relative to the folder that holds them all."""
     if not paths:
         return []
-    common = Path(os.path.commonpath([path.parent for path in paths]))
-    return sorted((f"{source}/{name_as_text(path.relative_to(common).as_posix())}", path) for path in paths)
+    common = os.path.commonpath([_pure(path).parent for path in paths])
+    return sorted(((f"{source}/{name_as_text(_pure(path).relative_to(common).as_posix())}", path) for path in paths),
+                  key=itemgetter(0))
 
 
-def _whole(name: str, path: str) -> Piece:
+def _whole(name: str, path: InputFile) -> Piece:
+    if isinstance(path, ObjectFile):
+        return Piece(name, path.url, path.size, path.stat().st_mtime_ns, 0, path.size, path.etag)
     try:
         about = os.stat(path)  # noqa: PTH116 - half the time of a Path, for a million files
     except OSError as error:
         raise UserError(f"source {name.partition('/')[0]}: {path} cannot be read: {error.strerror}. Put it back or "
                         f"make it readable, and run the stage again.") from None
-    return Piece(name, path, about.st_size, about.st_mtime_ns, 0, about.st_size)
+    return Piece(name, str(path), about.st_size, about.st_mtime_ns, 0, about.st_size)
 
 
 def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:
@@ -168,7 +217,7 @@ def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: fl
     held, part_size = size, max(size, LEAST_PART)
     for file in files:
         large = file.bytes > WHOLE_UP_TO * part_size
-        if large and isinstance(source, FilesSource) and divisible(Path(file.path), source):
+        if large and isinstance(source, FilesSource) and divisible(PurePath(file.path), source):
             groups += [[part] for part in _parts(file, part_size)]
             held = size
             continue
@@ -186,5 +235,5 @@ def _parts(file: Piece, size: float) -> list[Piece]:
     count = max(2, round(file.bytes / size))
     step = BLOCK_BYTES if file.bytes // count >= BLOCK_BYTES else 1
     borders = [file.bytes * number // count // step * step for number in range(count)] + [file.bytes]
-    return [Piece(file.name, file.path, file.bytes, file.mtime_ns, start, stop)
+    return [replace(file, start=start, stop=stop)
             for start, stop in pairwise(borders)]

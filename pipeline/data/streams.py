@@ -11,21 +11,27 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.framing import Span
+from pipeline.data.gzip_members import Gunzipped
+from pipeline.data.objects import Spool, object_frames
 from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
+from pipeline.stores.object_files import ObjectReader, content_number
+from pipeline.stores.store import Changed, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
 STEP = 1 << 13
-"""Bytes unpacked at a time: so much, at most, is lost of what stands before damage."""
+"""Bytes of zstd unpacked at a time: so much, at most, is lost of what stands before damage."""
 Seen = Callable[[int, memoryview], None]
 """Called with the offset of what was read, and what was."""
+Opened = Callable[[int, int | None], Any]
+"""Opens a file at an offset; the second tells up to where it will surely be read."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,12 @@ class Piece:
 
     Attributes:
         name: `<source>/<path below the source's common folder>`.
-        path: where the file lies.
+        path: where the file lies; the URL of an object.
         bytes: the file's size.
-        mtime_ns: when it was last written.
+        mtime_ns: when it was last written; of an object, the number of its content.
         start: first byte of the part.
         stop: the byte behind it; 0 and `bytes` for a whole file.
+        etag: of an object, what the store calls its content.
     """
 
     name: str
@@ -47,6 +54,7 @@ class Piece:
     mtime_ns: int
     start: int
     stop: int
+    etag: str = ""
 
     @classmethod
     def of(cls, path: Path) -> Piece:
@@ -64,8 +72,21 @@ class Piece:
         """The file's name within its source."""
         return self.name.partition("/")[2]
 
+    def reader(self) -> ObjectReader | None:
+        """What reads it, if it is an object."""
+        return ObjectReader(self.path, self.bytes, self.etag) if is_url(self.path) else None
+
     def refuse_changed(self) -> None:
-        """UserError if the file's size or time is another than the unit was told; OSError if it cannot be had."""
+        """UserError if the file's size or time is another than the unit was told; OSError if it cannot be had.
+
+        Of an object, whatever is read of it has the ETag that it should have; so it is looked at only if nothing is.
+        """
+        if (reader := self.reader()) is not None:
+            if not (self.bytes and self.etag):
+                entry = reader.head()
+                if (entry.size, content_number(entry.etag, entry.modified)) != (self.bytes, self.mtime_ns):
+                    raise Changed(f"{self.path} is not what it was: somebody else wrote it.")
+            return
         now = Path(self.path).stat()
         if (now.st_size, now.st_mtime_ns) != (self.bytes, self.mtime_ns):
             sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
@@ -86,15 +107,16 @@ class Input:
     """
 
     def __init__(self, piece: Piece, cache: Path | None = None) -> None:
-        self.piece, self.path, self._cache = piece, Path(piece.path), cache
+        self.piece, self._cache, self.reader = piece, cache, piece.reader()
+        self.path = Path(piece.path) if self.reader is None else PurePath(piece.path)
         piece.refuse_changed()
-        self._hash = _RangeHash(piece)
+        self._hash = _RangeHash(piece, self._opened)
 
     def open(self) -> io.BufferedReader:
         """A stream of the bytes from the start of the piece on, unpacked by the name's ending."""
-        raw = _Watched(self.path, self.piece.start, self._hash.feed)
+        raw = _Watched(self._opened, self.piece.start, self._hash.feed, ahead=self.piece.stop)
         compression = COMPRESSIONS.get(self.path.suffix.lower())
-        return io.BufferedReader(raw if compression is None else _Unpacked(raw, compression), BUFFER)
+        return io.BufferedReader(raw if compression is None else unpacked(raw, compression), BUFFER)
 
     def open_part(self) -> tuple[io.BufferedReader, Span, str | None] | None:
         """A stream that stands where a part begins, the part's span, and what stands before offsets in the names of its
@@ -107,14 +129,15 @@ class Input:
         piece = self.piece
         if self.path.suffix.lower() not in COMPRESSIONS:
             return self.open(), Span(piece.start, piece.stop, piece.start == 0), ""
-        starts = frame_starts(self.path, self._cache)
+        starts = object_frames(self.reader, piece.mtime_ns, self._cache) if self.reader is not None else \
+            frame_starts(Path(self.path), self._cache)
         own = starts[(starts >= piece.start) & (starts < piece.stop)]
         if not len(own):
             return None
         self._hash.read_to(int(own[0]))
         after, span = starts[starts >= piece.stop], Span(first=bool(own[0] == starts[0]))
         behind = int(after[0]) if len(after) else None
-        raw = _Frames(self.path, int(own[0]), behind, self._hash.feed, span)
+        raw = _Frames(self._opened, int(own[0]), behind, self._hash.feed, span)
         return io.BufferedReader(raw, BUFFER), span, None if len(starts) == 1 else f"{own[0]}+"
 
     def record(self) -> dict[str, Any]:
@@ -125,19 +148,35 @@ class Input:
         digests = self._hash.digests()
         self.piece.refuse_changed()
         piece = self.piece
-        return {"path": str(Path(piece.path).absolute()), "name": piece.name, "bytes": piece.bytes,
+        path = piece.path if self.reader is not None else str(Path(piece.path).absolute())
+        return {"path": path, "name": piece.name, "bytes": piece.bytes,
                 "mtime_ns": piece.mtime_ns, "whole": piece.whole, "start": piece.start, "digests": digests}
 
     def hash(self) -> None:
         """Read the whole piece, so that it is in memory for whoever looks at it in any order."""
         self._hash.digests()
 
+    def spool(self) -> Spool:
+        """An object's piece on this machine's disk, read once, and the rest of it in the store: to be read at any
+        place. To be closed."""
+        assert self.reader is not None
+        made = Spool(self.reader)
+        self._hash.read_to(self.piece.bytes, made.keep)
+        return made
+
+    def _opened(self, position: int, until: int | None) -> Any:
+        if self.reader is not None:
+            return self.reader.open(position, until)
+        file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        file.seek(position)
+        return file
+
 
 class _RangeHash:
     """The hash of a whole file, or those of the blocks that begin in a part, of bytes that come in order."""
 
-    def __init__(self, piece: Piece) -> None:
-        self._piece, self._found = piece, list[str]()
+    def __init__(self, piece: Piece, opened: Opened) -> None:
+        self._piece, self._opened, self._found = piece, opened, list[str]()
         self._block = piece.bytes if piece.whole else BLOCK_BYTES
         self._at = 0 if piece.whole else -(-piece.start // BLOCK_BYTES) * BLOCK_BYTES
         self._stop = piece.bytes if piece.whole else min(piece.bytes, -(-piece.stop // BLOCK_BYTES) * BLOCK_BYTES)
@@ -163,15 +202,16 @@ class _RangeHash:
         begun = self._piece.whole or self._left < self._block
         return [*self._found, self._current.hexdigest()] if begun else list(self._found)
 
-    def read_to(self, offset: int) -> None:
+    def read_to(self, offset: int, seen: Seen = lambda position, data: None) -> None:
         """Read what was not fed up to there."""
-        if self._at < min(offset, self._stop):
-            with open(self._piece.path, "rb", buffering=0) as file:
-                file.seek(self._at)
+        stop = min(offset, self._stop)
+        if self._at < stop:
+            with self._opened(self._at, stop) as file:
                 buffer = memoryview(bytearray(BUFFER))
-                while self._at < min(offset, self._stop):
-                    if not (count := file.readinto(buffer[:min(offset, self._stop) - self._at])):
+                while self._at < stop:
+                    if not (count := file.readinto(buffer[:stop - self._at])):
                         break
+                    seen(self._at, buffer[:count])
                     self.feed(self._at, buffer[:count])
 
     def _next_block(self) -> None:
@@ -180,11 +220,12 @@ class _RangeHash:
 
 
 class _Watched(io.RawIOBase):
-    """The bytes of a file from `position` on, up to `end`; `seen` is shown each as it is read."""
+    """The bytes of a file from `position` on, up to `end`; `seen` is shown each as it is read. ahead: up to there it
+    will be read in any case."""
 
-    def __init__(self, path: Path, position: int, seen: Seen, end: int | None = None) -> None:
-        self._file, self._position, self._seen = open(path, "rb", buffering=0), position, seen  # noqa: SIM115
-        self._file.seek(position)
+    def __init__(self, opened: Opened, position: int, seen: Seen, end: int | None = None,
+                 ahead: int | None = None) -> None:
+        self._file, self._position, self._seen = opened(position, ahead if end is None else end), position, seen
         self._end = sys.maxsize if end is None else end
 
     def readable(self) -> bool:
@@ -201,12 +242,13 @@ class _Watched(io.RawIOBase):
         super().close()
 
 
-class _Unpacked(io.RawIOBase):
-    """Compressed bytes as what they hold. Damage is told after all that stands before it was given."""
+class _Unzstd(io.RawIOBase):
+    """Zstd data as what it holds. Damage is told after what stands before it was given; zstandard's own reader ends
+    without an error where the data breaks off."""
 
-    def __init__(self, raw: io.RawIOBase, compression: str) -> None:
+    def __init__(self, raw: io.RawIOBase | io.BufferedReader) -> None:
         import pyarrow as pa
-        self._raw, self._stream = raw, pa.input_stream(raw, compression=compression)
+        self._raw, self._stream = raw, pa.input_stream(raw, compression="zstd")
         self._damage: Exception | None = None
 
     def readable(self) -> bool:
@@ -239,10 +281,10 @@ class _Unpacked(io.RawIOBase):
 class _Frames(io.RawIOBase):
     """What the zstd frames of a part hold, and then those behind it; sets the span's stop where the part's end."""
 
-    def __init__(self, path: Path, start: int, behind: int | None, seen: Seen, span: Span) -> None:
-        self._own = _Unpacked(_Watched(path, start, seen, behind), "zstd")
-        self._path, self._behind, self._seen, self._span, self._given = path, behind, seen, span, 0
-        self._next: _Unpacked | None = None
+    def __init__(self, opened: Opened, start: int, behind: int | None, seen: Seen, span: Span) -> None:
+        self._own = _Unzstd(_Watched(opened, start, seen, behind))
+        self._opened, self._behind, self._seen, self._span, self._given = opened, behind, seen, span, 0
+        self._next: _Unzstd | None = None
 
     def readable(self) -> bool:
         return True
@@ -256,7 +298,7 @@ class _Frames(io.RawIOBase):
         self._span.stop = self._given
         if self._behind is None:
             return 0
-        self._next = _Unpacked(_Watched(self._path, self._behind, self._seen), "zstd")
+        self._next = _Unzstd(_Watched(self._opened, self._behind, self._seen, ahead=self._behind))
         return self._next.readinto(buffer)
 
     def close(self) -> None:
@@ -266,17 +308,15 @@ class _Frames(io.RawIOBase):
         super().close()
 
 
-def open_stream(path: Path) -> Any:
-    """The file's bytes as an Arrow stream, which says when gzip or zstd data breaks off; zstandard's reader ends there
-    without an error."""
-    import pyarrow as pa
-    # Given a text as name, Arrow takes it for UTF-8; bytes as they are.
-    return pa.input_stream(pa.OSFile(os.fsencode(path)), compression=COMPRESSIONS.get(path.suffix.lower()))
+def unpacked(raw: io.RawIOBase | io.BufferedReader, compression: str) -> io.RawIOBase:
+    """What compressed bytes hold; damage is an OSError without a number."""
+    return Gunzipped(raw) if compression == "gzip" else _Unzstd(raw)
 
 
 def map_file(path: str | Path) -> Any:
     """The file in memory, as Arrow reads it at any place."""
     import pyarrow as pa
+    # Given a text as name, Arrow takes it for UTF-8; bytes as they are.
     return pa.memory_map(os.fsencode(path))
 
 

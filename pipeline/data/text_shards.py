@@ -16,7 +16,9 @@ from pipeline.files import atomic_file
 
 SUFFIX = ".json"
 SPLITS = ("train", "heldout")
-_BLOCK = tarfile.BLOCKSIZE
+BLOCK = tarfile.BLOCKSIZE
+END = bytes(2 * BLOCK)
+"""Ends a tar."""
 _NAME = tarfile.LENGTH_NAME
 _TOGETHER = 1 << 20
 """Bytes written or read at once."""
@@ -24,7 +26,8 @@ _EMPTY = tarfile.TarInfo().tobuf()
 """The header of a member without a name and content. Name, size (octal, at 124) and sum of all bytes (at 148, itself
 counted as spaces) are what differs in others."""
 _EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
-_MEND = "Delete the file and run the stage shard again: it makes only what is missing."
+NO_END = "the mark that ends a tar is missing, so members may be"
+MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
 def shard_records(manifest: Manifest, split: str, source: str | None = None) -> list[dict[str, Any]]:
@@ -42,14 +45,13 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
         written, held, waiting = 0, 0, list[bytes]()
         for key, member in members:
             header, size = _header(key + SUFFIX, len(member)), len(member)
-            waiting += (header, member, bytes(-size % _BLOCK))
-            held += len(header) + size + -size % _BLOCK
+            waiting += (header, member, bytes(-size % BLOCK))
+            held += len(header) + size + -size % BLOCK
             if held >= _TOGETHER:
                 written += file.write(b"".join(waiting))
                 held = 0
                 waiting.clear()
-        end = bytes(2 * _BLOCK)
-        written += file.write(b"".join(waiting) + end)
+        written += file.write(b"".join(waiting) + END)
         file.write(bytes(-written % tarfile.RECORDSIZE))
 
 
@@ -84,11 +86,11 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
     for document in read_documents(path, only):
         if not key_fits(document):
             raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash that "
-                            f"its name {document.key} says. {_MEND}")
+                            f"its name {document.key} says. {MEND}")
         count += 1
         yield document
     if count != (record["docs"] if only is None else len(only)):
-        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {_MEND}")
+        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {MEND}")
 
 
 def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[Document]:
@@ -102,7 +104,7 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
         with open(path, "rb", buffering=_TOGETHER) as file:
             while (plain := _plain_member(file, end, read=only is None or number + 1 in only)) is not None:
                 (name, size, data), start = plain, end
-                place, end = f"the member {name}", start + _BLOCK + -(-size // _BLOCK) * _BLOCK
+                place, end = f"the member {name}", start + BLOCK + -(-size // BLOCK) * BLOCK
                 number += 1
                 if data is not None:
                     yield _parsed(data, name)
@@ -114,24 +116,37 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
                     tar.members.clear()  # type: ignore[attr-defined]
                     if member.offset < end:
                         continue
-                    place, end = f"the member {member.name}", member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                    place, end = f"the member {member.name}", member.offset_data + -(-member.size // BLOCK) * BLOCK
                     number += 1
                     if only is None or number in only:
                         yield _document(tar, member)
         place = f"byte {end}"
         _check_end(path, end)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
+        raise missing(path) from None
     except (tarfile.TarError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is torn or no text shard, at {place}: {error or type(error).__name__}. "
-                        f"{_MEND}") from None
+                        f"{MEND}") from None
+
+
+def missing(path: Path) -> UserError:
+    """That a shard is not there."""
+    return UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.")
 
 
 def _plain_member(file: IO[bytes], start: int, *, read: bool) -> tuple[str, int, bytes | None] | None:
-    """Name, size and content (if it is to be read) of the member at `start`, whose header is as `write_members` makes
-    it, byte for byte; None if it is another or the file ends before the member does."""
+    """Name, size and content (if it is to be read) of the member at `start`, if its header is a plain one; None if it
+    is another or the file ends before the member does."""
     file.seek(start)
-    header = file.read(_BLOCK)
+    if (plain := plain_header(file.read(BLOCK))) is None or not read:
+        return plain and (*plain, None)
+    name, size = plain
+    data = file.read(size)
+    return (name, size, data) if len(data) == size else None
+
+
+def plain_header(header: bytes) -> tuple[str, int] | None:
+    """Name and size of a member whose header is as `write_members` makes it, byte for byte; None if it is another."""
     name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
     if not (digits.isdigit() and name.isascii() and name.endswith(SUFFIX.encode())):
         return None
@@ -139,12 +154,7 @@ def _plain_member(file: IO[bytes], start: int, *, read: bool) -> tuple[str, int,
         size = int(digits, 8)
     except ValueError:
         return None
-    if header != _header(name.decode("ascii"), size):
-        return None
-    if not read:
-        return name.decode("ascii"), size, None
-    data = file.read(size)
-    return (name.decode("ascii"), size, data) if len(data) == size else None
+    return (name.decode("ascii"), size) if header == _header(name.decode("ascii"), size) else None
 
 
 def _document(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Document:
@@ -168,5 +178,5 @@ def _check_end(path: Path, end: int) -> None:
     """A tar that was cut between two members reads without an error: only its end mark is missing."""
     with open(path, "rb") as file:
         file.seek(end)
-        if file.read(2 * _BLOCK) != bytes(2 * _BLOCK):
-            raise ValueError("the mark that ends a tar is missing, so members may be")
+        if file.read(len(END)) != END:
+            raise ValueError(NO_END)

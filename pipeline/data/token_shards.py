@@ -29,15 +29,19 @@ BLOCK = 512
 _MEND = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
 
 
-class _Descriptor:
+class Descriptor:
     """An open file's number; the file is closed when nobody holds this any more, so never while somebody reads."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @classmethod
+    def of(cls, path: Path) -> Descriptor:
+        """The file opened for reading."""
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
+        os.close(self.number)
 
 
 class TokenShard:
@@ -48,7 +52,7 @@ class TokenShard:
         whole: bytes that where its documents begin may take in memory; if that is more, it stays on the disk.
 
     Attributes:
-        path: the file.
+        path: the file. name, mend: what errors call it, and what they say is to be done.
         record: its output record in the encode stage's manifest.
         source: name of the documents' source.
         dtype: `uint16` or `uint32`, as stored.
@@ -57,7 +61,7 @@ class TokenShard:
     """
 
     def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
-        self.path, self.record, self.whole = path, record, whole
+        self.path, self.record, self.whole, self.name, self.mend = path, record, whole, str(path), _MEND
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
@@ -71,22 +75,20 @@ class TokenShard:
         try:
             return self._size_problem(self.path.stat().st_size)
         except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}. {_MEND}"
+            return f"{self.name} cannot be read: {error.strerror}. {self.mend}"
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
         if not 0 <= start <= stop <= self.token_count:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.path}, which has {self.token_count}")
+            raise IndexError(f"tokens [{start}, {stop}) of {self.name}, which has {self.token_count}")
         return self._read(self.record["data_offset"], self.dtype, start, stop)
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """The positions within [start, stop) at which documents begin, ascending."""
-        if self._kept is not None:
-            first, last = np.searchsorted(self._kept[:-1], [start, stop])
-            found = self._kept[first:last]
-        else:
-            found = self._starts_in_file(start, stop)
-        return np.unique(found)  # a document without tokens begins where the next one does
+        if (kept := self._kept_starts) is None:
+            return np.unique(self._starts_in_file(start, stop))
+        first, last = kept.searchsorted((start, stop))
+        return kept[first:last]
 
     def document_at(self, position: int) -> int:
         """Number of the document that the token at `position` belongs to."""
@@ -103,7 +105,11 @@ class TokenShard:
 
     def document_bytes(self, index: int) -> int:
         """Length of the document's original text in UTF-8 bytes."""
-        return int(self._read(self.record["bytes_offset"], np.dtype("<i8"), self._checked(index), index + 1)[0])
+        return int(self.text_bytes(self._checked(index), index + 1)[0])
+
+    def text_bytes(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Lengths of the original texts of documents [start, stop) in UTF-8 bytes."""
+        return self._read(self.record["bytes_offset"], np.dtype("<i8"), start, stop)
 
     def document_key(self, index: int) -> str:
         """The document's key in its text shard: 32 hexadecimal digits."""
@@ -123,6 +129,14 @@ class TokenShard:
         """All offsets, where they may be held in memory."""
         return self.read_offsets() if 8 * (self.documents + 1) <= self.whole else None
 
+    @cached_property
+    def _kept_starts(self) -> NDArray[np.int64] | None:
+        """Where documents begin, each place once: one without tokens begins where the next one does."""
+        if self._kept is None:
+            return None
+        starts = self._kept[:-1]
+        return np.unique(starts) if (starts[1:] == starts[:-1]).any() else starts
+
     def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         if self._kept is not None:
             return self._kept[start:stop]
@@ -137,8 +151,8 @@ class TokenShard:
         """The offsets, if they ascend between `least` and `most`, and with `ends` from the one to the other."""
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
-            raise UserError(f"{self.path} does not hold the {self.documents} documents with {self.token_count} tokens "
-                            f"that its manifest speaks of: its content was changed. {_MEND}")
+            raise UserError(f"{self.name} does not hold the {self.documents} documents with {self.token_count} tokens "
+                            f"that its manifest speaks of: its content was changed. {self.mend}")
         return offsets
 
     def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -187,39 +201,44 @@ class TokenShard:
     _ends_seen = False
 
     @cached_property
-    def _file(self) -> _Descriptor:
+    def _file(self) -> Descriptor:
         try:
-            file = _Descriptor(self.path)
+            file = Descriptor.of(self.path)
             size = os.fstat(file.number).st_size
         except OSError as error:
             if error.errno == errno.EMFILE:
-                raise UserError(f"{self.path} cannot be opened: this process may have no more open files. Raise the "
+                raise UserError(f"{self.name} cannot be opened: this process may have no more open files. Raise the "
                                 f"hard limit (ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
-            raise UserError(f"{self.path} cannot be read: {error.strerror}. {_MEND}") from None
+            raise UserError(f"{self.name} cannot be read: {error.strerror}. {self.mend}") from None
         if problem := self._size_problem(size):
             raise UserError(problem)
         return file
 
     def _size_problem(self, size: int) -> str:
         wanted = self.record["bytes"]
-        return "" if size == wanted else f"{self.path} is torn: it has {size} bytes instead of {wanted}. {_MEND}"
+        return "" if size == wanted else f"{self.name} is torn: it has {size} bytes instead of {wanted}. {self.mend}"
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
-        values, file = np.empty(stop - start, dtype), self._file
-        view, at = memoryview(values.view(np.uint8).data).cast("B"), offset + start * dtype.itemsize
-        done = 0
+        return self._read_file(self._file, offset, dtype, start, stop)
+
+    def _read_file(self, file: Descriptor, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
+        values, at = np.empty(stop - start, dtype), offset + start * dtype.itemsize
+        done = os.preadv(file.number, [values.data], at) if len(values) else 0
+        if done == values.nbytes:
+            return values
+        view = memoryview(values.view(np.uint8).data).cast("B")
         while done < len(view):  # Linux reads at most 2 GB at once
             read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
-                raise UserError(f"{self.path} ends at byte {at + done}, within its tokens: it was cut after training "
-                                f"began. {_MEND}")
+                raise UserError(f"{self.name} ends at byte {at + done}, within its tokens: it was cut after training "
+                                f"began. {self.mend}")
             done += read
         return values
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.documents:
-            raise IndexError(f"document {index} of {self.path}, which has {self.documents}")
+            raise IndexError(f"document {index} of {self.name}, which has {self.documents}")
         return index
 
 
@@ -253,7 +272,7 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
     with atomic_file(path) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)
     return {"docs": len(keys), "tokens": len(tokens), "text_bytes": int(sum(text_bytes)), "dtype": dtype,
-            **_column_offsets(path)}
+            **column_offsets(path)}
 
 
 def read_batch(path: Path) -> Any:
@@ -270,8 +289,9 @@ def read_batch(path: Path) -> Any:
     return batch
 
 
-def _column_offsets(path: Path) -> dict[str, int]:
-    """Byte offsets of the columns in the file: buffers of a mapped batch point into the mapping."""
+def column_offsets(path: Path) -> dict[str, int]:
+    """What an output record says of where the columns are, as byte offsets in the file: buffers of a mapped batch point
+    into the mapping."""
     import pyarrow as pa
     mapped = pa.memory_map(str(path))
     base = mapped.read_buffer().address

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.files import atomic_file
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 MAGIC = b"\x28\xb5\x2f\xfd"
 SKIPPABLE = b"\x2a\x4d\x18"
 """After a first byte of 0x50 to 0x5f: a frame without data."""
+Bytes = Any
+"""What has a length and gives slices, as `bytes` do."""
 _RAW, _RLE, _COMPRESSED = 0, 1, 2
 _DICTIONARY_BYTES, _SIZE_BYTES = (0, 1, 2, 4), (0, 2, 4, 8)
 
@@ -26,23 +29,31 @@ def frame_starts(path: Path, cache: Path | None = None) -> np.ndarray:
 
     cache: a folder in which they are kept for who asks next; the file is known by path, size and time.
     """
-    import numpy as np
     about = path.stat()
     key = hashlib.sha256(f"{path}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    kept = None if cache is None else cache / f"{key.hexdigest()[:32]}.npy"
+    def walk() -> list[int]:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            data.madvise(mmap.MADV_RANDOM)  # of every block, the header alone is looked at
+            return walked(data)
+    return kept_starts(key.hexdigest()[:32], cache, walk)
+
+
+def kept_starts(key: str, cache: Path | None, walk: Callable[[], list[int]]) -> np.ndarray:
+    """What `walk` finds, or found when it was asked for under this key before."""
+    import numpy as np
+    kept = None if cache is None else cache / f"{key}.npy"
     if kept is not None:
         with suppress(OSError, ValueError):
             return np.load(kept)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        data.madvise(mmap.MADV_RANDOM)  # of every block, the header alone is looked at
-        starts = np.array(_walk(data), dtype=np.int64)
+    starts = np.array(walk(), dtype=np.int64)
     if kept is not None:
-        with atomic_file(kept) as out:
+        with suppress(OSError), atomic_file(kept) as out:  # only a cache: a full disk need not end the reading
             np.save(out, starts)
     return starts
 
 
-def _walk(data: mmap.mmap) -> list[int]:
+def walked(data: Bytes) -> list[int]:
+    """The offsets of the frames with data in a file's bytes, which are looked at from front to back."""
     found, at = [], 0
     while at + 8 <= len(data):
         if data[at:at + 4] == MAGIC:
@@ -55,7 +66,7 @@ def _walk(data: mmap.mmap) -> list[int]:
     return found
 
 
-def _end_of_frame(data: mmap.mmap, at: int) -> int:
+def _end_of_frame(data: Bytes, at: int) -> int:
     """Where the frame at `at` ends; the file's end, where it breaks off or is damaged."""
     about = data[at + 4]
     single = about >> 5 & 1

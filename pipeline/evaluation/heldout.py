@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.manifest import Manifest
+from pipeline.contract.stage_work import Work
 from pipeline.data.chosen_documents import Chosen
 from pipeline.data.shard_table import Shards, ShardTable, open_by_source
+from pipeline.data.stored.opening import opener_of
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import byte_counts
 
 
-def heldout_shards(encode: tuple[Path, Manifest], sources: Iterable[str]) -> dict[str, Shards]:
+def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
     """The token shards of the sources' held-out documents, which are open together."""
-    return open_by_source(encode[0], ShardTable.of(encode[1].outputs), "heldout", sources)
+    folder, manifest = work.input("encode")
+    table = ShardTable.of(manifest.outputs)
+    return open_by_source(folder, table, "heldout", sources, opener_of(work.config, folder, table, work.say))
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def wanted_text(shard: tuple[Path, Manifest], encode: Path, shards: Sequence[Tok
     found = []
     for number, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True):
         found.append((int(starts[number] + place), shards[number].document_key(int(place)), int(size),
-                      f"Document {place} of {shards[number].path}"))
+                      f"Document {place} of {shards[number].name}"))
     return TextWanted(found)
 
 

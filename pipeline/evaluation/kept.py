@@ -15,7 +15,7 @@ from pipeline.contract.parts import UNITS
 from pipeline.contract.run import code_hashes
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
-from pipeline.files import read_json, sha256_json, write_json
+from pipeline.files import read_sealed, sha256_json, write_sealed
 from pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")
@@ -54,7 +54,7 @@ class KeptParts:
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
             record = {"key": key, "seconds": round(time.monotonic() - began, 3), "value": value}
             if self.ranks.leads:
-                write_json(path, record)
+                write_sealed(path, record)
                 self._written.append(path)
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
@@ -96,7 +96,7 @@ class Kept(KeptParts):
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        record = read_json(path)
+        record = read_sealed(path)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and {"key", "seconds", "value"} <= record.keys() else None

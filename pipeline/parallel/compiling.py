@@ -13,6 +13,9 @@ from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 
+GRAPHS_A_PHASE = 32
+"""That a block may have in each phase."""
+
 
 def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig | None = None) -> bool:
     """Whether blocks are compiled: as configured, or on GPUs; never under ZeRO 3, whose hooks break every graph."""
@@ -21,10 +24,19 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
     return device.type == "cuda" if train.compile is None else train.compile
 
 
-def compile_blocks(model: Llama, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's computation; what FSDP2 does around a block stays outside. options: of torch.compile."""
+def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | None = None) -> None:
+    """Compile each block's computation; what FSDP2 does around a block stays outside. options: of torch.compile.
+
+    Where phases have other shapes, each is compiled for its own: by itself, torch would make one graph for all sizes of
+    the second on. Then a batch's number of documents is part of a shape too, of which a phase has a few (powers of
+    two): torch, which gives up after so many graphs, is to allow for that many in each.
+    """
+    dynamic = False if train.phases else None
+    if train.phases:
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, GRAPHS_A_PHASE * (1 + len(train.phases)))
     for block in model.layers:
-        block.forward = _on_arrival(torch.compile(block.forward, options=options))
+        block.forward = _on_arrival(torch.compile(block.forward, options=options, dynamic=dynamic))
 
 
 def _on_arrival(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from model.attention.backend import Backend, Documents, Keys, Where, moved
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.parallel.context_plan import plan
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor
@@ -42,11 +42,11 @@ def part_of(batch: Batch, ranks: int, rank: int, across_documents: bool = False)
         rows, length = batch.tokens.shape
         place = torch.arange(length).expand(rows, length)
         batch = Batch(batch.tokens, batch.labels, torch.zeros_like(batch.documents), place, batch.targets,
-                      ((length,),) * rows)
+                      ((length,),) * rows, batch.padding)
     index = places(batch.lengths, ranks)[:, rank]
     tokens, labels, documents, positions = (
         tensor.gather(1, index) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
-    return Batch(tokens, labels, documents, positions, batch.targets, batch.lengths)
+    return Batch(tokens, labels, documents, positions, batch.targets, batch.lengths, batch.padding)
 
 
 def places(lengths: tuple[tuple[int, ...], ...], ranks: int) -> Tensor:

@@ -53,7 +53,7 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     checkpoint_activations(model, train, always_kept=("attention",) if keep_attention else ())
     options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device) if parallel.async_tp else None
     if compiled:
-        compile_blocks(model, options)
+        compile_blocks(model, train, options)
     if not needs_fsdp2(grid, precision):
         return _placed(model, initial, grid)
     _shard(model, grid, precision, master, parallel)

@@ -79,7 +79,7 @@ def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, tr
     model.losses.z_loss = train.z_loss
     checkpoint_activations(model, train)
     if compiles(train, ranks.device, parallel):
-        compile_blocks(model)
+        compile_blocks(model, train)
     deepspeed.init_distributed(dist_init_required=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=settings,
                                       dist_init_required=False)

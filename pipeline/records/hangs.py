@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.console import spelled
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json, write_sealed
 from pipeline.records.rank_files import rank_files
 
 HUNG_STATUS = 14
@@ -82,7 +82,7 @@ def hang_folder(train_folder: Path, key: str | None = None) -> Path:
 
 def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
     """Note on which node each rank of this start runs: a rank that hangs altogether cannot say so itself."""
-    write_json(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
+    write_sealed(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
 
 
 def count_records(folder: Path) -> int:

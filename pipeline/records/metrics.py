@@ -7,16 +7,22 @@ from typing import Any
 
 from pipeline.files import read_lines
 
+PLAN_CHANGED = "plan_changed"
+"""The event of a start that goes on along another plan. Its `number` counts such starts; each line of metrics.jsonl
+says as `plan_changes` how many there had been before it. Numbers rather than times tell which came first: the clocks of
+two nodes may differ, and what is taken up again from a copy may have lost lines."""
+
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The records of a run's train/metrics.jsonl, one per step, in order: what to plot or compute with.
 
     The file only grows. After a kill training goes on from its last checkpoint and does the steps since then again, and
     a rollback does some again on other samples, so a step may have several lines: its last one counts, the others are
-    of updates that are in no checkpoint. A last line that a kill left torn is passed over.
+    of updates that are in no checkpoint. Lines that a change of the plan undid never count: see `standing_lines`. A
+    last line that a kill left torn is passed over.
 
     Args:
-        path: the file; one that does not exist holds no step.
+        path: the file; one that does not exist holds no step. The events.jsonl beside it tells of changes of the plan.
 
     Returns:
         Dictionaries with `step` (from 1), `loss` (nats per target token), `lr`, `grad_norm`, `tokens_per_s`,
@@ -25,4 +31,24 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line within the file is no JSON: it is damaged.
     """
-    return [record for _, record in sorted({record["step"]: record for record in read_lines(Path(path))}.items())]
+    return [record for _, record in sorted({record["step"]: record for record in standing_lines(Path(path))}.items())]
+
+
+def standing_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl in the order of the file, repeated steps included, without those that a change of
+    the plan undid: such a start goes on from a checkpoint, and later steps that were logged before it were steps of the
+    former plan. They may have had another learning rate, batch or text, and the new plan may end before them."""
+    changes = _plan_changes(path.parent)
+    return [record for record in read_lines(path)
+            if not any(number > record.get("plan_changes", 0) and record["step"] > step for number, step in changes)]
+
+
+def plan_changes(folder: Path) -> int:
+    """How many starts of the train stage in `folder` have gone on along another plan."""
+    return max((number for number, _ in _plan_changes(folder)), default=0)
+
+
+def _plan_changes(folder: Path) -> list[tuple[int, int]]:
+    """(number, steps done) of each change of the plan; earlier versions gave them no number, and lines none either."""
+    return [(event["number"], event["step"]) for event in read_lines(folder / "events.jsonl")
+            if event.get("event") == PLAN_CHANGED and "number" in event]

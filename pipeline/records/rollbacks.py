@@ -6,13 +6,13 @@ first. Whatever checkpoint a restart finds then, it leaves out the same samples 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.exclusion import Excluded, Range
-from pipeline.files import read_json, write_json
+from pipeline.data.exclusion import Excluded, Range, spelled
+from pipeline.files import read_json, write_sealed
 
 ROLLBACKS = "rollbacks.json"
 
@@ -22,7 +22,8 @@ class Rollback:
     """One rollback: from `step` (counted from 1) to the checkpoint after `back_to` steps.
 
     samples: what that step would have trained on, left out from now on. plan_sha256: the order in which the numbers
-    mean something; under another plan they exclude nothing. why: the spike, in a sentence.
+    mean something, of training in phases as far as the samples' own; under another plan they exclude nothing. why: the
+    spike, in a sentence.
     """
 
     step: int
@@ -44,15 +45,22 @@ def read_rollbacks(folder: Path) -> list[Rollback]:
 
 def add_rollback(folder: Path, rollback: Rollback) -> None:
     """Make a rollback count, durably; to be called by one rank, before anything is loaded."""
-    write_json(folder / ROLLBACKS, {"rollbacks": [asdict(entry) for entry in (*read_rollbacks(folder), rollback)]})
+    write_sealed(folder / ROLLBACKS, {"rollbacks": [asdict(entry) for entry in (*read_rollbacks(folder), rollback)]})
 
 
-def excluded_by(rollbacks: Sequence[Rollback], plan_sha256: str) -> Excluded:
-    """The samples that these rollbacks leave out of the order `plan_sha256`."""
-    return Excluded(part for rollback in rollbacks if rollback.plan_sha256 == plan_sha256 for part in rollback.samples)
+def excluded_by(rollbacks: Sequence[Rollback], links: Collection[str]) -> Excluded:
+    """The samples that these rollbacks leave out of the order whose hashes are `links`, one a phase."""
+    return Excluded(part for rollback in rollbacks if rollback.plan_sha256 in links for part in rollback.samples)
 
 
-def is_abandoned(record: dict[str, Any], rollbacks: Sequence[Rollback], plan_sha256: str) -> bool:
+def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) -> list[str]:
+    """What to say of rollbacks that leave nothing out of the order whose hashes are `links`."""
+    return [f"samples {spelled(rollback.samples)}, left out by the rollback from step {rollback.step}, were of a phase "
+            f"that is otherwise now, in which these numbers are other text: they are left out no more"
+            for rollback in rollbacks if rollback.plan_sha256 not in links]
+
+
+def is_abandoned(record: dict[str, Any], rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
     """Whether a line of metrics.jsonl is of a step that a later rollback undid and that will see other samples."""
-    later = excluded_by(rollbacks[record.get("rollbacks", 0):], plan_sha256).ranges
+    later = excluded_by(rollbacks[record.get("rollbacks", 0):], links).ranges
     return bool(later) and record["samples"][1] > later[0][0]

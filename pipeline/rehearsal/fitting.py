@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.partial import UnknownSettingError
+from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.memory import readable
@@ -30,6 +31,7 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
         return True, (f"{size} of {has}: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
                       f"takes some GB as well")
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
+    config = with_largest(config)
     item = next(item for item in found.peak.items if item.kind == largest)
     said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")

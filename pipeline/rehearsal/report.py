@@ -9,6 +9,7 @@ from typing import Any
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.parallel.stages import stage_layers
 from pipeline.rehearsal.memory import KINDS, Peak, readable
@@ -71,7 +72,7 @@ def bubble(parallel: ParallelConfig, plan: BatchPlan) -> float | None:
 def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
     """A page for the terminal."""
     ranks, parallel = found[0].ranks, config.parallel
-    plan, sizes = BatchPlan.of(config.train, parallel, ranks), parallel.sizes(ranks)
+    plan, sizes = BatchPlan.of(with_largest(config).train, parallel, ranks), parallel.sizes(ranks)
     layout = " x ".join(f"{name} {size}" for name, size in zip(
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
     page = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}", f"batch      {plan}"]

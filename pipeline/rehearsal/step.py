@@ -13,8 +13,9 @@ from model.attention.backend import Where
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems, vocabulary_size
+from pipeline.config.phases import PhasePlan, with_largest
 from pipeline.config.tree import Config
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError, listed
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks
@@ -66,7 +67,11 @@ def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str
     if found := found or rank_problems(config, ranks):
         raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
     shape = config.model.model_copy(update={"vocab_size": words})
-    return *_decided(config, gpu), shape
+    decided, notes = _decided(with_largest(config), gpu)
+    if config.train.phases:
+        notes.insert(0, f"{PhasePlan.of(config.train).largest.name} is rehearsed, which has the most tokens in a "
+                        f"micro-batch")
+    return decided, notes, shape
 
 
 def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:

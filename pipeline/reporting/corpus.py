@@ -7,8 +7,10 @@ from typing import Any
 
 from pipeline.data.filters.chain import total
 from pipeline.data.filters.decontamination import OUTPUT
+from pipeline.reporting.consumption import consumption_tables
 from pipeline.reporting.document import Fold, Section, Table, count_tables, percent, shown, size
 from pipeline.reporting.facts import Facts
+from pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
 
 SPLITS = {"train": "training", "heldout": "held out"}
 RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
@@ -17,6 +19,8 @@ RULES = {"hash": "by the hash of their text", "tail": "from the end of each sour
 
 MOST_SOURCES = 8
 """Sources whose lengths are shown apart."""
+MOST_OUTLIERS = 20
+"""Shards with many rare ids that are listed."""
 
 
 def data_section(facts: Facts) -> Section:
@@ -36,6 +40,7 @@ def data_section(facts: Facts) -> Section:
     else:
         section.tables += count_tables("Documents", counts)
     section.tables += _tokens(encode.counts)
+    section.tables += consumption_tables(facts)
     rows = []
     for kind, manifest in (("text", facts.manifests["shard"]), ("tokens", encode)):
         groups: dict[tuple[str, str], list[int]] = {}
@@ -98,7 +103,19 @@ def _tokens(counts: dict[str, Any]) -> list[Table]:
              shown(own["text_bytes"] / max(1, own["tokens"]))]
             for split, sources in splits.items() for source, own in sources.items()]
     return [Table("Tokens", ["source", "split", "tokens", "documents", "bytes of text", "bytes per token"], rows,
-                  labels=2, note=f"Stored as {counts.get('dtype')}; each document's BOS and EOS count as tokens.")]
+                  labels=2, note=f"Stored as {counts.get('dtype')}; each document's BOS and EOS count as tokens."),
+            *_rare_ids(counts)]
+
+
+def _rare_ids(counts: Mapping[str, Any]) -> list[Table]:
+    """The shards that have far more unknown or byte-fallback ids than the tokenizer's report."""
+    outliers = counts.get("rare_ids", {}).get("outliers", [])
+    rows = [[one["path"], KINDS[one["kind"]], percent(one["share"]), percent(one["reported"])]
+            for one in outliers[:MOST_OUTLIERS]]
+    more = f" {len(outliers) - len(rows):,} more are in encode's manifest." if len(outliers) > len(rows) else ""
+    return [Table("Shards with text that the vocabulary cannot express", ["shard", "ids", "share", "in the report"],
+                  rows, labels=2, note=f"More than {TIMES:g} times the share in the tokenizer's report, and "
+                                       f"{percent(BEYOND)} of all ids beyond it.{more}")] if rows else []
 
 
 def _contamination(counts: Mapping[str, Any]) -> list[Table]:

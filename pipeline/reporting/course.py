@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.config.phases import PhasePlan
 from pipeline.console import duration
 from pipeline.reporting.document import Figure, Section, Table, percent, shown, words
 from pipeline.reporting.facts import Facts
@@ -26,12 +27,12 @@ def training_section(facts: Facts) -> Section:
     if facts.updates:
         section.figures += _figures(facts)
         section.tables.append(_loss_table(facts))
-    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss")
+    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss", "phases")
     numbers = [*((words(key), shown(value)) for key, value in counts.items() if key not in left_out),
                *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
         section.tables.append(Table("Training in numbers", ["", ""], numbers))
-    told = [event for event in facts.events if event.get("event") not in ("checkpoint", "fp8")]
+    told = [event for event in facts.events if event.get("event") not in ("checkpoint", "checkpoint_copied", "fp8")]
     rows = [[str(event.get("time", "")).replace("T", " ")[:19], event.get("event", ""), _details(event)]
             for event in told[:SHOWN_EVENTS]]
     if rows:
@@ -57,11 +58,23 @@ def _checkpoint_rows(facts: Facts) -> list[tuple[str, str]]:
     if stalls := [event["stall_s"] for event in saved if "stall_s" in event]:
         rows.append(("training stalled for checkpoints",
                      f"{shown(sum(stalls))} s in all, {shown(max(stalls))} s at most"))
-    return [*rows, *([("attempts to save that failed", f"{len(failed):,}")] if failed else [])]
+    if failed:
+        rows.append(("attempts to save that failed", f"{len(failed):,}"))
+    copied, uncopied = facts.events_of("checkpoint_copied"), facts.events_of("checkpoint_copy_failed")
+    if copied:
+        rows.append(("checkpoints copied to an object store",
+                     f"{len(copied):,}, {shown(sum(event['bytes'] for event in copied) / 1e6)} MB, "
+                     f"{shown(max(event['behind_s'] for event in copied))} s after the checkpoint at most"))
+    return [*rows, *([("attempts to copy one that failed", f"{len(uncopied):,}")] if uncopied else [])]
 
 
 def _in_words(facts: Facts) -> str:
     counts, train = facts.manifests["train"].counts, facts.config.train
+    if train.phases:
+        phases = PhasePlan.of(train).phases
+        return (f"{shown(counts.get('steps'))} steps in {len(phases)} phase{'s' if len(phases) > 1 else ''}, "
+                f"{counts.get('precision', train.precision)}, {shown(counts.get('ranks'))} "
+                f"rank{'' if counts.get('ranks') == 1 else 's'}. {'; '.join(map(str, phases))}.")
     return (f"{shown(counts.get('steps'))} steps of {train.batch_tokens:,} tokens in sequences of "
             f"{train.sequence_length:,}, {train.schedule} schedule with peak learning rate {train.lr:g} after "
             f"{train.warmup_steps} steps of warmup, {counts.get('precision', train.precision)}, "

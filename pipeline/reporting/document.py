@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         if abs(value) >= 10000:
             return f"{value:,.0f}"
-        return f"{value:.4g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
+        return f"{value:,.4g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value))
     if isinstance(value, Mapping):

@@ -85,7 +85,8 @@ def collect(run: Run) -> Facts:
             # found, and a report does not become stale where they change.
             goodput=goodput(run.folder), evaluations=_evaluations(run.folder / "evaluations"),
             metrics=read_metrics(folder["train"] / "metrics.jsonl"),
-            samples=list(read_lines(folder["train"] / "samples.jsonl")),
+            samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl")
+                     if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
             events=list(read_lines(folder["train"] / "events.jsonl")),
             tokenizer=_optional(folder["tokenizer"] / "report.json"),
             changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},

@@ -26,10 +26,10 @@ def tokenizer_section(facts: Facts) -> Section:
             f"something: {shown(report.get('pieces'))} pieces and {shown(report.get('special_ids'))} special ids. "
             f"{shown(report.get('unused_pieces'))} pieces occurred neither in held-out text nor in a sample of the "
             f"training text.")
-        if report.get("marks_as_spaces"):
+        if marks := report.get("marks_as_spaces"):
             section.words.append(
-                f"{shown(report['marks_as_spaces'])} documents have the character U+2581 (\u2581), sentencepiece's own "
-                f"sign for a space: in them it is read back, and written by the model, as a space.")
+                f"{shown(marks)} document{'s have' if marks > 1 else ' has'} the character U+2581 (\u2581), "
+                f"sentencepiece's own sign for a space: there it is read back, and written by the model, as a space.")
         entries = [*report["sources"].items()]
         entries += [("all held-out text", report["total"])] if len(entries) > 1 and report.get("total") else []
         entries += [("sample of training text", report["training_sample"])] if report.get("training_sample") else []

@@ -53,11 +53,11 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path,
     if wanted == "reference" or (wanted == "auto" and not applies(reference)):
         advice = wanted == "auto" and reference in KINDS
         work.say(f"the reference encodes ({reference})"
-                 + (f"; {NAME} is faster, and not installed (pip install 'drover[fast]')" if advice else ""))
+                 + (f"; {NAME} is faster, and not installed (pip install --editable '.[fast]')" if advice else ""))
         return None
     if not applies(reference):
         raise UserError(f"encode.encoder is {NAME}, but " + (
-            "it is not installed: pip install 'drover[fast]', or set encode.encoder to auto."
+            "it is not installed: pip install --editable '.[fast]', or set encode.encoder to auto."
             if installed_version() is None else
             f"it knows no vocabularies of tokenizer.kind {reference}. Set encode.encoder to auto or reference."))
     found = _verdict(work, tokenizer, counts, shards, heldout)

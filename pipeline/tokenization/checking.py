@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.data.documents import Document
 from pipeline.data.text_shards import read_shard, refuse_changed_shard
-from pipeline.errors import UserError
+from pipeline.errors import UnusableInputError
 from pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
 from pipeline.tokenization.kinds import load_tokenizer, placed
 
@@ -155,18 +155,19 @@ def from_bitmap(text: str) -> set[int]:
 
 
 def refuse_failures(tally: Tally, failures: list[str]) -> None:
-    """UserError if a document was not read back, or the exported tokenizer gave other ids."""
+    """UnusableInputError if a document was not read back, or the exported tokenizer gave other ids."""
     named = "; ".join(failures[:EXAMPLES])
     if tally.round_trip_failures:
-        raise UserError(f"The tokenizer loses text: {tally.round_trip_failures} of {tally.documents} documents are "
-                        f"not read back as they were ({named}). A model could never write what is lost. Take a "
-                        f"tokenizer without normalisation and with byte fallback, or let Drover train one "
-                        f"(tokenizer.kind=sentencepiece without tokenizer.path).")
+        raise UnusableInputError(
+            f"The tokenizer loses text: {tally.round_trip_failures} of {tally.documents} documents are not read back "
+            f"as they were ({named}). A model could never write what is lost. Take a tokenizer without normalisation "
+            f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
     if tally.hugging_face_failures:
-        raise UserError(f"The Hugging Face export does not give the same tokens: {tally.hugging_face_failures} of "
-                        f"{tally.documents} documents differ ({named}). A converted model would be fed other tokens "
-                        f"than it was trained on, so the stage is not committed. With a ready tokenizer.path, use its "
-                        f"tokenizer.json with tokenizer.kind=huggingface; with a trained one, please report it.")
+        raise UnusableInputError(
+            f"The Hugging Face export does not give the same tokens: {tally.hugging_face_failures} of "
+            f"{tally.documents} documents differ ({named}). A converted model would be fed other tokens than it was "
+            f"trained on, so the stage is not committed. With a ready tokenizer.path, use its tokenizer.json with "
+            f"tokenizer.kind=huggingface; with a trained one, please report it.")
 
 
 def _first_difference(text: str, decoded: str) -> str:

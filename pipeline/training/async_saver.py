@@ -36,7 +36,7 @@ Pieces = dict[str, list[TensorShard]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that ended: event `checkpoint` or `checkpoint_failed`, and what to log of it."""
+    """A save or a copy that ended: the event, as `checkpoint` or `checkpoint_failed`, and what to log of it."""
 
     event: str
     details: dict[str, Any]
@@ -47,11 +47,14 @@ class AsyncSaver:
 
     Args:
         about: what the marker tells of the run, besides progress and files.
+        saved: told of each step whose checkpoint is complete, on every rank, in the thread that saves; it hands the
+            step on to be copied.
     """
 
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: dict[str, Any],
-                 say: Callable[[str], None]) -> None:
+                 say: Callable[[str], None], saved: Callable[[int], None] = lambda step: None) -> None:
         self.checkpoints, self.config, self.about, self.say = checkpoints, config, about, say
+        self.saved = saved
         self.on_gpu = ranks.device.type == "cuda"
         self.ranks, self.channel = ranks, HostChannel(ranks)
         self._copies: dict[tuple[str, int], torch.Tensor] = {}
@@ -194,16 +197,27 @@ class AsyncSaver:
                 shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
                 problem = published
         raised(channel.same(problem))
+        # The save is done on all ranks. A rank for which it failed now would try again alone, and hear of the next save
+        # what the others say of this one: nothing from here on may raise.
+        self._hand_on(progress.step)
         if ranks.leads:
             self.prune()
         return final
+
+    def _hand_on(self, step: int) -> None:
+        try:
+            self.saved(step)
+        except Exception as error:  # noqa: BLE001 - said and logged: it is no failure of the save
+            self._ended.append(Saved("checkpoint_copy_failed", {"step": step, "error": str(error)}))
+            self.say(f"warning: the checkpoint after step {step} is saved, but cannot be copied ({error}); training "
+                     f"goes on")
 
     def prune(self) -> None:
         """Remove what is no longer kept, on rank 0. A failure is no failure of the save, which is done on all ranks: it
         is said, and the next save tries again."""
         try:
             self.checkpoints.prune(self.config.keep, self.config.permanent_every)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - also where somebody put a folder of another name there
             self.say(f"warning: an old checkpoint could not be removed ({error}); tried again after the next save")
 
     def _publish(self, temporary: Path, index: Index, progress: TrainingProgress) -> Path:

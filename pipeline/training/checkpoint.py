@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.files import sha256_file, sync, write_json
+from pipeline.files import sha256_file, sync, write_sealed
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name, step_of, whole_marker
 
@@ -45,8 +45,8 @@ class Checkpoints:
         sync(temporary)
         temporary.rename(final)
         sync(self.folder)
-        write_json(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
-                                    "world_size": self.ranks.world, **about})
+        write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
+                                      "world_size": self.ranks.world, **about})
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:

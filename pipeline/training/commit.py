@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pipeline.data.sampling.consumption import trained_on
+from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.files import output_record
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, read_marker
 from pipeline.records.generation_settings import FILE
 from pipeline.records.metrics import read_metrics
 from pipeline.records.rollbacks import ROLLBACKS
+from pipeline.training.summary import packing_facts
 
 if TYPE_CHECKING:
     from pipeline.training.session import Session
@@ -23,7 +26,8 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
         shards_checked: token shards that were compared with what encode committed.
     """
     folder, name = session.work.folder, f"{CHECKPOINTS}/{checkpoint.name}"
-    metrics = read_metrics(folder / "metrics.jsonl")
+    # What was logged beyond the last step, before this training was made shorter, is of no model that there is.
+    metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= session.progress.step]
     # The marker's hashes were compared with the files a moment ago, by all ranks together.
     outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
     outputs += [output_record(folder, path) for path in
@@ -34,10 +38,21 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
         "checkpoint": name, "steps": session.progress.step, "tokens": session.progress.tokens,
         "samples": session.progress.samples, "targets": session.progress.targets, "restarts": session.progress.restarts,
         "parameters": session.model_config.parameter_count, "vocab_size": session.model_config.vocab_size,
-        "epochs": session.data.order.epochs(session.progress.samples), "plan_sha256": session.data.order.plan_sha256,
+        **_consumed(session), "plan_sha256": session.data.order.plan_sha256,
         "precision": session.progress.precision, "ranks": session.ranks.world,
         "accumulation": session.batch.accumulation, "engine": session.config.parallel.engine,
-        **session.guard_runner.guards.counters(), "token_shards_checked": shards_checked,
+        **packing_facts(session.data), **session.guard_runner.guards.counters(), "token_shards_checked": shards_checked,
         "device_name": session.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
         "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
         "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
+
+
+def _consumed(session: Session) -> dict[str, Any]:
+    """How often each source was gone through, and what rollbacks left out; of a training in phases also what each has
+    trained on: tokens by source."""
+    data, samples = session.data, session.progress.samples
+    if not isinstance(data, PhasedData):
+        return trained_on(data.order, samples, session.guard_runner.excluded)
+    return {"epochs": data.order.epochs(samples), "phases": [
+        {"steps": phase.steps, "tokens": trained, "left_out": left_out} for phase, trained, left_out in
+        zip(data.order.plan.phases, data.order.consumed(samples), data.order.left_out(samples), strict=True)]}

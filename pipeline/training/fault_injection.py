@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -42,7 +41,6 @@ KINDS = {
     "wait": "the step begins once its `.go` file is there or a request to end comes",
 }
 GO = ".go"
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
 MANTISSA = {torch.float64: 51, torch.float32: 22, torch.float16: 9, torch.bfloat16: 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
@@ -101,13 +99,16 @@ class Faults:
             say(f"WARNING: {SWITCH} is set: {fault} will be made to happen{gone}")
         return found
 
-    def before_step(self, step: int, model: nn.Module) -> None:
-        """Let happen what befalls the process or its weights at the start of `step`, counted from 1."""
+    def before_step(self, step: int, model: nn.Module, asked: Callable[[], bool]) -> None:
+        """Let happen what befalls the process or its weights at the start of `step`, counted from 1.
+
+        asked: whether this process has been asked to end.
+        """
         for fault in self._due(step, "slow", "wait", "flip", "exit", "kill", "hang"):
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
             elif fault.kind == "wait":
-                wait_for(self.folder / f"{fault.name}{GO}")
+                wait_for(self.folder / f"{fault.name}{GO}", asked)
             elif fault.kind == "flip":
                 self._say(f"injected fault: {flip_bit(model, fault.bit)}")
             elif fault.kind == "exit":
@@ -132,23 +133,10 @@ class Faults:
         return not fault.again and (self.folder / fault.name).exists()
 
 
-def wait_for(path: Path) -> None:
-    """Wait for a file, or until this process is asked to end; its handlers hear the request as they would anywhere."""
-    asked: list[int] = []
-    before = {number: handler for number in REQUESTS if callable(handler := signal.getsignal(number))}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        before[signal.Signals(number)](number, frame)
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        while not path.exists() and not asked:
-            time.sleep(0.05)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def wait_for(path: Path, asked: Callable[[], bool]) -> None:
+    """Wait for a file, or until this process has been asked to end, before or by then."""
+    while not path.exists() and not asked():
+        time.sleep(0.05)
 
 
 def hang() -> NoReturn:

@@ -8,8 +8,8 @@ from typing import Any
 from pipeline.config.guarding import GuardConfig
 from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Range
-from pipeline.data.loader import TrainingData
 from pipeline.data.provenance import documents_of, named
+from pipeline.data.sampling.loader import TrainingData
 from pipeline.errors import UserError
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
@@ -46,17 +46,19 @@ class GuardRunner:
     def begin(self, progress: TrainingProgress) -> None:
         """Go on from `progress`: after a start, and after each rollback."""
         self.rollbacks = self.ranks.same(read_rollbacks(self.folder) if self.ranks.leads else None)
-        self.excluded = excluded_by(self.rollbacks, self.data.order.plan_sha256)
+        self.excluded = excluded_by(self.rollbacks, self.data.order.links)
+        self.data.leave_out(self.excluded)
         self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks),
                              describe=self._described)
         self._last_equal = progress.step
 
-    def before(self, step: int, engine: Engine) -> None:
+    def before(self, step: int, engine: Engine, asked: Callable[[], bool]) -> None:
         """Let injected faults happen in step number `step`, counted from 1, and compare replicas in it if that is due.
 
         That is before the update: ZeRO's update overwrites all copies of a weight, and what was wrong in one with it.
+        asked: whether this rank has been asked to end.
         """
-        self.faults.before_step(step, engine.model)
+        self.faults.before_step(step, engine.model, asked)
         engine.loss_factor = self.faults.loss_factor(step)
         every = self.config.replica_hash_every
         due = every is not None and step % every == 0
@@ -85,8 +87,8 @@ class GuardRunner:
     def exclude(self, verdict: Verdict, back_to: int) -> None:
         """Leave the samples of a step out for good, durably, before anything is loaded."""
         if self.ranks.leads:
-            add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, self.data.order.plan_sha256,
-                                               verdict.text))
+            plan = self.data.plan_at(verdict.samples[-1][1])
+            add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
         self.ranks.barrier()
 
     def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from pipeline.config.guarding import GuardConfig
 from pipeline.data.exclusion import Range, spelled
 from pipeline.errors import UserError
 
+PHASED = " (with train.phases: end the phase at this step by `until`, and add one with a lower `lr`)"
+
 UNLIMITED = float(np.finfo(np.float32).max)
 """The largest float32, not float64: as a float32 on the device the latter is infinity, which infinity would pass."""
 NORMAL = 1.4826
@@ -110,6 +112,11 @@ class Guards:
         return {"losses": list(self._losses), "grad_norms": list(self._norms), "skipped_total": self.skipped_total,
                 "spikes_total": self.spikes_total, "consecutive_skipped": self.consecutive_skipped}
 
+    def forget(self) -> None:
+        """Judge from now on by what comes: another mixture, length or batch has another loss and norm."""
+        self._losses.clear()
+        self._norms.clear()
+
     def counters(self) -> dict[str, int]:
         """For the manifest: updates skipped for either reason, spikes logged or skipped, rollbacks."""
         return {"skipped": self.skipped_total, "spikes": self.spikes_total, "rollbacks": self.rollbacks_total}
@@ -164,7 +171,7 @@ class Guards:
         mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
                 "train.guards.max_skipped." if verdict.outcome == "spike_skipped" else
                 "Look at the text (python -m tools.where --run RUN --step N --text). If it is sound, lower train.lr or "
-                "lengthen train.warmup_steps, and go on with --accept-drift, or start again with --force.")
+                f"lengthen train.warmup_steps, and go on with --accept-drift{PHASED}, or start again with --force.")
         raise UserError(
             f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
             f"train.guards.max_skipped is {self.config.max_skipped}. The last was {verdict.text}; "
@@ -177,7 +184,7 @@ class Guards:
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {verdict.text}; {self._where(verdict.samples)}. This "
                 f"update was not applied, and the checkpoints are sound. Look at the text (python -m tools.where --run "
-                f"RUN --step N --text); lower train.lr and go on with --accept-drift, or set "
+                f"RUN --step N --text); lower train.lr and go on with --accept-drift{PHASED}, or set "
                 f"train.guards.spike=log to take such steps for normal.")
         self.rollbacks_total += 1
         return verdict

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from pipeline.contract.stage_work import Work
-from pipeline.data.loader import Batch
-from pipeline.data.shard_table import ShardTable
+from pipeline.data.sampling.batch import Batch
+from pipeline.data.shard_table import Opener, ShardTable
 from pipeline.parallel.grid import Grid
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.metrics import read_metrics
@@ -27,14 +27,15 @@ from pipeline.training.watchdog import Watchdog
 class Monitor:
     """What one attempt at training shows of its model. Every method is called on all ranks alike.
 
-    precision: of the arithmetic, of which fp8 is looked at. table: the encode stage's shards.
+    precision: of the arithmetic, of which fp8 is looked at. table: the encode stage's shards. opener: what reads them,
+    where they are not files.
     """
 
     def __init__(self, work: Work, grid: Grid, engine: Engine, recorder: Recorder, watchdog: Watchdog,
-                 say: Callable[[str], None], precision: str, table: ShardTable) -> None:
+                 say: Callable[[str], None], precision: str, table: ShardTable, opener: Opener | None = None) -> None:
         self.work, self.ranks, self.engine, self.recorder = work, grid.ranks, engine, recorder
         self.watchdog, self.say = watchdog, say
-        self.validation, self.samples = Validation(work, grid, table), Samples(work, grid)
+        self.validation, self.samples = Validation(work, grid, table, opener), Samples(work, grid)
         self.attempts = SamplingAttempts(work.folder, grid.ranks)
         self.fp8 = Fp8Watch(engine, grid.ranks.device) if precision == "fp8" else None
         self._fp8_seen = False

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pipeline.config.phases import PhasePlan
 from pipeline.contract.stage_work import Work
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.goodput import first_start
+from pipeline.records.metrics import PLAN_CHANGED, plan_changes
 from pipeline.training.async_saver import Saved
 from pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
 from pipeline.training.engines.engine import StepResult
@@ -23,23 +25,28 @@ class Recorder:
     """The records of one attempt. Every rank has one; only rank 0's writes.
 
     Args:
-        flops_per_token: None where utilisation cannot be told, as in arithmetic that peaks are not known for.
+        plan: of the training.
+        peaks_known: whether utilisation can be told; there is arithmetic that peaks are not known for.
 
     Attributes:
+        flops_per_token: of a training step, which sequences' length decides.
         log: the files and sinks; None on other ranks, and once they are closed.
         line: what a person sees.
         look_s: seconds spent so far on looking at the model.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, progress: TrainingProgress, flops_per_token: float | None) -> None:
-        self.work, self.ranks, self.train = work, ranks, work.config.train
+    def __init__(self, work: Work, ranks: Ranks, progress: TrainingProgress, plan: PhasePlan,
+                 peaks_known: bool) -> None:
+        self.work, self.ranks, self.plan = work, ranks, plan
         say = work.say if ranks.leads else lambda text: None
-        self.line = ProgressLine(self.train.steps, say)
+        self.line = ProgressLine(plan.steps, say)
         self.log = open_log(work, progress.step, say) if ranks.leads else None
         peak = peak_flops(ranks.device)
-        self._peak = None if peak is None or flops_per_token is None else peak * ranks.world / flops_per_token
+        self._peak = None if peak is None or not peaks_known else peak * ranks.world
+        self.flops_per_token = 0.0
         self._begun_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
         self.look_s = 0.0
+        self._plan_changes = plan_changes(work.folder) if ranks.leads else 0
 
     def begin(self, progress: TrainingProgress, **details: Any) -> None:
         """The first step comes now: the process has done all that goes before it."""
@@ -57,7 +64,7 @@ class Recorder:
             step_s, waited_s: seconds that it took, and of them, that it waited for data.
             rate: learning rate.
         """
-        tokens_per_s, now = self.train.batch_tokens / step_s, time.time()
+        tokens_per_s, now = (after.tokens - before.tokens) / step_s, time.time()
         trained = round(train_s(before) + step_s, 5)
         record: dict[str, Any] = {
             "step": after.step, "loss": json_number(result.loss), "lr": rate,
@@ -65,14 +72,16 @@ class Recorder:
             "tokens": after.tokens, "targets": after.targets - before.targets, "tokens_per_s": round(tokens_per_s, 1),
             "step_s": round(step_s, 5), "data_wait_s": round(waited_s, 5),
             "memory_mb": round(memory_mb(self.ranks.device), 1),
-            "mfu": None if self._peak is None else round(tokens_per_s / self._peak, 4),
+            "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
             "time": round(now, 3), "train_s": trained,
             "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),
+            **({"plan_changes": self._plan_changes} if self._plan_changes else {}),
             **({"look_s": round(self.look_s, 3)} if self.look_s else {}),
             **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {})}
         if self.ranks.leads:
-            done = max(1, after.step - self._begun_at)
-            self.line.show(record, (time.perf_counter() - self._began) / done * (self.train.steps - after.step))
+            now_at = self.plan.tokens_at(after.step)
+            done = max(1, now_at - self.plan.tokens_at(self._begun_at))
+            self.line.show(record, (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at))
         return record
 
     @contextmanager
@@ -86,6 +95,11 @@ class Recorder:
         """Something that happened."""
         if self.log is not None:
             self.log.event(event, **details)
+
+    def plan_changed(self, step: int, changes: list[str]) -> None:
+        """From now on, after `step` steps, training goes along another plan."""
+        self._plan_changes += 1
+        self.event(PLAN_CHANGED, step=step, number=self._plan_changes, changes=changes)
 
     def saves(self, ended: list[Saved]) -> None:
         """Saves that ended."""

@@ -1,4 +1,5 @@
-"""Going on from a checkpoint: whether it may be, in which precision, and what is loaded."""
+"""Going on from a checkpoint: whether it may be, in which precision, what is loaded, and what may become of a plan that
+is being followed: phases to come may change, those that have begun may not."""
 
 from __future__ import annotations
 
@@ -7,12 +8,21 @@ from pathlib import Path
 
 import torch
 
-from pipeline.errors import UserError
+from pipeline.config.phases import Phase, PhasePlan, tokens_text
+from pipeline.config.training import TrainConfig
+from pipeline.errors import UserError, listed
 from pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress, read_marker
 from pipeline.training.engines.engine import Engine
+from pipeline.training.optimizers.schedule import planned_rate
 from pipeline.training.precision import choose_precision
+
+OF_A_PLAN = ("steps", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr", "min_lr_share",
+             "warmup_steps", "schedule", "decay_steps")
+"""The settings of train that make the plan."""
+FIXED = ("sequence_length", "batch_tokens", "mixture")
+CURVE = ("lr", "lr_end", "schedule", "warmup_steps")
 
 
 def continued(path: Path, progress: TrainingProgress, plan: str, drift: bool) -> TrainingProgress:
@@ -40,6 +50,81 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
         return ""
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"warning: trained so far by other code than is here now ({', '.join(changed[:3])}{more})"
+
+
+def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:
+    """What is otherwise in the phases to come than it was when the checkpoint at `path` was written, as sentences.
+
+    Raises:
+        UserError: something is otherwise in a phase that has begun; says in which, and both values.
+    """
+    written = read_marker(path).get("config", {}).get("train", {})
+    before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
+    if not before.declared:
+        return []
+    if past := past_changes(before, plan, progress.step):
+        raise UserError(
+            f"{path.name} was trained along another plan, and what was trained cannot be planned anew:\n{listed(past)}"
+            f"\nPut these back. What is to come may change: phases that have not begun, where the phase that has begun "
+            f"ends (after step {progress.step}), and phases that you add. To begin again, use --force or "
+            f"name=<another>.")
+    return future_changes(before, plan, progress.step)
+
+
+def past_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
+    """In what phases that have begun by `step` steps differ, with both values."""
+    found = [] if before.grain == now.grain else [
+        f"the grains into which sources are cut had {before.grain:,} tokens, and would have {now.grain:,}: set "
+        f"train.grain_tokens to {before.grain}; a phase of longer sequences then reads its sources anew"]
+    for old in (phase for phase in before.phases if phase.first_step < step):
+        if old.number >= len(now.phases):
+            found.append(f"train.phases[{old.number}] has begun and is gone")
+            continue
+        new = now.phases[old.number]
+        found += _differences(old, new)
+        if new.first_step != old.first_step:
+            found.append(f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}")
+        if min(step, old.end_step) > new.end_step:
+            found.append(f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
+                         f"step {min(step, old.end_step)} of it is done")
+        elif old.end_step < step and new.end_step != old.end_step:
+            found.append(f"{new.name}.until: {_until(old)} -> {_until(new)}")
+    return found
+
+
+def _differences(old: Phase, new: Phase) -> list[str]:
+    values = [(key, getattr(old.train, key), getattr(new.train, key)) for key in FIXED]
+    if old.said is not None and new.said is not None:
+        values += [(key, getattr(old.said, key), getattr(new.said, key)) for key in CURVE]
+    if old.number == 0:
+        values += [(f"train.{key}", getattr(old.train, key), getattr(new.train, key))
+                   for key in ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")]
+    return [f"{key if key.startswith('train.') else f'{new.name}.{key}'}: {was} -> {is_now}"
+            for key, was, is_now in values if was != is_now]
+
+
+def future_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
+    """What of the plan after `step` steps has changed, as sentences."""
+    found = []
+    for number in range(max(len(before.phases), len(now.phases))):
+        old, new = (plan.phases[number] if number < len(plan.phases) else None for plan in (before, now))
+        if new is None:
+            found.append(f"train.phases[{number}] is gone ({old})")
+        elif old is None:
+            found.append(f"train.phases[{number}] was added ({new})")
+        else:
+            end = [] if new.end_step == old.end_step else [f"{new.name}.until: {_until(old)} -> {_until(new)}"]
+            found += [*_differences(old, new), *end]
+    if found and step < min(before.steps, now.steps):
+        was, rate = planned_rate(step, before), planned_rate(step, now)
+        if was != rate:
+            found.append(f"the learning rate of step {step + 1} would have been {was:.3g} and is {rate:.3g}, since its "
+                         f"curve lasts longer or shorter now")
+    return found
+
+
+def _until(phase: Phase) -> str:
+    return tokens_text(phase.said.until) if phase.said is not None else f"step {phase.end_step}"
 
 
 def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:

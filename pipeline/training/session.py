@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -15,24 +14,27 @@ import torch
 
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
-from pipeline.config.guarding import FIRST
-from pipeline.config.tree import Config
+from pipeline.config.phases import PhasePlan
 from pipeline.contract.run import code_hashes
 from pipeline.contract.stage_work import Work, git_state, software_versions
 from pipeline.contract.stages import STAGES
 from pipeline.contract.state import write_state
-from pipeline.data.loader import Batch, Prefetcher
+from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError, listed
-from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.fp8 import fp8_lines
 from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import PATIENCE, start_ranks, stop_ranks
+from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.records.hangs import write_places
 from pipeline.records.pending_evaluations import PendingEvaluations
+from pipeline.records.rollbacks import excluded_by, no_longer_left_out, read_rollbacks
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.commit import commit
+from pipeline.training.copies.copying import Copying
+from pipeline.training.data.opening import refuse_beyond
+from pipeline.training.data.step_batches import StepBatches
+from pipeline.training.data.token_check import TokenCheck
 from pipeline.training.determinism import is_deterministic, make_deterministic
 from pipeline.training.engines.build import build_engine
 from pipeline.training.engines.engine import StepResult
@@ -40,36 +42,23 @@ from pipeline.training.guard_runner import GuardRunner
 from pipeline.training.guards import StepLimits, Verdict
 from pipeline.training.initial_weights import initial_values
 from pipeline.training.monitor import Monitor
-from pipeline.training.optimizers.schedule import learning_rate
+from pipeline.training.optimizers.schedule import learning_rate, planned_rate
 from pipeline.training.precision import DTYPES
 from pipeline.training.rank_agreement import RankAgreement
 from pipeline.training.recorder import Recorder, train_s
-from pipeline.training.resume import agreed_precision, changed_code, continued, load
+from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
 from pipeline.training.stop_request import Stop, StopRequest
-from pipeline.training.summary import kernel_lines, summary_lines
-from pipeline.training.token_check import TokenCheck
-from pipeline.training.training_data import open_training_data, read_shard_table, refuse_cut_shards
-from pipeline.training.watchdog import Watchdog
-
-SLACK = timedelta(minutes=10)
-"""So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
-
-
-def longest_wait(config: Config) -> timedelta:
-    """How long a rank waits for others in a collective: as configured, or longer than the watchdog waits for a sign of
-    life, for which a first step has the most time."""
-    minutes, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
-    if minutes is not None:
-        return timedelta(minutes=minutes)
-    return max(PATIENCE, timedelta(minutes=FIRST * hang) + SLACK) if hang is not None else PATIENCE
+from pipeline.training.summary import kernel_lines, packing_facts, summary_lines
+from pipeline.training.watchdog import Watchdog, longest_wait
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know before a step: target tokens of the global batch, whether to save after it, and why to
-    stop after it, if somebody was asked to."""
+    """What all ranks know before a step: target tokens of the global batch, how many of its tokens are padding, whether
+    to save after it, and why to stop after it, if somebody was asked to."""
 
     targets: int
+    padding: int
     save: bool
     stop: Stop | None
 
@@ -78,37 +67,55 @@ class Session:
     """One attempt at training, from the newest valid checkpoint to the end or to a request to stop."""
 
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
+        try:
+            self._set_up(work, watchdog)
+        except (UserError, OSError):
+            if hasattr(self, "copies"):
+                self.copies.close()  # otherwise the store stays locked
+            raise
+
+    def _set_up(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         if self.config.train.deterministic:
             make_deterministic()
         self.ranks = start_ranks(longest_wait(self.config), work.store)
-        nodes = self._meet()
-        train = self.config.train
+        nodes, train = self._meet(), self.config.train
         self.lay_out()
-        # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
-        table = self.ranks.by_leader(lambda: read_shard_table(work))
         with self.watchdog.paused(self.ranks.barrier):
-            refuse_cut_shards(work.input("encode")[0], table, self.ranks)
-        self.data = open_training_data(work, table)
+            self.batches = StepBatches(work, self.grid, self.plan, self.batch_of_phase, self.say)
+        self.data = self.batches.data
         vocabulary_size = int(work.input("tokenizer")[1].counts["vocab_size"])
         self.model_config = self.config.model.model_copy(
             update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
         pending = PendingEvaluations(work.run.folder, self.config)
         self.checkpoints = Checkpoints(work.folder / CHECKPOINTS, self.ranks, self.say,
-                                       needed=lambda step: pending(step) or self.tokens.needs(step))
+                                       needed=lambda step: pending(step) or self.tokens.needs(step)
+                                       or self.copies.needs(step))
         with self.watchdog.paused(self.ranks.barrier):
-            found = self.checkpoints.newest_valid()
+            self.copies = Copying(work, self.ranks, self.checkpoints, self.say)
+            found = self.copies.newest_valid()
         self.has_checkpoint = found is not None
-        plan = self.data.order.plan_sha256
+        if self.plan.declared:
+            rollbacks, links = self.ranks.by_leader(lambda: read_rollbacks(work.folder)), self.data.order.links
+            self.data.leave_out(excluded_by(rollbacks, links))
+        plan, self.plan_changes = self.data.plan_at(found[1].samples if found else 0), list[str]()
         if found:
+            if self.plan.declared:
+                self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+                self.plan_changes += no_longer_left_out(rollbacks, links) if self.plan_changes else []
             self.progress = continued(*found, plan, bool(work.drift))
             self.say(f"continuing after step {self.progress.step} ({self.progress.samples:,} samples used) from "
                      f"{found[0].name}")
             if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
                 self.say(warning)
+            for text in self.plan_changes:
+                self.say(f"plan changed: {text}")
         else:
             self.progress = TrainingProgress(plan_sha256=plan)
-        self.tokens = TokenCheck(work, table, self.ranks, self.progress.step, self.say)
+        refuse_beyond(self.config, work.input("encode")[1].counts, self.data, self.say)
+        self.tokens = TokenCheck(work, self.batches.table, self.data, self.ranks, self.progress, self.say,
+                                 lambda name, **details: self.recorder.event(name, **details),
+                                 stored=self.batches.stored is not None)
         chosen, why = agreed_precision(train.precision, self.progress.precision, self.ranks)
         self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
         decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
@@ -119,24 +126,25 @@ class Session:
                                        initial)
         self.guard_runner = GuardRunner(work, self.ranks, nodes, self.data, train.guards, self.batch.sequences,
                                        self.say)
-        self.saver = AsyncSaver(self.checkpoints, self.ranks, train.checkpoint, self._about(), self.say)
+        self.saver = AsyncSaver(self.checkpoints, self.ranks, train.checkpoint, self._about(), self.say,
+                                self.copies.saved)
         with self.watchdog.paused(self.ranks.barrier):
             if found:
                 load(found[0], self.engine, self.ranks, self.progress.updates)
             self.saver.prepare(self.engine.state_shards())
-        # By the full-attention formula: 6 x matrix parameters + attention, not halved. Peaks are known for bf16;
-        # fp8 is measured against them too, so that its figures compare with those of bf16.
-        flops = self.model_config.flops_per_token(train.sequence_length, causal=False)
-        self.recorder = Recorder(work, self.ranks, self.progress, flops if precision == torch.bfloat16 else None)
+        # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
+        self.recorder = Recorder(work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
         with self.watchdog.paused(self.ranks.barrier):
             self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say, chosen,
-                                   table)
+                                   self.batches.table, self.batches.opener)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, why),
                      *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision),
                      *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
+        self.leaving = self.begun = False
         self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
         work.run.forget_manifests()  # of very many shards they are large
+        self.copies.begin(found)
         self._begin()
 
     def _meet(self) -> list[str]:
@@ -154,16 +162,34 @@ class Session:
         if problems := rank_problems(self.config, self.ranks.world):
             raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
         self.grid = Grid(self.ranks, self.config.parallel)
-        self.batch = BatchPlan.of(self.config.train, self.config.parallel, self.ranks.world)
+        self.plan = PhasePlan.of(self.config.train)
+        self.batch_of_phase = [BatchPlan.of(phase.train, self.config.parallel, self.ranks.world)
+                               for phase in self.plan.phases]
+        self.batch = self.batch_of_phase[0]
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
         self.guard_runner.begin(self.progress)
-        self.started_from = self.progress
-        self.loader = Prefetcher(self._make_batch, range(self.progress.step, self.config.train.steps),
-                                 self.config.train.loader_threads)
+        self._enter_phase()
+        self.batches.begin(self.progress, self.guard_runner.excluded)
         self.step_began = time.perf_counter()
         self.watchdog.pulse()
+
+    def _enter_phase(self) -> None:
+        """Take the batch and the sequence length of the next step's phase; where one begins, say so."""
+        self.phase = self.plan.phase_of(self.progress.step + 1)
+        self.batch = self.batch_of_phase[self.phase.number]
+        self.guard_runner.batch_sequences = self.batch.sequences
+        # By the full-attention formula: 6 x matrix parameters + attention, not halved.
+        self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
+        if self.plan.declared and self.progress.step == self.phase.first_step:
+            self.guard_runner.guards.forget()
+            self.say(f"{self.phase}; batch {self.batch}")
+            if self.begun:
+                self._note_phase()
+
+    def _note_phase(self) -> None:
+        self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def __enter__(self) -> Session:
         self.stop.__enter__()
@@ -173,13 +199,14 @@ class Session:
                  trace: TracebackType | None) -> None:
         self.watchdog.pause()
         self.stop.__exit__()
-        self.loader.close()
+        self.batches.close()
         self.tokens.close()
         if isinstance(error, (UserError, OSError)):
             # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished is
             # removed, which makes room to say so.
             self.saver.settle()
-        self.recorder.saves(self.saver.ended())
+            self.copies.close()
+        self._record_saves()
         self.recorder.close()
         if error is None:  # after a failure the other ranks are not here to take leave of
             stop_ranks()
@@ -193,12 +220,19 @@ class Session:
         """Numbers of the optimizer steps that are still to be done, from 1 on; a rollback goes back among them."""
         self.monitor.catch_up(self.progress)
         self.recorder.begin(self.progress, samples=self.progress.samples, drift=self.work.drift,
-                            parallel=self.config.parallel.model_dump(), micro_batch=self.batch.micro_batch,
+                            parallel=self.config.parallel.model_dump(),
+                            micro_batch=[batch.micro_batch for batch in self.batch_of_phase]
+                            if self.plan.declared else self.batch.micro_batch,
                             device=self.ranks.device_name or self.ranks.device.type,
                             deterministic=is_deterministic(self.ranks.device, self.config.train.deterministic),
                             precision=self.progress.precision, attention=self.engine.attention.backend.name,
-                            compile=self.config.train.compile,
+                            compile=self.config.train.compile, **packing_facts(self.data),
                             torch=torch.__version__, job=os.environ.get("SLURM_JOB_ID", ""))
+        self.begun = True  # what comes before the record of a start would be the start before's
+        if self.plan.declared and self.progress.step == self.phase.first_step:
+            self._note_phase()
+        if self.plan_changes:
+            self.recorder.plan_changed(self.progress.step, self.plan_changes)
         self.step_began = time.perf_counter()
         while self.unfinished:
             yield self.progress.step + 1
@@ -215,26 +249,32 @@ class Session:
 
     def lr(self, step: int) -> float:
         """Learning rate of a step."""
+        if self.plan.declared:
+            return planned_rate(step - 1, self.plan)
         return learning_rate(step - 1, self.config.train)
 
     def agree(self, batch: Batch) -> Agreement:
         """Over all ranks, in one sum: so all save, leave or fail after the same step."""
         minutes = self.config.train.checkpoint.every_minutes
         late = self.ranks.leads and minutes is not None and time.monotonic() - self.saver.last_save > 60 * minutes
-        targets, saves, failures, damaged, sound, *votes = self.ranks.sum(
-            batch.targets if self.grid.speaks else 0, late, self.saver.failed, *self.tokens.votes(),
-            *self.stop.votes())
+        self.tokens.use(self.progress.step + 1,
+                        self.guard_runner.excluded.take(self.progress.samples, self.batch.sequences).ranges)
+        counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
+        targets, padding, saves, failures, damaged, checked, *votes = self.ranks.sum(
+            *counted, late, self.saver.failed, *self.tokens.votes(), *self.stop.votes())
         if failures:
             self.saver.wait()  # raises, on every rank
         if damaged:
             self.watchdog.pause()
-        self.tokens.judge(damaged, sound, self.saver.settle)
-        return Agreement(int(targets), bool(saves), self.stop.agreed(votes))
+        self.tokens.judge(damaged, checked, self._settle_damaged)
+        stop = self.stop.agreed(votes)
+        self.leaving = stop is not None
+        return Agreement(int(targets), int(padding), bool(saves), stop)
 
     def before_update(self, step: int) -> StepLimits:
         """Let the faults happen that a test injects into this step, and have replicas compared in it if that is due;
         the limits above which its update is left out."""
-        self.guard_runner.before(step, self.engine)
+        self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
         return self.guard_runner.guards.limits()
 
     def judge(self, step: int, result: StepResult) -> Verdict:
@@ -252,7 +292,7 @@ class Session:
     def _go_back(self, verdict: Verdict) -> TrainingProgress:
         """Load the newest checkpoint; what it says of itself."""
         self.saver.wait()
-        self.loader.close()
+        self.batches.pause()
         found = self.checkpoints.newest_valid()
         if found is None:
             raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more in "
@@ -261,32 +301,40 @@ class Session:
         self.guard_runner.exclude(verdict, progress.step)
         now = self.progress
         self.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
-                                            plan_sha256=now.plan_sha256)
+                                            plan_sha256=self.data.plan_at(progress.samples))
         load(path, self.engine, self.ranks, self.progress.updates)
         return progress
 
-    def advance(self, step: int, result: StepResult, verdict: Verdict, targets: int) -> None:
+    def advance(self, step: int, result: StepResult, verdict: Verdict, agreed: Agreement) -> None:
         """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guard_runner.excluded.take(before.samples, self.batch.sequences).end
-        after = dataclasses.replace(before, step=step, samples=end, targets=before.targets + targets,
-                                    tokens=before.tokens + self.batch.tokens, updates=self.engine.updates)
-        record = self.recorder.step(before, after, result, step_s, self.loader.waited_s, self.lr(step))
+        after = dataclasses.replace(before, step=step, samples=end, targets=before.targets + agreed.targets,
+                                    tokens=before.tokens + self.batch.tokens - agreed.padding,
+                                    updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
+        record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.lr(step))
+        record |= self.batches.fields(self.batch.tokens, agreed.padding)
         record |= self.guard_runner.step_fields(verdict, before.samples, end)
+        record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
+        record["shards_checked"] = self.tokens.checked
         self.progress = dataclasses.replace(after, record=record)
         self.watchdog.finished(step, step_s)
 
     def end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
-        self.recorder.saves(self.saver.ended())
+        self._record_saves()
+        entered = self.unfinished and self.progress.step == self.phase.end_step
+        if entered:
+            self._enter_phase()
         self.step_began = time.perf_counter()
-        self.watchdog.pulse()
+        self.watchdog.pulse(first=entered)  # its shapes are new
 
     def save(self) -> None:
         """Begin to save a checkpoint. Replicas are compared first: one of them is what is saved."""
         with self.watchdog.paused(self.ranks.barrier):
             if self.config.train.guards.replica_hash_every is not None:
                 self.guard_runner.compare_replicas(self.engine, self.progress.step)
+            self.tokens.before_save(self.progress, self._settle_damaged, leaving=self.leaving)
             self.progress = dataclasses.replace(self.progress, guards=self.guard_runner.guards.state())
             self.saver.save(self.engine.state_shards(), self.progress)
         self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
@@ -301,14 +349,24 @@ class Session:
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
         if self.ranks.leads:
             write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
+        self.copies.leave(step, self.config.launch.signal_s)
 
-    def _settle(self) -> dict[str, float]:
+    def _settle(self) -> dict[str, Any]:
         """Wait until what was saved is on the disk; what to record of the end."""
         self.watchdog.pause()
         began = time.perf_counter()
         self.saver.wait()
-        self.recorder.saves(self.saver.ended())
-        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3)}
+        self._record_saves()
+        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
+                **self.batches.finish()}
+
+    def _settle_damaged(self) -> None:
+        """Let a save in flight end, since what it is made of is damaged; nobody may go on from a copy of it."""
+        self.saver.settle()
+        self.copies.withdraw(self.tokens.sound_to)
+
+    def _record_saves(self) -> None:
+        self.recorder.saves([*self.saver.ended(), *self.copies.ended()])
 
     def finish(self) -> None:
         """Commit: the last checkpoint is proven once more and the manifest written."""
@@ -316,7 +374,9 @@ class Session:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
         ending = self._settle()
-        checked = self.tokens.finish(self.saver.settle)
+        checked = self.tokens.finish(self._settle_damaged)
+        self.copies.finish(self.progress.step)
+        self._record_saves()
         self.saver.prune()  # until now the one that this start went on from may have been needed
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
@@ -327,15 +387,6 @@ class Session:
         if self.ranks.leads:
             commit(self, found[0], checked)
         self.ranks.barrier()
-
-    def _make_batch(self, done: int) -> Batch:
-        """This rank's part of the batch after `done` steps."""
-        ahead = self.batch.first(self.grid.data_rank, done - self.started_from.step)
-        batch = self.data.batch_of(self.guard_runner.excluded.numbers(self.started_from.samples, ahead,
-                                                                     self.batch.rank_sequences))
-        if self.grid.context == 1:
-            return batch
-        return part_of(batch, self.grid.context, self.grid.context_rank, self.config.train.across_documents)
 
     def _about(self) -> dict[str, Any]:
         """What a checkpoint's marker says of how it was made; rank 0 writes it, and it alone looks."""

@@ -58,6 +58,11 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def asked(self) -> bool:
+        """Whether this rank has been."""
+        return bool(self._asked)
+
     def votes(self) -> list[float]:
         """What this rank adds to the sum that all make: its causes, one of each, and who it is if it has any."""
         if self.ranks.leads:

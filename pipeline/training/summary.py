@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from model.attention.choosing import Choice
 from model.config import ModelConfig
 from model.kernels import chosen
 from pipeline.config.batch import BatchPlan
+from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
-from pipeline.data.loader import TrainingData
+from pipeline.data.sampling.loader import TrainingData
 from pipeline.parallel.grid import Grid
 
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
     """The model and how it is spread, and the batch; precision: which was chosen and why."""
-    train, ranks, batch = config.train, grid.ranks, BatchPlan.of(config.train, config.parallel, grid.ranks.world)
+    train, ranks, plan = config.train, grid.ranks, PhasePlan.of(config.train)
+    batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
+    samples = plan.sequences_between(0, plan.steps)
     return [f"{model.parameter_count:,} parameters; {precision}; {ranks.world} ranks on {ranks.device.type}, "
             f"{torch.get_num_threads()} threads each; {_layout(config, grid)}",
-            f"batch {batch}; {train.steps:,} steps = {train.steps * batch.tokens:,} tokens, "
-            f"{max(data.order.epochs(train.steps * batch.sequences).values()):.2f} epochs"]
+            f"{'first ' if plan.declared else ''}batch {batch}; {train.steps:,} steps = {plan.tokens:,} tokens, "
+            f"{max(data.order.epochs(samples).values()):.2f} epochs",
+            *([] if data.packing is None else [str(data.packing)])]
+
+
+def packing_facts(data: TrainingData) -> dict[str, Any]:
+    """What is recorded of how documents are put into sequences; nothing where they are one after another."""
+    return {} if data.packing is None else {"packing": {"kind": "best_fit", **data.packing.figures()}}
 
 
 def kernel_lines(config: Config, attention: Choice, device: torch.device, dtype: torch.dtype) -> list[str]:

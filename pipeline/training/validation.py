@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from model.generate import generate
+from pipeline.config.phases import PhasePlan
 from pipeline.contract.stage_work import Work
 from pipeline.data.chosen_documents import ChosenDocuments, choose
-from pipeline.data.shard_table import ShardTable, open_shards
+from pipeline.data.shard_table import Opener, ShardTable, open_shards
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from pipeline.parallel.compiling import compiles
 from pipeline.parallel.context_parallel import whole_losses
@@ -25,10 +26,11 @@ from pipeline.training.engines.engine import Engine
 class Validation:
     """A fixed part of each source's held-out documents, measured now and then."""
 
-    def __init__(self, work: Work, grid: Grid, table: ShardTable) -> None:
+    def __init__(self, work: Work, grid: Grid, table: ShardTable, opener: Opener | None = None) -> None:
         train, self.grid = work.config.train, grid
-        texts = grid.ranks.by_leader(lambda: heldout_texts(work, table))
-        self.batches = HeldoutBatches(texts, length=train.sequence_length, batch=train.micro_batch,
+        texts = grid.ranks.by_leader(lambda: heldout_texts(work, table, opener))
+        first = PhasePlan.of(train).phases[0].train  # in all phases alike, so that the figures make one curve
+        self.batches = HeldoutBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
         self.batches.keep_own()
         self.first = True
@@ -55,11 +57,11 @@ class Validation:
         return {name: result.bits_per_byte for name, result in found.items()}
 
 
-def heldout_texts(work: Work, table: ShardTable) -> dict[str, HeldoutText]:
+def heldout_texts(work: Work, table: ShardTable, opener: Opener | None = None) -> dict[str, HeldoutText]:
     """What is measured on, by source; for one rank, which tells the others."""
     folder, found = work.input("encode")[0], {}
     for source in work.config.shard.sources:
-        shards = open_shards(folder, table, "heldout", source.name)
+        shards = open_shards(folder, table, "heldout", source.name, opener)
         chosen = choose(shards, work.config.train.heldout_tokens)
         if len(chosen):
             found[source.name] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))

@@ -16,17 +16,22 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 from pipeline.config.guarding import FIRST
+from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.stage_work import Work
 from pipeline.files import write_note
+from pipeline.parallel.ranks import PATIENCE
 from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
 from pipeline.records.rank_files import own_folder
 from pipeline.training.rank_agreement import node_name
 
+SLACK = timedelta(minutes=10)
+"""So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
 TOGETHER_S = 30.0
@@ -38,6 +43,15 @@ LISTING, LOOKERS = 64, 16
 about so many do."""
 WRITING_S = 20.0
 """Longest time for writing: the file system may be what hangs."""
+
+
+def longest_wait(config: Config) -> timedelta:
+    """How long a rank waits for others in a collective: as configured, or longer than the watchdog waits for a sign of
+    life, for which a first step has the most time."""
+    minutes, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
+    if minutes is not None:
+        return timedelta(minutes=minutes)
+    return max(PATIENCE, timedelta(minutes=FIRST * hang) + SLACK) if hang is not None else PATIENCE
 
 
 class Watchdog:

@@ -119,7 +119,16 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
     ("tokenizer.path=https://x.org/t.model", "tokenizer.path: https://x.org/t.model is an address"),
     ("shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet', 'http://x.org/a']}]",
      "dataset: owner/set}"),
-    ("shard.sources=[{kind: files, name: a, paths: ['file:///data/a.txt']}]", "without file://"),
+    ("tokenizer.path=file:///data/t.model", "without file://"),
+    ("shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}]", "Sources are also read from s3://, gs://"),
+    ("shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}]", "Sources are also read from s3://, gs://"),
+    ("shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}]", "names no bucket"),
+    ("shard.sources=[{kind: files, name: a, paths: ['s3://key:secret@b/a.txt']}]",
+     "source a: an address holds a name or password before @"),
+    ("shard.filters=[{kind: language, path: 's3://b/lid.bin', languages: [en]}]",
+     "the filter language: s3://b/lid.bin is an address"),
+    ("shard.filters=[{kind: decontamination, files: [{path: 's3://b/a.jsonl', fields: [q]}]}]",
+     "the filter decontamination: s3://b/a.jsonl is an address"),
     ("shard.sources=[{kind: hf, name: a, dataset: 's3://b/c'}]", "source a: s3://b/c is an address"),
     ("evaluate.task_folders=['s3://b/tasks']", "evaluate.task_folders: s3://b/tasks")])
 def test_addresses_are_no_paths(tmp_path, settings, said):

@@ -18,6 +18,7 @@ from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import Ranks
+from pipeline.training.data.step_batches import StepBatches
 from pipeline.training.session import Session
 from pipeline.training.summary import summary_lines
 
@@ -37,9 +38,11 @@ def session_on(settings, rank, ranks):
     session.config = settings
     session.ranks = Ranks(rank, ranks, torch.device("cpu"))
     session.lay_out()
-    session.started_from = SimpleNamespace(step=3, samples=1000)
-    session.guard_runner = SimpleNamespace(excluded=Excluded())
-    session.data = SimpleNamespace(batch_of=lambda numbers: numbers)
+    batches = session.batches = StepBatches.__new__(StepBatches)
+    batches.config, batches.grid, batches.plan, batches._of_phase = settings, session.grid, session.plan, \
+        session.batch_of_phase
+    batches._began, batches._excluded, batches.stored = SimpleNamespace(step=3, samples=1000), Excluded(), None
+    batches.data = SimpleNamespace(batch_of=lambda numbers: numbers)
     return session
 
 
@@ -67,7 +70,7 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     expected = [SEQUENCES * LENGTH, SEQUENCES, LENGTH, ranks // tp, *groups, micro_batch,
                 SEQUENCES // (ranks // tp) // micro_batch]
     assert arithmetic(shown[0]) == expected, shown
-    data = SimpleNamespace(order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
+    data = SimpleNamespace(packing=None, order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
     said, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
     assert arithmetic(said.partition(";")[0]) == expected
@@ -76,7 +79,7 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     taken: dict[int, list[int]] = {}
     for rank in range(ranks):
         session = session_on(settings, rank, ranks)
-        numbers = session._make_batch(5)
+        numbers = session.batches._make(5)
         assert len(numbers) == session.batch.accumulation * session.batch.micro_batch
         taken.setdefault(rank // tp, []).append(tuple(numbers.tolist()))
     assert all(len(set(same)) == 1 and len(same) == tp for same in taken.values()), "a tensor group sees the same"

@@ -17,7 +17,7 @@ from pipeline.contract.run import Run
 from pipeline.contract.stages import parse_stages
 from pipeline.contract.start_record import STARTED
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import read_sealed, write_json
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 
@@ -157,7 +157,7 @@ def test_a_touched_file_is_hashed_once(made, monkeypatch):
     for _ in range(3):
         ask(made, "encode")
     assert hashed == ["corpus.txt"]
-    assert list(json.loads((made / "runs/a" / HASHES).read_text())) == [str(made / "corpus.txt")]
+    assert list(read_sealed(made / "runs/a" / HASHES)) == [str(made / "corpus.txt")]
 
 
 def test_only_the_first_rank_looks_at_files(made, monkeypatch):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract import content_hash as module
-from pipeline.contract.content_hash import block_digests, content_hash, hash_of_blocks
+from pipeline.contract.content_hash import content_hash, hash_of_blocks
+from tests.block_digests import block_digests
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 640, 1000])

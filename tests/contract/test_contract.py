@@ -292,6 +292,17 @@ def test_an_atomic_file_appears_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_others_may_have_mapped_is_replaced_only_by_another_content(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"one")
+    before = path.stat().st_ino
+    for content, same in ((b"one", True), (b"two", False)):
+        with atomic_file(path, keep_equal=True) as file:
+            file.write(content)
+        assert path.read_bytes() == content and (path.stat().st_ino == before) is same
+        assert list(tmp_path.iterdir()) == [path]
+
+
 UNITS = '''
 import os, sys, time
 from pathlib import Path

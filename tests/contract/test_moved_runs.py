@@ -13,11 +13,11 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.run import Run, run_in
 from pipeline.encode import encode
 from pipeline.errors import UserError
-from pipeline.records.metrics import read_metrics
+from pipeline.records.metrics import plan_changes, read_metrics
 from tests.stand_ins import call, copy_corpus, count_bytes, never
 from tests.tools.recorded import Recorded
 from tools.audit import main as audit
-from tools.where import main as where
+from tools.where.__main__ import main as where
 
 
 @pytest.fixture
@@ -113,3 +113,18 @@ def test_metrics_of_a_killed_run_count_their_last_lines(tmp_path):
     found = read_metrics(str(path))
     assert [(line["step"], line["loss"]) for line in found] == [(1, 4.0), (2, 3.0), (3, 47.0), (4, 46.0), (5, 45.0)]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_metrics_of_a_former_plan_do_not_count(tmp_path):
+    """What was logged beyond the step from which a start went on along another plan, whatever the clocks say."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [*({"step": step, "loss": 5.0 - step, "time": 90} for step in (1, 2, 3, 4, 5)),
+             *({"step": step, "loss": 50.0 - step, "time": 80, "plan_changes": 1} for step in (3, 4))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changed = [{"event": "plan_changed", "step": step, **more} for step, more in ((0, {}), (2, {"number": 1}))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in changed))
+    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 4.0), (2, 3.0), (3, 47.0), (4, 46.0)]
+    assert plan_changes(tmp_path) == 1
+    with open(tmp_path / "events.jsonl", "a") as events:
+        events.write(json.dumps({"event": "plan_changed", "step": 3, "number": 2}) + "\n")
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3] and plan_changes(tmp_path) == 2

@@ -13,7 +13,8 @@ from pipeline.contract.run import Run, done_parts
 from pipeline.contract.stage_work import Unit
 from pipeline.contract.stages import STAGES, Stage
 from pipeline.contract.units import UnitRecords, unit_keys
-from pipeline.files import output_record, sha256_json, write_text
+from pipeline.errors import UnusableInputError, UserError
+from pipeline.files import output_record, read_json, sha256_json, write_text
 from tests.stages.test_shard import files_source, write_config
 
 
@@ -107,6 +108,68 @@ def test_a_phase_starts_when_the_one_before_is_done(count, capsys):
     assert "of the phase sort, 3 of 4 units" in (count("--part", "0/3", "--phase", "sum"), capsys.readouterr().err)[1]
     assert count() == 0, "a run without --part does all that is left"
     assert set(count.made.values()) == {1}
+
+
+OTHER = "shard.heldout_share=0.5"
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """The stage is made of settings, so that others can be asked for."""
+    monkeypatch.setitem(STAGES, "count", Stage("count", (), ("shard",), (), phases=PHASES, own_module="x"))
+
+
+def marks(count):
+    return {key for key in ("failed", "unusable") if read_json(folder(count) / "started.json").get(key)}
+
+
+def test_a_part_that_cannot_begin_gives_no_leave_to_remove_units(count, settings, capsys):
+    assert count("--part", "0/2") == 0
+    assert count("--part", "0/2", "--phase", "sort") == 2
+    for arguments in ([], ["--part", "1/2"]):
+        capsys.readouterr()
+        assert count(OTHER, *arguments) == 2 and "shard.heldout_share: 0.01 -> 0.5" in capsys.readouterr().err
+    assert count("--part", "1/2") == 0 and not marks(count)
+    assert count(OTHER) == 2 and count() == 0 and set(count.made.values()) == {1}
+
+
+@pytest.mark.parametrize(("error", "part"), [
+    (UserError, []), (UnusableInputError, ["--part", "0/1", "--phase", "sum"])])
+def test_a_refusal_that_is_none_of_the_input_keeps_the_units(count, settings, capsys, monkeypatch, error, part):
+    for phase in PHASES[:2]:
+        assert count("--part", "0/1", "--phase", phase) == 0
+    with monkeypatch.context() as patched:
+        refuse(count, patched, error)
+        assert count(*part) == 2
+    assert count(OTHER) == 2 and "shard.heldout_share: 0.01 -> 0.5" in capsys.readouterr().err
+    assert count() == 0 and set(count.made.values()) == {1}
+
+
+def refuse(count, monkeypatch, error=UnusableInputError):
+    """From now on the stage fails in its last phase."""
+    def fail(folder, payload):
+        raise error("the corpus is in Latin-1")
+    monkeypatch.setattr(count, "sum", fail)
+
+
+def test_what_is_removed_after_the_input_was_refused_is_told(count, settings, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        refuse(count, patched)
+        assert count() == 2 and marks(count) == {"failed", "unusable"}
+        assert count() == 2 and count.made.total() == 44, "the same again is the same again"
+    capsys.readouterr()
+    assert count(OTHER) == 0
+    [told] = [line for line in capsys.readouterr().out.splitlines() if "finished units that are removed" in line]
+    assert "shard.heldout_share: 0.01 -> 0.5" in told and told.endswith("removed: 44")
+    assert count.made["n-00000"] == 2
+
+
+def test_a_part_that_goes_on_after_a_refusal_forgets_it(count, settings, monkeypatch):
+    with monkeypatch.context() as patched:
+        refuse(count, patched)
+        assert count() == 2 and marks(count)
+    assert count("--part", "0/2", "--phase", "sum") == 0 and not marks(count)
+    assert count(OTHER) == 2 and count() == 0 and set(count.made.values()) == {1}
 
 
 def test_a_phase_without_units_is_done_at_once(count):
@@ -203,8 +266,8 @@ def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
     for index in range(2):
         assert count("--part", f"{index}/2") == 0 and not whole.exists()
     assert count("--part", "0/2", "--phase", "sort") == 0
-    lines = [json.loads(line) for line in whole.read_text().splitlines()]
-    assert [line["unit"] for line in lines] == [f"n-{number:05d}" for number in range(40)]
+    *lines, seal = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert [line["unit"] for line in lines] == [f"n-{number:05d}" for number in range(40)] and set(seal) == {"seal"}
     for path in (folder(count) / "units/read").rglob("*.json"):
         path.unlink()  # nobody needs them now
     assert count("--part", "1/2", "--phase", "sort") == 0 and count("--part", "0/1", "--phase", "sum") == 0
@@ -216,7 +279,7 @@ def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
     count.made.clear()
     (folder(count) / "n-00018.txt").write_text("cut")
     assert count() == 0 and set(count.made) == {"n-00018"}, "the finished stage is mended"
-    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    *lines, seal = [json.loads(line) for line in whole.read_text().splitlines()]
     assert len(lines) == 40
     whole.write_text(whole.read_text().replace("n-00018", "n-00019", 1))  # damaged
     (folder(count) / "n-00020.txt").unlink()

@@ -112,14 +112,14 @@ def test_force_id_forces_once(place):
 def test_on_a_full_disk_the_last_word_takes_the_room_kept_for_it(place, monkeypatch):
     """With no byte left, neither the reason nor a second attempt's could be written."""
     folder = place / "runs/a/shard"
-    reserve, write = folder / "STATE.reserve", state_module.write_json
+    reserve, write = folder / "STATE.reserve", state_module.write_sealed
     full: list[int] = []
 
     def scarce(path, value):
         if full and reserve.exists():
             raise OSError(28, "No space left on device", str(path))
         write(path, value)
-    monkeypatch.setattr(state_module, "write_json", scarce)
+    monkeypatch.setattr(state_module, "write_sealed", scarce)
 
     def fill(work):
         assert reserve.stat().st_size == state_module.RESERVE_BYTES

@@ -10,7 +10,7 @@ import pytest
 
 import pipeline.contract.external_inputs
 from pipeline.config.loading import load_config
-from pipeline.contract.content_hash import BLOCK_BYTES, block_digests, content_hash
+from pipeline.contract.content_hash import BLOCK_BYTES, content_hash
 from pipeline.contract.entry import stage_main
 from pipeline.contract.external_inputs import HASHES, gathered
 from pipeline.contract.listing import LISTING
@@ -20,6 +20,7 @@ from pipeline.contract.stage_work import Unit
 from pipeline.contract.stages import STAGES, Stage
 from pipeline.errors import UserError
 from pipeline.files import output_record, read_json, write_json, write_text
+from tests.block_digests import block_digests
 from tests.stages.test_shard import files_source, write_config
 
 LARGE = BLOCK_BYTES + 100

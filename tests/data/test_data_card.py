@@ -101,6 +101,24 @@ def test_the_manifest_has_a_card_of_each_source(tmp_path):
         assert card["bytes"] == sum(len(text.encode()) for text in own) and card["characters"] == sum(map(len, own))
         assert all(sum(len(text.encode()).bit_length() == int(length) for text in own) == count
                    for length, count in card["lengths"].items())
-    assert run(config, "name=b", "shard.dropped_examples=0") == 0
-    assert read_manifest(folder_of(config, "b")).counts["cards"]["books"]["examples"] == {}
-    assert read_manifest(folder_of(config, "b")).fingerprint == read_manifest(folder_of(config)).fingerprint
+
+
+def test_examples_that_are_not_to_be_shown_are_told_and_made_anew_without_changing_shards(tmp_path, capsys):
+    (tmp_path / "books.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [
+        "short", *(f"a book with the number {number}" for number in range(50))]))
+    config = write_config(tmp_path, [files_source("books", tmp_path / "books.jsonl")], heldout_share=0.2,
+                          filters=[{"kind": "length", "least_characters": 8}])
+    assert run(config) == 0
+    made = read_manifest(folder_of(config))
+    assert made.counts["cards"]["books"]["examples"] and "dropped_examples" not in made.fingerprint["config"]["shard"]
+    assert run(config, "shard.dropped_examples=3") == 0
+    report = folder_of(config).parent / "report"
+    report.mkdir()
+    made.write(report)
+    capsys.readouterr()
+    assert run(config, "shard.dropped_examples=0") == 2
+    assert "shard.dropped_examples: " in (told := capsys.readouterr().err) and "-> 0" in told
+    assert run(config, "shard.dropped_examples=0", "--force") == 0
+    again = read_manifest(folder_of(config))
+    assert again.counts["cards"]["books"]["examples"] == {} and again.digest == made.digest
+    assert read_manifest(report) is None, "it shows what was dropped as well"

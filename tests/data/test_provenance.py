@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.data.loader import TrainingData
 from pipeline.data.provenance import documents_of, named, pieces
+from pipeline.data.sampling.loader import TrainingData
 from pipeline.data.token_shards import TokenShard
 from tests.token_shards import write_documents
 

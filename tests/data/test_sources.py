@@ -3,9 +3,11 @@
 import csv
 import gzip
 import json
+import random
 import subprocess
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -118,6 +120,55 @@ def test_json_is_an_array_or_values_in_a_row(tmp_path, monkeypatch, content):
     assert [document.meta["stars"] for document in documents] == [record["stars"] for record in expected]
 
 
+@pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}] []\n',
+                                     '[{"text": "a"}][] {"text": "b"}\n{"text": "c"}'])
+def test_what_stands_after_an_array_of_json_is_read(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(readers, "CHUNK", 7)
+    (tmp_path / "f.json").write_text(content)
+    documents, rejections = read(files_source(tmp_path / "f.json"))
+    assert [(document.id, document.text) for document in documents] == [
+        ("f.json:1", "a"), ("f.json:2", "b"), ("f.json:3", "c")] and rejections == []
+
+
+@pytest.mark.parametrize("after", ["<html>busy</html>", "]", ', {"text": "b"}', "\0" * 9])
+def test_what_cannot_be_read_after_an_array_of_json_is_told(tmp_path, after):
+    (tmp_path / "f.json").write_text(f'[{{"text": "a"}}] {after}')
+    documents, rejections = read(files_source(tmp_path / "f.json"))
+    assert texts(documents) == ["a"]
+    assert [(own.record, own.reason, own.lost) for own in rejections] == [
+        (2, "something stands after the array's end", True)]
+
+
+def zipped_lines(count):
+    """So many documents as JSON lines, packed."""
+    lines = "".join(json.dumps({"text": f"{own} {random.Random(own).random()}"}) + "\n" for own in range(count))
+    return gzip.compress(lines.encode(), mtime=0)
+
+
+@pytest.mark.parametrize("count", [20, 2000])
+@pytest.mark.parametrize("behind", [bytes(512), bytes(70_000), bytes(3) + zipped_lines(7)],
+                         ids=["few", "many", "between members"])
+def test_zeros_behind_gzip_data_are_padding(tmp_path, count, behind):
+    (tmp_path / "f.jsonl.gz").write_bytes(zipped_lines(count) + behind)
+    documents, rejections = read(files_source(tmp_path / "f.jsonl.gz"))
+    assert rejections == [] and len(documents) == count + (7 if any(behind) else 0)
+
+
+def test_gzip_data_is_read_up_to_its_damage(tmp_path):
+    """Every line that can be unpacked, and one rejection, wherever the data breaks."""
+    data = zipped_lines(2000)
+    plain = zlib.decompressobj(31).decompress(data)
+    for name, broken, whole in (("cut", data[:-3000], zlib.decompressobj(31).decompress(data[:-3000]).count(b"\n")),
+                                ("garbage", data + b"hello", 2000), ("checksum", data[:-8] + b"ABCD" + data[-4:], 2000),
+                                ("second", data + data[:12], 2000), ("header", data + data[:5], 2000)):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(broken)
+        documents, rejections = read(files_source(tmp_path / f"{name}.jsonl.gz"))
+        assert [document.text for document in documents] == [
+            json.loads(line)["text"] for line in plain.splitlines()[:whole]], name
+        assert [(own.record, own.lost) for own in rejections] == [(whole + 1, True)], name
+        assert "from here on" in rejections[0].reason
+
+
 def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "sub/a.jsonl", "a0.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -140,6 +191,19 @@ def test_names_do_not_depend_on_where_the_files_lie(tmp_path):
     named = [[name for name, _ in input_files(config_of(files_source(tmp_path / place / "**" / "*.txt")))]
              for place in ("here", "there/and/deeper")]
     assert named == [["s/two.txt", "s/x/one.txt"]] * 2
+
+
+def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
+    for folder in ("run", "data/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_jsonl(tmp_path / "data" / "a" / "f.jsonl", RECORDS)
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "data" / "a")
+    monkeypatch.chdir(tmp_path / "run")
+    source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "link/../a/f.jsonl",
+                          f"file://{tmp_path}/run/../data/a/f.jsonl")
+    assert input_files(config_of(source)) == [("s/f.jsonl", tmp_path / "data" / "a" / "f.jsonl")]
+    through = files_source("link/f.jsonl")
+    assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
 
 
 def test_stdlib_is_this_pythons_own_sources_without_tests_and_packages():

@@ -5,9 +5,11 @@ import json
 import os
 import pickle
 import random
+import resource
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -250,9 +252,22 @@ def test_a_full_disk_is_an_error_of_the_system():
     assert caught.value.errno == errno.ENOSPC and is_full_disk(caught.value)
 
 
+@pytest.mark.parametrize("write", [lambda file: np.arange(4000).tofile(file),
+                                   lambda file: np.save(file, np.arange(4000))])
+def test_a_full_disk_that_numpy_tells_without_an_errno_is_known(tmp_path, write):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught, open(tmp_path / "x", "wb") as file:
+            write(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno is None and is_full_disk(caught.value)
+    assert not is_full_disk(OSError("4000 requested, all written")) and not is_full_disk(ValueError(str(caught.value)))
+
+
 def test_writes_that_come_up_short_are_continued(tmp_path, monkeypatch):
     """A file system may take less than it was given, and a limit may be hit in the middle."""
-    import resource
     import signal
     tensor = torch.randn(1000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

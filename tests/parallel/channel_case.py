@@ -79,9 +79,11 @@ def collectives_of_a_step(ranks, parallel, folder):
     from pipeline.config.parallel import ParallelConfig
     from pipeline.config.training import TrainConfig
     from pipeline.config.tree import Config
-    from pipeline.data.loader import pack
+    from pipeline.data.exclusion import Excluded
+    from pipeline.data.sampling.batch import pack
     from pipeline.parallel.grid import Grid
     from pipeline.parallel.initial_values import drawn
+    from pipeline.records.checkpoints import TrainingProgress
     from pipeline.training.engines.build import build_engine
     from pipeline.training.guard_runner import GuardRunner
     from pipeline.training.guards import StepLimits
@@ -94,11 +96,13 @@ def collectives_of_a_step(ranks, parallel, folder):
                                      train=TrainConfig(precision="fp32", compile=False))
     session.ranks, session.grid = ranks, Grid(ranks, config.parallel)
     session.saver = SimpleNamespace(failed=False, last_save=0.0, settle=lambda: None)
-    session.tokens = SimpleNamespace(votes=lambda: (0.0, 1.0), judge=lambda *given: None)
+    session.tokens = SimpleNamespace(votes=lambda: (0.0, 1.0), judge=lambda *given: None, use=lambda *given: None)
+    session.progress, session.batch = TrainingProgress(), SimpleNamespace(sequences=4)
     session.stop = StopRequest(ranks, Path(folder), None, 0.0)
     engine = build_engine(config, config.model, session.grid, DTYPES["fp32"], 2, drawn(config.model, 0))
     guards = GuardRunner.__new__(GuardRunner)
     guards.ranks, guards._names, guards._last_equal = ranks, [str(rank) for rank in range(ranks.world)], 0
+    guards.excluded, session.guard_runner = Excluded(), guards
     for step in range(3):
         batch = pack(windows(step)[:4])
         with counted() as found["agree"]:

@@ -8,7 +8,7 @@ import torch
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
 from pipeline.parallel.grid import Grid, own

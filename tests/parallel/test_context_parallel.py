@@ -11,7 +11,7 @@ from model.attention.choosing import choose
 from model.attention.layout import Layout, attend
 from model.attention.sdpa import Sdpa
 from model.config import ModelConfig
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.errors import UserError
 from pipeline.parallel.attention import choose_attention
 from pipeline.parallel.context_parallel import _sum, gathered, part_of, places

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.llama import Llama, initialise
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from tests.parallel.crossing import every, pairs, pairwise
 from tests.parallel.groups import CaseError, end_groups, run_case
 from tests.parallel.matrix import (

@@ -14,7 +14,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.parallel import ranks
 from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, extend_segments
-from pipeline.training.session import longest_wait
+from pipeline.training.watchdog import longest_wait
 from tests.conftest import REPOSITORY
 from tests.parallel.groups import end_groups, run_case
 

@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn

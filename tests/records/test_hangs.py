@@ -15,7 +15,7 @@ from tests.waiting import HANG_S, wait_for
 REDUCE = ["/x/pipeline/train.py:9 train", "/x/pipeline/training/session.py:{line} agree",
           "/y/torch/distributed/distributed_c10d.py:7 all_reduce"]
 GATHER = [*REDUCE[:1], "/x/pipeline/training/fsdp_engine.py:3 step", "/y/torch/distributed/fsdp/_collectives.py:7 get"]
-READ = ["/x/pipeline/train.py:8 train", "/x/pipeline/data/loader.py:{line} next"]
+READ = ["/x/pipeline/train.py:8 train", "/x/pipeline/data/sampling/loader.py:{line} next"]
 
 
 def write(folder, ranks):
@@ -31,7 +31,7 @@ def write(folder, ranks):
 @pytest.mark.parametrize("ranks, late, told", [
     ([(5, REDUCE), (5, REDUCE), (5, READ), (5, REDUCE)], [2],
      "ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce"),
-    ([(5, READ), (5, REDUCE)], [0], "rank 0 (n0) is in train > next (pipeline/data/loader.py) after step 5"),
+    ([(5, READ), (5, REDUCE)], [0], "rank 0 (n0) is in train > next (data/sampling/loader.py) after step 5"),
     ([(5, READ), (5, READ[:1])], [], "cannot be told"),
     ([(5, REDUCE)] * 4, [], "every rank waits in train > agree > all_reduce"),
     ([(5, READ)] * 4, [], "no rank is behind the others"),

@@ -102,7 +102,7 @@ def test_each_source_has_its_data_card(complete, page):
     """Tokens come from encode, duplicates from shard; the rest is the card's."""
     for row in ("| source | documents | changed | duplicates | text | characters | bytes per character | "
                 "bytes per document | tokens | bytes per token |",
-                "| stdlib | 2,918 | 10.0 % | 2.8 % | 27.2 MB | 26,800,000 | 1.015 | 9321 | 7,722,428 | 3.5 |",
+                "| stdlib | 2,918 | 10.0 % | 2.8 % | 27.2 MB | 26,800,000 | 1.015 | 9,321 | 7,722,428 | 3.5 |",
                 "| text | stdlib | prose | all |", "| 128 B to 256 B | 6.9 % | 6.9 % | 6.9 % |",
                 "| 256 B to 512 B | 0.0 % | 0.0 % | 0.0 % |", "| 512 B to 1.02 kB | 93.1 % | 93.1 % | 93.1 % |",
                 "| prose | language | de | 88 | 5.9 % |", "| decontamination | gsm8k | 41 | 33 | 1,319 | 7 |"):
@@ -197,6 +197,20 @@ def test_equal_runs_give_equal_reports(tmp_path):
     assert pages[0] == pages[1]
 
 
+def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
+    """Lines and texts of steps after the last, from before the training was made shorter."""
+    run, _ = write_run(tmp_path)
+    folder = run.stage_folder("train")
+    for name, record in (("metrics", {**metrics()[299], "step": 601}),
+                         ("samples", {"step": 601, "prompt": "class ", "text": "of no model"}),
+                         ("events", {"event": "plan_changed", "step": 598, "number": 1,
+                                     "time": "2026-03-01T10:02:00.000+00:00", "changes": ["shorter"]})):
+        with open(folder / f"{name}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+    facts = collect(run)
+    assert facts.metrics[-1]["step"] == 598 and [sample["step"] for sample in facts.samples] == [200, 400, 600]
+
+
 def test_steps_that_went_wrong_are_told_and_left_out_of_the_curves(tmp_path):
     run, _ = write_run(tmp_path)
     folder = run.stage_folder("train")
@@ -225,6 +239,18 @@ def test_steps_that_went_wrong_are_told_and_left_out_of_the_curves(tmp_path):
         assert "4000000000" not in form and "4e9" not in form and "4,000,000,000" not in form
     drawn = next(section for section in document.sections if section.name == "training").figures[0].svg
     assert "4B" not in drawn
+
+
+def test_copies_of_checkpoints_are_told(tmp_path):
+    run, _ = write_run(tmp_path)
+    with open(run.stage_folder("train") / "events.jsonl", "a") as file:
+        for event in ({"event": "checkpoint_copied", "step": 400, "bytes": 1_500_000, "seconds": 2.0, "behind_s": 3.5},
+                      {"event": "checkpoint_copied", "step": 600, "bytes": 1_000_000, "seconds": 2.0, "behind_s": 2.5},
+                      {"event": "checkpoint_copy_failed", "step": 400, "error": "the store was away", "seconds": 1.0}):
+            file.write(json.dumps({"time": "2026-03-01T10:02:00.000+00:00", **event}) + "\n")
+    page = markdown(compose(collect(run)))
+    assert "2, 2.5 MB, 3.5 s after the checkpoint at most" in page and "the store was away" in page
+    assert "attempts to copy one that failed" in page and "checkpoint_copied" not in page
 
 
 @pytest.mark.parametrize("rule, told", [("hash", "by the hash of their text"),

@@ -2,7 +2,6 @@
 it is mended, as if nothing had been."""
 
 import os
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,16 +13,19 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import read_state
 from pipeline.convert import convert
+from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.encode import encode
 from pipeline.evaluate import evaluate
 from pipeline.files import read_json, sha256_file
 from pipeline.shard import shard
+from pipeline.stores.store import Store
 from pipeline.tokenizer import make_tokenizer
 from pipeline.train import train
-from pipeline.training.token_check import COMPARED
+from pipeline.training.data.token_check import COMPARED
 from tests.conftest import run_stage
 from tests.stages.test_evaluate import TASK
 from tests.stages.training import curve
+from tests.waiting import wait_for
 
 BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
           "evaluate": evaluate}
@@ -145,35 +147,47 @@ def trained(chain):
 
 
 def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch):
-    """Found before the second checkpoint, or only when some were saved: these are set aside."""
+    """Found before the first checkpoint or once that is there, which is then set aside: for the second one training
+    waits."""
     shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     whole = read_manifest(trained.parent / "runs/mini/train")
     assert whole.counts["token_shards_checked"] > len(shards) > 3
-    for name, saved in (("early", 0), ("late", 6)):
+    for name, saved in (("early", 0), ("late", 2)):
         here = (*reusing(trained, name),)
         checkpoints = trained.parent / "runs" / name / "train/checkpoints"
         with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-            hold_back(patch, checkpoints, saved)
+            hold_back(patch, lambda here=checkpoints, saved=saved: not saved or [*here.glob("step-*/COMPLETE.json")])
             refused(capsys, trained, "train", path, *here)
         assert not list(checkpoints.glob("step-????????"))
         aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
-        assert max(aside, default=0) >= saved
+        assert saved <= max(aside, default=0) <= 2
         assert read_manifest(checkpoints.parent) is None
-        assert read_json(checkpoints.parent / COMPARED)["unsure_from"] == 0
+        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
         assert do(trained, "train", *here) == 0
         assert curve(trained, name) == curve(trained)
         assert weights(read_manifest(checkpoints.parent)) == weights(whole)
-        assert read_json(checkpoints.parent / COMPARED)["unsure_from"] is None
+        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
 
 
-def hold_back(patch, checkpoints, saved):
-    """Let the hashing of token shards begin when a checkpoint of that step or a later one is there."""
+def test_copies_of_checkpoints_that_may_be_made_of_damage_go_as_well(trained, capsys, monkeypatch, tmp_path):
+    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
+    store = Store(f"file://{tmp_path}/store")
+    here = (*reusing(trained, "copied"), f"train.checkpoint.copy_to={store.url}")
+    checkpoints = trained.parent / "runs/copied/train/checkpoints"
+    with monkeypatch.context() as patch, flipped(shards[-1]) as path:
+        hold_back(patch, lambda: CopiedCheckpoints(store).found().whole)
+        refused(capsys, trained, "train", path, *here)
+    assert CopiedCheckpoints(store).found().whole == [] and not list(checkpoints.glob("step-????????"))
+    assert do(trained, "train", *here) == 0
+    assert curve(trained, "copied") == curve(trained) and CopiedCheckpoints(store).found().whole[-1] == 12
+
+
+def hold_back(patch, ready):
+    """Let the hashing of token shards begin when `ready()`, which is soon: the checkpoint after next waits for it."""
     hashed = pipeline.contract.input_check._hash
 
     def late(path, *rest):
-        while max((int(marker.parent.name[5:]) for marker in checkpoints.glob("step-*/COMPLETE.json")),
-                  default=0) < saved:
-            time.sleep(0.01)
+        wait_for(ready)
         return hashed(path, *rest)
     patch.setattr(pipeline.contract.input_check, "_hash", late)
 

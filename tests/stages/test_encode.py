@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.ipc
 import pytest
 import yaml
+from tokenizers import models
 
 import pipeline.encode as encode_stage
 from pipeline.config.data import EncodeConfig
@@ -22,14 +23,18 @@ from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.encode import chosen_dtype, counted, encode, prove, reconcile
 from pipeline.errors import UserError
-from pipeline.files import write_json
+from pipeline.files import read_json, write_json
 from pipeline.shard import shard
 from pipeline.tokenization import admission, fast, gate
 from pipeline.tokenization.base import joined, reads_back
+from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from pipeline.tokenization.fast import EncoderError, FastEncoder
 from pipeline.tokenization.kinds import load_tokenizer
+from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command, write_config
+from tools.verify.__main__ import verify
+from tools.verify.shards import token_problems
 
 
 def run_folder(config):
@@ -322,7 +327,7 @@ def test_without_the_library_the_reference_encodes(run, copy, monkeypatch):
     assert encoders(copy) == {"encoder": "reference", "version": None, "fast_shards": 0,
                               "reference_shards": len(right), "fallback_shards": 0}
     told = run("encode", copy, "--force", "encode.encoder=fastokens", expect=2)
-    assert "it is not installed: pip install 'drover[fast]'" in told.err
+    assert "it is not installed: pip install --editable '.[fast]'" in told.err
 
 
 def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
@@ -344,3 +349,26 @@ def test_equal_texts_that_are_kept_are_encoded(run, tmp_path, corpus):
         run(stage, config)
     splits = read_manifest(run_folder(config) / "encode").counts["splits"]
     assert splits["train"]["code"] == splits["train"]["again"]
+
+
+def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
+    """As in the vocabularies of GPT-2 and Qwen, of which some name it as the unknown token too."""
+    end, path = "<|endoftext|>", tmp_path / "tokenizer.json"
+    letters = {letter: number for number, letter in enumerate(sorted(byte_of_character()))}
+    number = len(letters)
+    ready = byte_level_tokenizer(models.BPE(vocab={**letters, end: number}, merges=[], unk_token=end), LLAMA3_PATTERN)
+    ready.add_special_tokens([end])
+    ready.save(str(path))
+    run("tokenizer", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force")
+    told = run("encode", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force").out
+    folder = run_folder(copy)
+    assert "unknown ids" not in told and not verify(folder).problems
+    record = read_manifest(folder / "encode").outputs[0]
+    vocabulary, file = read_json(folder / "tokenizer/vocabulary.json"), folder / "encode" / record["path"]
+    assert vocabulary["bos_id"] == vocabulary["eos_id"] == number and record["unknown_tokens"] == 0
+    for place, value, problem in ((5, number, "stands inside of a document"), (0, 7, "is missing")):
+        tokens = np.memmap(file, record["dtype"], "r+", record["data_offset"], record["tokens"])
+        kept, tokens[place] = int(tokens[place]), value
+        [told] = token_problems(file, record, vocabulary, mapped=False)
+        assert told.startswith(f"BOS, which is EOS too, {problem} at its token {place} (document 0, ")
+        tokens[place] = kept

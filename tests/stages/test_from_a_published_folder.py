@@ -110,7 +110,7 @@ def own_loss(folder, config, shard, samples):
 
 
 def test_it_begins_at_the_loss_that_transformers_says(runs, source, capsys):
-    from tools.where import main as where
+    from tools.where.__main__ import main as where
     first, folder, told = runs
     assert "rope_scaling" not in told["train"].stdout, "what the folder says is kept where nothing else is asked for"
     assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in told["train"].stdout

@@ -32,7 +32,7 @@ ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100
 ZERO = ["parallel.engine=deepspeed", "train.precision=fp32", "train.micro_batch=8"]
 
 
-def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh):
+def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     """A NaN is skipped; two spikes are gone back from; in between a rank is killed. The curve that is left is that of
     a run that never saw what the rollbacks left out."""
     nan = "nan:rank=1,step=7,again=1"
@@ -42,6 +42,9 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh):
     assert proven(fresh)
     counts = read_manifest(train_folder(fresh)).counts
     assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 52 * 16)
+    assert counts["left_out"] == {"all": 2 * 16 * 64}
+    tokens = read_manifest(encoded.parent / "runs/mini/encode").counts["splits"]["train"]["code"]["tokens"]
+    assert counts["epochs"]["all"] == pytest.approx(50 * 16 / ((tokens - 1) // 64))
     skipped = next(record for record in curve(fresh) if record["step"] == 7)
     assert skipped["loss"] == skipped["grad_norm"] == "nan"
     skip, = events(fresh, "skip")

@@ -36,7 +36,7 @@ def test_a_run_on_a_pipeline_alone_is_that_of_one_process(fresh):
                                      ("three", "whole_tied", 3, "parallel.pp=3", *tied)):
         told = run_stage("train", fresh, f"name={name}", *SETTINGS, *layout, ranks=ranks)
         assert f"pipeline parallel {ranks} (" in told.stdout and proven(fresh, name)
-        assert_equal(fresh, name, to)
+        assert_equal(fresh, name, to, within=1e-11)  # of one step's norm, where embeddings are tied: 1.4e-12
 
 
 def test_a_copy_of_the_embedding_that_went_wrong_is_found(fresh):

@@ -18,9 +18,9 @@ from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
 from pipeline.formats.sharded_tensors import CheckpointReader
 from pipeline.records.checkpoints import read_marker
+from pipeline.training.data.opening import open_training_data
 from pipeline.training.optimizers.base import decays
 from pipeline.training.optimizers.schedule import learning_rate
-from pipeline.training.training_data import open_training_data
 from tests.conftest import run_stage
 from tests.stages.training import (
     curve,

@@ -286,8 +286,11 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
 def test_a_split_without_documents_is_refused(tmp_path, capsys, share, expected):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"document {name}")
-    assert run(write_config(tmp_path, [files_source("a", tmp_path / "*.txt")]), f"shard.heldout_share={share}") == 2
+    config = write_config(tmp_path, [files_source("a", tmp_path / "*.txt")], drop_duplicates=False)
+    assert run(config, f"shard.heldout_share={share}") == 2
     assert expected in capsys.readouterr().err
+    assert run(config, "shard.heldout_share=0.5", "shard.heldout_rule=tail") == 0, "other settings need no --force"
+    assert "finished units that are removed" in capsys.readouterr().out
 
 
 def test_missing_files_are_refused_before_anything_is_made(tmp_path, capsys):

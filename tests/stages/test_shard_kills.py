@@ -14,7 +14,7 @@ import yaml
 from launch.processes import kill_tree
 from pipeline.contract.manifest import read_manifest
 from tests.conftest import REPOSITORY, environment, run_stage
-from tests.dirty_corpus import write_dirty
+from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import wait_for
 
 
@@ -27,17 +27,9 @@ def files(run):
 def config(tmp_path):
     """Dirty files in many small units, with every kind of pass."""
     write_dirty(tmp_path, size=2)
-    sources = [{"kind": "files", "name": "web", "paths": [f"{tmp_path}/texts/web/*"], "id_field": "id"},
-               {"kind": "files", "name": "books", "paths": [f"{tmp_path}/texts/books.txt"], "separator": "\n=====\n"},
-               {"kind": "files", "name": "tables", "paths": [f"{tmp_path}/texts/*.parquet"], "id_field": "id"}]
-    filters = [{"kind": "length", "least_words": 20}, {"kind": "gopher_repetition"},
-               {"kind": "decontamination", "files": [{"path": f"{tmp_path}/evaluation/questions.jsonl",
-                                                      "task": "questions", "fields": ["question", "answer"]}]}]
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({
-        "name": "undisturbed", "runs_dir": str(tmp_path / "runs"), "shard": {
-            "sources": sources, "filters": filters, "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2,
-            "max_rejected_share": 0.2, "keep_dropped": True, "near_duplicates": {"verify": 0.7}}}))
+        "name": "undisturbed", "runs_dir": str(tmp_path / "runs"), "shard": every_pass(tmp_path)}))
     return path
 
 

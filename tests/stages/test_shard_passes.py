@@ -14,7 +14,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.data.planning import runs
 from tests.data.planning.test_near_duplicates import planted
 from tests.stages.test_shard import REPOSITORY, documents, files_source, folder_of, hashes, run, write_config
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 PHASES = {"read": 5, "sort": 2, "match": 20, "components": 1, "decide": 2, "write": 4}
 SMALL = """
@@ -58,8 +58,8 @@ def test_killed_in_every_phase_with_other_processes_it_ends_with_the_same_bytes(
     rng, folder, killed = random.Random(6), folder_of(corpus, "b"), 0
     for processes, (phase, goal) in enumerate(PHASES.items()):
         process = start(corpus, "name=b", f"launch.processes={processes % 3 + 1}")
-        while process.poll() is None and len(list((folder / "units" / phase).rglob("*.json"))) < goal:
-            time.sleep(0.002)
+        wait_for(lambda process=process, phase=phase, goal=goal: process.poll() is not None
+                 or len(list((folder / "units" / phase).rglob("*.json"))) >= goal)
         time.sleep(rng.uniform(0, 0.01))
         process.kill()
         process.communicate()

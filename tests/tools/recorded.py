@@ -7,26 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import load_config, save_config
+from pipeline.config.phases import PhasePlan
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
 from pipeline.files import write_json
 from pipeline.records.checkpoints import FORMAT, MARKER
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.training_data import open_training_data
+from pipeline.training.data.opening import open_training_data
 
-BATCH, STEPS, EVERY = 16, 30, 5
+STEPS, EVERY = 30, 5
 
 
 class Recorded:
     """The records of a run with rollbacks, as training leaves them, over real token shards; nothing is trained.
 
     `unsound` steps are skipped, `spikes` (first samples of batches) rolled back, and the run is killed before `kills`.
+    `settings` are overrides of the configuration.
     """
 
     def __init__(self, folder: Path, encoded: Path, unsound: tuple[int, ...] = (8,),
-                 spikes: tuple[int, ...] = (192, 368), kills: tuple[int, ...] = (18,), stop_after: int = STEPS) -> None:
+                 spikes: tuple[int, ...] = (192, 368), kills: tuple[int, ...] = (18,), stop_after: int = STEPS,
+                 settings: tuple[str, ...] = ()) -> None:
         self.folder, self.train = folder, folder / "train"
-        config = load_config(encoded, [f"runs_dir={folder.parent}", f"reuse={encoded.parent / 'runs/mini'}"])
+        config = load_config(encoded, [f"runs_dir={folder.parent}", f"reuse={encoded.parent / 'runs/mini'}",
+                                       *settings])
+        self.phases = PhasePlan.of(config.train)
         self.train.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
         run = Run(config)
@@ -43,13 +48,13 @@ class Recorded:
         """One start, from the newest checkpoint to the end, a kill or a rollback; whether it got to the end."""
         step = max(self.checkpoints)
         (cursor, skipped), rollbacks = self.checkpoints[step], read_rollbacks(self.train)
-        excluded = excluded_by(rollbacks, self.plan)
+        excluded = excluded_by(rollbacks, [self.plan])
         while step < stop_after:
             if self.kills[:1] == [step]:
                 self.kills.pop(0)
                 self.events.append("resume")
                 return False
-            taken = excluded.take(cursor, BATCH)
+            taken = excluded.take(cursor, self.phases.phase_of(step + 1).sequences)
             line = {"step": step + 1, "samples": [cursor, taken.end], "loss": 5 - 0.001 * taken.end, "grad_norm": 1.0}
             if left_out := excluded.within(cursor, taken.end):
                 line["left_out"] = left_out

@@ -12,6 +12,7 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.data.exclusion import Excluded
 from pipeline.files import read_lines
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from pipeline.training.data.token_check import DAMAGED
 from tests.conftest import run_stage, write_config
 from tests.stages.training import train_and_kill
 from tests.tools.recorded import Recorded
@@ -69,6 +70,24 @@ def test_planted_faults_are_named(disturbed, tmp_path, change, expected, capsys)
     assert expected in capsys.readouterr().out
 
 
+def test_steps_that_read_a_damaged_shard_had_another_loss_once(disturbed, tmp_path):
+    folder = damaged(disturbed, tmp_path,
+                     lambda line: {**line, "loss": line["loss"] * (1.01 if line["restart"] else 1)})
+    again = audit(folder)
+    assert len(again.faults) == again.repeated > 1
+    with open(folder / "train/events.jsonl", "a") as events:
+        events.write(json.dumps({"event": DAMAGED, "step": 8, "first_step": 9, "set_aside": []}) + "\n")
+    found = audit(folder)
+    assert found.faults == [] and found.damaged == again.repeated
+    assert f"{found.damaged} steps had another loss before a damaged token shard was mended" in found.lines()[0]
+    lines = [json.loads(text) for text in (folder / "train/metrics.jsonl").read_text().splitlines()]
+    step = next(line["step"] for line in lines if line["restart"])
+    once_more = {**[line for line in lines if line["step"] == step][-1], "loss": 9.0}
+    with open(folder / "train/metrics.jsonl", "a") as log:
+        log.write(json.dumps(once_more) + "\n")
+    assert len(audit(folder).faults) == 1, "one damage, one other loss"
+
+
 def test_nothing_to_audit_is_said(tmp_path, capsys):
     assert main(["--run", str(tmp_path)]) == 2
     assert "nothing to audit" in capsys.readouterr().err
@@ -97,7 +116,7 @@ def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded
         pass
     recorded.write()
     assert read_rollbacks(recorded.train)[1].samples == ((16, 20), (28, 40))
-    assert Excluded([(16, 40)]) == excluded_by(read_rollbacks(recorded.train), recorded.plan)
+    assert Excluded([(16, 40)]) == excluded_by(read_rollbacks(recorded.train), [recorded.plan])
     found = audit(folder)
     assert found.faults == [] and found.samples == 12 * 16 + 24
     assert [entry.split(",")[0] for entry in found.left_out] == ["samples [20", "samples [16"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tools.bench_data import loading
 from tools.bench_data.__main__ import corpus, main
 from tools.bench_data.measuring import Taken, alternated, rows_of
 
@@ -66,3 +67,15 @@ def test_the_same_ids_as_datatrove(tmp_path):
     assert main(["--mb", "1.5", "--vocab", "1024", "--rounds", "1", "--only", "encode", "--json", str(path)]) == 0
     *ours, theirs = json.loads(path.read_text())["rows"]
     assert theirs["tokens"] == theirs["our_tokens"] > 100_000 and all(row["ratio_wall"] > 0 for row in ours)
+
+
+def test_the_loader_is_measured_beside_rows_in_tokens(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "TOKENS", 1 << 18)
+    monkeypatch.setattr(loading, "SEQUENCES", 64)
+    path = tmp_path / "out.json"
+    assert main(["--mb", "0.1", "--rounds", "1", "--only", "loader", "--json", str(path)]) == 0
+    told, rows = capsys.readouterr().out, json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == [f"{way}, batches of {batch}" for batch in (8, 32)
+                                             for way in ("concatenated", "packed", "memmap rows")]
+    assert all(row["unit"] == "M tokens" and row["wall_mb_per_s"] > 0 for row in rows)
+    assert "M tokens/s" in told and "best-fit packing: " in told and "of memmap rows, batches of 32" in told

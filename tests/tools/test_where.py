@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.tools.recorded import Recorded
-from tools.where import main
+from tools.where.__main__ import main
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,21 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(make
     assert found is not None and found[1].step == 1
 
 
+@pytest.mark.parametrize("part", ["saved", "prune"])
+def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part):
+    """One rank alone would try again, and the others' channel go on without it."""
+    saver, checkpoints, said = make(keep=1, attempts=2)
+
+    def broken(*_):
+        raise ValueError("broken")
+    monkeypatch.setattr(*((saver, "saved") if part == "saved" else (checkpoints, "prune")), broken)
+    saver.save(pieces(1), TrainingProgress(step=1))
+    saver.wait()
+    logged = {"saved": ["checkpoint_copy_failed", "checkpoint"], "prune": ["checkpoint"]}
+    assert [saved.event for saved in saver.ended()] == logged[part]
+    assert any("warning" in text and "broken" in text for text in said)
+
+
 def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
     saver, checkpoints, said = make(keep=5)
     for step in (1, 2):

@@ -10,7 +10,7 @@ import torch._inductor.config as inductor
 
 from model.config import ModelConfig
 from model.llama import Llama, initialise
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.errors import UserError
 from pipeline.training import session
 from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic

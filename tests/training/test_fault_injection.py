@@ -18,13 +18,16 @@ from tests.waiting import HANG_S, wait_for
 
 
 def child(folder, rank):
-    """Four steps of a rank that, asked to end, would end with status 77; what it says goes to a file."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
+    """Four steps of a rank that, asked to end, does so after its step, with status 77; what it says goes to a file."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     with open(folder / "said", "w", buffering=1) as file:
         faults = Faults.from_environment(rank, folder / "train", lambda text: print(text, file=file))
         for step in range(1, 5):
-            faults.before_step(step, nn.Linear(2, 2))
+            faults.before_step(step, nn.Linear(2, 2), lambda: bool(asked))
             print("step", step, file=file)
+            if asked:
+                sys.exit(77)
 
 
 @pytest.fixture
@@ -41,6 +44,10 @@ def start(tmp_path, monkeypatch):
     yield begin
     for process in processes:
         process.kill()
+
+
+def never():
+    return False
 
 
 def ended(process, seconds=HANG_S):
@@ -69,8 +76,14 @@ def test_a_rank_that_waits_goes_on_when_told_or_asked_to_end(start, tmp_path):
     (faults / "wait-rank0-step2.go").touch()
     wait_for(lambda: (faults / "wait-rank0-step3").exists() or not process.is_alive())
     process.terminate()
-    assert ended(process) == 77, "its own handler heard it"
-    assert (tmp_path / "said").read_text().endswith("\nstep 2\ninjected fault: wait on rank 0 at step 3\n")
+    assert ended(process) == 77
+    assert (tmp_path / "said").read_text().endswith("\nstep 2\ninjected fault: wait on rank 0 at step 3\nstep 3\n")
+
+
+def test_a_rank_that_was_asked_to_end_before_does_not_wait(tmp_path):
+    """As while the fault's file, which is written durably, was on its way to a busy disk."""
+    Faults(parse_faults("wait:rank=0,step=1"), 0, tmp_path, print).before_step(1, nn.Linear(2, 2), lambda: True)
+    assert (tmp_path / "faults/wait-rank0-step1").exists()
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -149,8 +162,8 @@ def test_a_flip_and_a_wait_happen_in_place(tmp_path):
     model, said = nn.Linear(4, 4), []
     before = model.weight.detach().clone()
     faults = Faults(parse_faults("flip:rank=0,step=2;slow:rank=0,step=2,seconds=0.05"), 0, tmp_path, said.append)
-    faults.before_step(1, model)
+    faults.before_step(1, model, never)
     assert torch.equal(model.weight, before)
-    faults.before_step(2, model)
+    faults.before_step(2, model, never)
     assert int((model.weight != before).sum()) == 1
     assert any("bit 22 of element [2, 0] of weight" in text for text in said)

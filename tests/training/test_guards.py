@@ -205,7 +205,7 @@ def train(folder, kills):
     while True:
         step = max(checkpoints)
         progress, rollbacks = dict(checkpoints[step]), read_rollbacks(folder)
-        excluded = excluded_by(rollbacks, "plan")
+        excluded = excluded_by(rollbacks, ["plan"])
         guards = Guards(config, json.loads(json.dumps(progress["guards"])), len(rollbacks))
         while step < STEPS:
             if kills and step == kills[0]:
@@ -237,7 +237,7 @@ def test_a_run_with_rollbacks_uses_each_other_sample_once_and_kills_change_nothi
     whole, progress, rollbacks = train(tmp_path / "whole", [])
     assert [rollback.samples for rollback in rollbacks] == [((312, 320),), ((408, 416),), ((528, 536),)]
     assert [rollback.back_to for rollback in rollbacks] == [30, 50, 60]
-    final = {line["step"]: line for line in whole if not is_abandoned(line, rollbacks, "plan")}
+    final = {line["step"]: line for line in whole if not is_abandoned(line, rollbacks, ["plan"])}
     used = [number for step in sorted(final) for number in final[step]["numbers"]]
     out = sample_numbers([part for rollback in rollbacks for part in rollback.samples])
     assert used == [number for number in range(progress["samples"]) if number not in set(out)]
@@ -250,10 +250,11 @@ def test_a_run_with_rollbacks_uses_each_other_sample_once_and_kills_change_nothi
 
 def test_lines_that_a_rollback_undid_are_told_from_those_that_still_hold():
     rollbacks = [Rollback(5, 2, ((32, 40),), "plan", ""), Rollback(9, 6, ((64, 72),), "plan", "")]
-    assert not is_abandoned({"samples": [24, 32]}, rollbacks, "plan")
-    assert is_abandoned({"samples": [32, 40]}, rollbacks, "plan")
-    assert not is_abandoned({"samples": [32, 48], "rollbacks": 1}, rollbacks, "plan")
-    assert is_abandoned({"samples": [64, 72], "rollbacks": 1}, rollbacks, "plan")
-    assert not is_abandoned({"samples": [64, 80], "rollbacks": 2}, rollbacks, "plan")
-    assert not is_abandoned({"samples": [32, 40]}, rollbacks, "another plan")
-    assert excluded_by(rollbacks, "plan") == Excluded([(32, 40), (64, 72)]) != excluded_by(rollbacks, "another plan")
+    assert not is_abandoned({"samples": [24, 32]}, rollbacks, ["plan"])
+    assert is_abandoned({"samples": [32, 40]}, rollbacks, ["plan"])
+    assert not is_abandoned({"samples": [32, 48], "rollbacks": 1}, rollbacks, ["plan"])
+    assert is_abandoned({"samples": [64, 72], "rollbacks": 1}, rollbacks, ["plan"])
+    assert not is_abandoned({"samples": [64, 80], "rollbacks": 2}, rollbacks, ["plan"])
+    assert not is_abandoned({"samples": [32, 40]}, rollbacks, ["another plan"])
+    assert excluded_by(rollbacks, ["plan"]) == Excluded([(32, 40), (64, 72)])
+    assert excluded_by(rollbacks, ["another plan"]) == Excluded()

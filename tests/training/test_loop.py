@@ -14,7 +14,7 @@ class Recorded:
 
     def __init__(self, fails):
         self.asked, self.fails, self.unfinished, self.progress = [], fails, True, None
-        self.loader = SimpleNamespace(next=lambda: SimpleNamespace(split=lambda size: []))
+        self.batches = SimpleNamespace(next=lambda: SimpleNamespace(split=lambda size: []))
         self.batch = SimpleNamespace(micro_batch=1, accumulation=1)
         self.engine = SimpleNamespace(step=lambda *arguments: self.noted("update"))
         self.monitor = SimpleNamespace(validate=lambda step: self.noted("validate"), log=lambda *_: self.noted("log"),

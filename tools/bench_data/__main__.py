@@ -5,8 +5,8 @@
     python -m tools.bench_data --only encode,shard
 
 Sections: encode (each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two processes each),
-shard (one process and two), filters and minhash (beside datatrove's, in one process). What is not installed or not
-there is left out with a word.
+shard (one process and two), filters and minhash (beside datatrove's, in one process), loader (training's batches beside
+rows of a mapped file, by one thread). What is not installed or not there is left out with a word.
 
 Every round measures one contender after the other, the order turned round each time, so that a slow moment of the
 machine mostly meets all; a ratio is the median over rounds of ratios within a round. Beside the clock stands processor
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.files import write_json
+from tools.bench_data.loading import loader_section
 from tools.bench_data.measuring import LeftOut, Row, version_of
 from tools.bench_data.rules import filter_section, minhash_section
 from tools.bench_data.stages import encode_section, shard_section
@@ -35,7 +36,8 @@ from tools.bench_data.stages import encode_section, shard_section
 PACKAGES = ("datatrove", "tokenizers", "fastokens", "tiktoken", "sentencepiece", "pyarrow", "orjson", "rensa", "numpy")
 PIECE_CHARACTERS = 20_000
 SECTIONS: dict[str, Callable[..., list[Row]]] = {
-    "encode": encode_section, "shard": shard_section, "filters": filter_section, "minhash": minhash_section}
+    "encode": encode_section, "shard": shard_section, "filters": filter_section, "minhash": minhash_section,
+    "loader": loader_section}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +118,9 @@ def corpus(files: list[Path] | None, most_mb: float) -> list[str]:
 
 
 def _shown(row: Row) -> str:
-    cells = [f"  {row['name']:<42}", f"{row['wall_mb_per_s']:8.2f} MB/s", f"{row['cpu_mb_per_s']:8.2f} MB/cpu s"]
+    unit = row.get("unit", "MB")
+    cells = [f"  {row['name']:<42}",
+             f"{row['wall_mb_per_s']:8.2f} {unit}/s", f"{row['cpu_mb_per_s']:8.2f} {unit}/cpu s"]
     if "start_s" in row and "net_mb_per_s" not in row:
         cells.append("net not measurable: more text, or an idler machine")
     elif "net_mb_per_s" in row:

@@ -13,6 +13,7 @@ from launch.checks import (
     cluster_problems,
     configuration_problems,
     refuse_unsound,
+    refuse_unusable_stores,
     refuse_wrong_packages,
     say_absent,
 )
@@ -83,6 +84,7 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
         print("nothing to submit: all asked stages are done")
         return 0
     refuse_wrong_packages()
+    refuse_unusable_stores(config, jobs, os.environ, here=False)
     _refuse_queued(run, jobs)
     _refuse_untrusted(run)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):

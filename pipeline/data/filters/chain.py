@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.config.shipped import FILTERS, name_of
 from pipeline.data.documents import Document, to_json
 from pipeline.data.filters.base import Filter
-from pipeline.errors import UserError, raised_at
+from pipeline.errors import UnusableInputError, raised_at
 
 NO_TEXT = "no text was left"
 MOST_REASONS = 50
@@ -57,7 +57,7 @@ class Chain:
         """What becomes of a document that has text, whose JSON is `member`.
 
         Raises:
-            UserError: a filter failed, or made what is no document.
+            UnusableInputError: a filter failed, or made what is no document.
         """
         for own in self.filters:
             name = name_of(own)
@@ -67,9 +67,10 @@ class Chain:
                     _check(document, found)
                     member = to_json(found)
             except Exception as error:
-                raise UserError(f"The filter {name} of shard.filters fails on the document {document.id} of the source "
-                                f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct "
-                                f"it, or take it out; the units that are read are kept.") from error
+                raise UnusableInputError(
+                    f"The filter {name} of shard.filters fails on the document {document.id} of the source "
+                    f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct it, or take it "
+                    f"out, and run the stage again: what was read so far is then read again.") from error
             counts = self.counts[name]
             if isinstance(found, str):
                 return self._drop(counts, Dropped(document, name, found))

@@ -15,7 +15,7 @@ from pipeline.config.data import FilesSource
 from pipeline.config.kinds import impossible
 from pipeline.config.section import Section, execution
 from pipeline.data.readers import file_format, file_records
-from pipeline.data.records import Limit, Place, Unreadable, damage
+from pipeline.data.records import Limit, Place, Unreadable, damage, is_shortage
 from pipeline.data.streams import Input, Piece
 from pipeline.errors import UserError
 
@@ -99,6 +99,8 @@ def _records(path: Path, fields: list[str], settings: dict[str, Any]) -> Iterato
                 raise UserError(f"The evaluation set {path} holds no fields at record {number}.")
             yield 1 if number is None else number, value
     except damage() as error:
+        if is_shortage(error):
+            raise
         raise UserError(f"The evaluation set {path} cannot be read: {error}. Mend the file, or correct `path` and "
                         f"`fields`.") from None
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.data.planning.near import EDGE, band_name, edges_path
 from pipeline.data.planning.runs import Layout, group_name, read_partition
 from pipeline.data.reading import STAGING
-from pipeline.errors import UserError
+from pipeline.errors import UnusableInputError
 from pipeline.files import atomic_file, output_record
 
 EDGES_AT_ONCE = 4_000_000
@@ -93,13 +93,14 @@ class Nodes:
         """Give those that were added their places, in order.
 
         Raises:
-            UserError: they are too many.
+            UnusableInputError: they are too many.
         """
         counts = np.bitwise_count(self.bits)
         self.count = int(counts.sum(dtype=np.int64))
         if self.count >= 2**32:
-            raise UserError(f"{self.count:,} documents share a band of their signatures with another; the components "
-                            f"of 2^32 at most can be found. Take more rows a band (shard.near_duplicates.rows).")
+            raise UnusableInputError(f"{self.count:,} documents share a band of their signatures with another; the "
+                                     f"components of 2^32 at most can be found. Take more rows a band "
+                                     f"(shard.near_duplicates.rows).")
         self.before = np.zeros(len(counts), np.uint32)
         np.cumsum(counts[:-1], out=self.before[1:], dtype=np.uint32)
 

@@ -23,7 +23,8 @@ NGRAM = 3
 
 def write_units(folder: Path, layout: Layout) -> None:
     """Write which unit each document is staged in."""
-    write_json(folder / STAGING / "units.json", {"names": list(layout.names), "starts": layout.starts.tolist()})
+    write_json(folder / STAGING / "units.json", {"names": list(layout.names), "starts": layout.starts.tolist()},
+               keep_equal=True)
 
 
 class StagedDocuments:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.data.documents import document_key, key_fits
 from pipeline.data.planning.decisions import SUMS, Summary, decisions_path
+from pipeline.data.planning.origins import PLACES, read_places, write_origins
 from pipeline.data.planning.runs import Layout, group_name
 from pipeline.data.reading import staged
 from pipeline.data.text_shards import SPLITS, read_documents, write_members
@@ -22,9 +23,9 @@ from pipeline.files import output_record
 CUT = "cut"
 """Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
 PICKED = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                   ("copy", "<u4")])
+                   ("copy", "<u4"), ("row", "<u8")])
 """A document picked for a shard: its digest, its place in the unit's staged documents, its size, how many equal ones
-are before it."""
+are before it, its row in the unit's index."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _piece(layout: Layout, group_of: np.ndarray, unit: int, rows: list[int], sha
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record, as one of `outputs`.
+    """Write one shard and read it back: its record as the first of `outputs`; then that of its documents' origins,
+    where their ids do not say them.
 
     Raises:
         UserError: what is read back is not what was picked.
@@ -162,9 +164,11 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                             f"disk, and run the stage again.")
     if (missing := next(expected, None)) is not None:
         raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
-    return {"outputs": [output_record(folder, path, split=payload["split"], source=payload["source"],
-                                      docs=sum(len(rows) for _, rows in picked),
-                                      text_bytes=sum(int(rows["text_bytes"].sum()) for _, rows in picked))]}
+    record = output_record(folder, path, split=payload["split"], source=payload["source"],
+                           docs=sum(len(rows) for _, rows in picked),
+                           text_bytes=sum(int(rows["text_bytes"].sum()) for _, rows in picked))
+    places = [place for unit, rows in picked for place in read_places(staged(folder, unit, PLACES), rows["row"])]
+    return {"outputs": [record, *write_origins(folder, record["path"], payload["source"], places)]}
 
 
 def _pick(folder: Path, payload: dict[str, Any], piece: list[Any]) -> np.ndarray:
@@ -179,7 +183,7 @@ def _pick(folder: Path, payload: dict[str, Any], piece: list[Any]) -> np.ndarray
     picked = np.empty(len(rows), PICKED)
     for name in ("high", "low", "offset", "length", "text_bytes"):
         picked[name] = index[name][first:end][rows]
-    picked["copy"] = decisions["copy"][rows]
+    picked["copy"], picked["row"] = decisions["copy"][rows], first + rows
     if number is not None:
         for text_high, text_low, begin, stop, change in payload.get("changed_copies", ()):
             equal = (picked["high"] == text_high) & (picked["low"] == text_low)

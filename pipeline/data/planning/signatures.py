@@ -49,8 +49,8 @@ def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
     try:
         from rensa import RMinHash
     except ImportError:
-        raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install 'drover[clean]'` "
-                        "(or `pip install rensa`), or set shard.near_duplicates to null.") from None
+        raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install --editable "
+                        "'.[clean]'` (or `pip install rensa`), or set shard.near_duplicates to null.") from None
     ngram, bands, rows = banding(config)
     return {"ngram": ngram, "bands": bands, "rows": rows,
             "library": f"rensa {metadata.version('rensa')}, algorithm {RMinHash.ALGORITHM_VERSION}"}

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.data.documents import Document, from_json, to_json
 from pipeline.data.planning.decisions import DECISION, SUMS, TRAIN, Summary, decisions_path, large, sums
+from pipeline.data.planning.origins import PLACES, read_places, write_places
 from pipeline.data.planning.runs import (
     RUN,
     Layout,
@@ -95,7 +96,8 @@ def cut(folder: Path, layout: Layout, borders: list[Border]) -> Cuts:
     if not inside:
         return Cuts([], [], [])
     path, rows, wholes, offset = staged(folder, CUT, ".documents"), bytearray(), [], 0
-    with atomic_file(path) as out:
+    places: list[str] = []
+    with atomic_file(path, keep_equal=True) as out:  # every element of the array does so
         for border in inside:
             name = layout.names[border.unit]
             place = np.load(staged(folder, name, ".npy"), mmap_mode="r")[border.row]
@@ -103,18 +105,20 @@ def cut(folder: Path, layout: Layout, borders: list[Border]) -> Cuts:
             with open(staged(folder, name, ".documents"), "rb") as documents:
                 documents.seek(int(place["offset"]))
                 whole = from_json(documents.read(int(place["length"])), "")
-            at = border.characters
+            at, [origin] = border.characters, read_places(staged(folder, name, PLACES), np.array([border.row]))
             for text, part in ((whole.text[:at], f"[:{at}]"), (whole.text[at:], f"[{at}:]")):
                 member = to_json(Document(text, whole.source, whole.id + part, whole.meta))
+                places.append(origin and origin + part)
                 rows += index_row(text, offset, len(member))
                 offset += out.write(member)
+    write_places(staged(folder, CUT, PLACES), places)
     index = np.frombuffer(rows, INDEX)
-    with atomic_file(staged(folder, CUT, ".npy")) as file:
+    with atomic_file(staged(folder, CUT, ".npy"), keep_equal=True) as file:
         np.save(file, index)
     copies, changed = _copies(folder, layout, inside, wholes, index)
     decisions = np.zeros(len(index), DECISION)
     decisions["copy"] = copies
-    with atomic_file(decisions_path(folder, CUT)) as file:
+    with atomic_file(decisions_path(folder, CUT), keep_equal=True) as file:
         np.save(file, decisions)
     hashes = [str(output_record(folder, made)["sha256"]) for made in (path, decisions_path(folder, CUT))]
     return Cuts([border.source for border in inside], hashes, changed)

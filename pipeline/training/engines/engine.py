@@ -18,7 +18,7 @@ from torch import Tensor
 from model.attention.choosing import Choice
 from model.attention.layout import PLAIN
 from model.loss import IGNORED
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.parallel.pipeline_parallel import parameter_names

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.parallel.pipeline_parallel import PipelinedModel
 from pipeline.training.engines.engine import Engine
 from pipeline.training.guards import json_number

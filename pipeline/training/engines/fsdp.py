@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from model.llama import Llama
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.pipeline_parallel import PipelinedModel

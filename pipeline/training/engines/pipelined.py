@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule
 from pipeline.training.engines.fsdp import FsdpEngine
@@ -30,6 +30,7 @@ class PipelineEngine(FsdpEngine):
         self.model = model
         self.schedule: Any = None
         self.count, self.targets = 0, 0
+        self.shape = (0, 0)
         self.losses: list[Tensor] = []
         if model.config.tied_embeddings and TIED in self.parts:  # what the last stage has counts and is saved as a copy
             part, last = self.parts[TIED], grid.pipeline_rank == grid.pipeline - 1
@@ -39,9 +40,10 @@ class PipelineEngine(FsdpEngine):
         """See FsdpEngine. All micro-batches of the step are in memory as tokens."""
         device = self.grid.ranks.device
         batches = [batch.to(device) for batch in micro_batches]
-        if self.schedule is None:
-            rows, length = batches[0].tokens.shape
-            self.schedule, self.count = make_schedule(self.model, count, (rows, length), self._share), count
+        rows, length = batches[0].tokens.shape
+        if self.schedule is None or (count, (rows, length)) != (self.count, self.shape):  # another phase
+            self.count, self.shape = count, (rows, length)
+            self.schedule = make_schedule(self.model, count, self.shape, self._share)
         inputs = [self.inputs(batch) for batch in batches]
         for stage in self.model.stages:
             stage.inputs = iter(inputs)

@@ -19,7 +19,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
-from pipeline.data.loader import Batch
+from pipeline.data.sampling.batch import Batch
 from pipeline.formats.shard_index import rectangles
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from pipeline.parallel.initial_values import InitialValues

@@ -42,6 +42,8 @@ from pipeline.files import read_json, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""
+DATA = ("shards_checked",)
+"""What of it tells of the data."""
 
 
 class Sink(Protocol):
@@ -114,21 +116,23 @@ def refuse_unusable(items: Iterable[Kind]) -> None:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The curves of a step's record: every number under train/, held-out ones under heldout/bits_per_byte/.
+    """The curves of a step's record: every number under train/ or data/, held-out ones under heldout/bits_per_byte/.
 
     A loss that is NaN stands in the record as text, and is no point of a curve.
     """
-    found = {f"train/{name}": float(value) for name, value in record.items()
+    found = {f"{'data' if name in DATA else 'train'}/{name}": float(value) for name, value in record.items()
              if isinstance(value, (int, float)) and name not in CLOCKS}
     return found | {f"heldout/bits_per_byte/{source}": float(bits)
                     for source, bits in record.get("heldout_bpb", {}).items()}
 
 
 def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]:
-    """The curves of an event: of a checkpoint, how long training stood still for it, and how long it took to write."""
-    if kind != "checkpoint":
-        return {}
-    return {f"checkpoint/{name}": float(details[name]) for name in ("stall_s", "seconds") if name in details}
+    """The curves of an event: of a checkpoint, how long training stood still for it, and how long it took to write; of
+    its copy, how long it took, how long after the checkpoint it was there, and its bytes."""
+    shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
+             "checkpoint_copied": {"seconds": "copy_seconds", "behind_s": "copy_behind_s", "bytes": "copy_bytes"}}
+    return {f"checkpoint/{curve}": float(details[name]) for name, curve in shown.get(kind, {}).items()
+            if name in details}
 
 
 def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool]:

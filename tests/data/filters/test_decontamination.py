@@ -5,6 +5,7 @@ import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from pipeline import shard
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.comparable_words import comparable_words
 from pipeline.data.documents import Document
-from pipeline.data.filters import item_index
+from pipeline.data.filters import evaluation_sets, item_index
 from pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from pipeline.data.filters.item_index import ItemIndex
 from pipeline.errors import UserError
@@ -139,6 +140,15 @@ def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, tol
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=told):
         made(kind="decontamination", files=[{"path": str(tmp_path / name), "fields": fields}]).open()
+
+
+def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+    (tmp_path / "a.csv").write_text("q\n1\n")
+    monkeypatch.setattr(evaluation_sets, "file_records", fail)
+    with pytest.raises(MemoryError):
+        made(kind="decontamination", files=[{"path": str(tmp_path / "a.csv"), "fields": ["q"]}]).open()
 
 
 def test_equal_names_in_one_task_are_refused(tmp_path):

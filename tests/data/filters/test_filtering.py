@@ -25,7 +25,7 @@ from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, kill_at, run, start, write_config
 from tests.waiting import HANG_S
-from tools.where import main as where
+from tools.where.__main__ import main as where
 
 FILTERS = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
            "most_words": 40}, {"kind": "repetition"}]
@@ -182,9 +182,9 @@ def test_a_stage_that_was_begun_or_finished_before_there_were_filters_goes_on(tm
     for path in (folder_of(config) / "units/read").rglob("*.json"):  # as that version wrote them
         record = json.loads(path.read_text())
         assert set(record) - {"key", "documents", "empty", "rejected", "lost", "outputs"} == {
-            "read", "filters", "inputs", "card"}
+            "read", "filters", "inputs", "card", "seal"}
         assert record.pop("filters") == {}
-        del record["read"], record["inputs"], record["card"]
+        del record["read"], record["inputs"], record["card"], record["seal"]
         path.write_text(json.dumps({**record, "key": "of another payload"}))
     assert run(config) == 0
     counts = read_manifest(folder_of(config)).counts
@@ -291,6 +291,22 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     assert f"The filter Mine of shard.filters fails on the document f.txt:3 of the source s: {said}" in error
     assert re.search(r"\(\w+\.py:\d+\)\. Correct", error), "and where it failed"
     assert read_manifest(folder_of(mine)) is None
+
+
+def test_without_a_filter_that_failed_what_was_read_is_read_again(mine, capsys):
+    """As its error says: what is dropped, and how documents are changed, is part of each unit."""
+    for name, text in (("a", "one|two|three"), ("b", "four|fail|five"), ("f", "six|seven")):
+        (mine.parent / f"{name}.txt").write_text(text)
+    source = files_source("s", mine.parent / "*.txt", separator="|")
+    sources = ("shard.shard_mb=0.00001", f"shard.sources={json.dumps([source])}", "shard.keep_dropped=false",
+               "shard.heldout_rule=tail", "shard.drop_duplicates=false")
+    assert run(mine, *sources) == 2
+    assert "what was read so far is then read again" in capsys.readouterr().err
+    assert [path.stem for path in folder_of(mine).glob("units/read/**/*.json")] == ["s-00000"]
+    assert run(mine, *sources, "shard.filters=[]") == 0
+    out = capsys.readouterr().out
+    assert "finished units that are removed: 1" in out and "shard.filters.0.kind" in out
+    assert read_manifest(folder_of(mine)).counts["documents_in"] == 8
 
 
 @pytest.mark.parametrize(("wrong", "said"), [

@@ -15,13 +15,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.contract.content_hash import block_digests, hash_of_blocks
+from pipeline.contract.content_hash import hash_of_blocks
 from pipeline.data import sources, streams
 from pipeline.data.documents import Rejection
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import reading_units
 from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
+from tests.block_digests import block_digests
 
 SETTINGS = settings(max_examples=100, deadline=None,
                     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

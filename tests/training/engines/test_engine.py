@@ -5,7 +5,7 @@ import torch
 
 from model.config import ModelConfig
 from model.llama import Llama, initialise
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.training.engines.engine import Engine, without_gradient
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)

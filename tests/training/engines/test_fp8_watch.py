@@ -7,7 +7,7 @@ import torch
 from model.config import ModelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.loader import pack
+from pipeline.data.sampling.batch import pack
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.initial_values import drawn
 from pipeline.parallel.ranks import start_ranks, stop_ranks
@@ -59,7 +59,7 @@ def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_are_looked_at_too_and_stay_compiled(ranks, monkeypatch, checkpointing):
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, options=None: compiler(function, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, backend="aot_eager"))
     plain, batch = built(ranks)
     engine, _ = built(ranks, compile=True, activation_checkpointing=checkpointing)
     expected = Fp8Watch(plain, CPU).measure(batch, batch.targets)

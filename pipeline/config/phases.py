@@ -1,0 +1,238 @@
+"""The phases of a training: their settings, and the plan that follows from them: which steps, how many tokens. Without
+torch.
+
+Phases end by steps, so that the number of a step tells its phase whatever a rollback has left out. A training without
+`train.phases` is one phase with train's settings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from pipeline.config.mixture import Mixture, TokenCount, tokens_text
+from pipeline.config.section import Section, execution
+
+if TYPE_CHECKING:
+    from pipeline.config.training import TrainConfig
+    from pipeline.config.tree import Config
+
+OVERLAID = ("mixture", "sequence_length", "batch_tokens", "micro_batch")
+"""What a phase may say in place of train."""
+
+
+class PhaseConfig(Section):
+    """A part of training with settings of its own; what it does not say is as `train` says it."""
+
+    until: TokenCount = Field(gt=0)
+    """Where it ends: tokens since the beginning of the run, as a number or as 250M, 10B. Rounded up to a whole step.
+    The last phase's is the end of the run."""
+    mixture: Mixture | None = None
+    """Weights of the sources in it, as in train.mixture."""
+    sequence_length: int | None = Field(None, gt=0)
+    """Tokens per sequence in it."""
+    batch_tokens: TokenCount | None = Field(None, gt=0)
+    """Tokens per optimizer step in it."""
+    micro_batch: int | None = execution(None, gt=0)
+    """Sequences that a rank takes through the model at once in it."""
+    lr: float | None = Field(None, ge=0)
+    """A phase that says anything of its learning rate begins a curve of its own, which lasts until the next phase that
+    does. This is where it begins (after `warmup_steps`); null: where the curve before had come to. Phases that say
+    nothing go on along the curve they find; the first one's is train's own (lr, schedule, warmup_steps)."""
+    lr_end: float | None = Field(None, ge=0)
+    """Where a curve that is not constant ends; null: at its begin times train.min_lr_share. 0 anneals."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """The form of the curve that begins here; null: linear if `lr_end` is given, else constant."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear growth from 0 at the beginning of the curve; null: none (in the first phase, train's)."""
+
+    @property
+    def begins_curve(self) -> bool:
+        """Whether it says anything of its learning rate."""
+        return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase.
+
+    Attributes:
+        number: from 0.
+        train: the settings that hold in it; `steps` is the whole run's, `phases` is empty.
+        first_step: steps done when it begins. steps: how many it has.
+        first_token: tokens trained on when it begins, where nothing is left out.
+        said: its section; None for a training without phases.
+    """
+
+    number: int
+    train: TrainConfig
+    first_step: int
+    steps: int
+    first_token: int
+    said: PhaseConfig | None = None
+
+    @property
+    def end_step(self) -> int:
+        """Steps done when it ends."""
+        return self.first_step + self.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it trains on."""
+        return self.steps * self.train.batch_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.train.batch_tokens // self.train.sequence_length
+
+    @property
+    def name(self) -> str:
+        """As messages name it: the place of its settings."""
+        return "train" if self.said is None else f"train.phases[{self.number}]"
+
+    def __str__(self) -> str:
+        return (f"phase {self.number + 1}: steps {self.first_step + 1:,} to {self.end_step:,}, "
+                f"{tokens_text(self.tokens)} tokens, {self.sequences:,} sequences of "
+                f"{self.train.sequence_length:,} a step")
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """All phases, in order; at least one."""
+
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> PhasePlan:
+        """The plan that the settings mean, however senseless (`plan_problems`): a phase without tokens has no steps."""
+        if not train.phases:
+            return cls((Phase(0, train, 0, train.steps, 0),))
+        found: list[Phase] = []
+        step = token = 0
+        for number, said in enumerate(train.phases):
+            given = {name: value for name in OVERLAID if (value := getattr(said, name)) is not None}
+            own = train.model_copy(update={**given, "phases": []})
+            steps = max(0, -(-(said.until - token) // own.batch_tokens))
+            found.append(Phase(number, own, step, steps, token, said))
+            step, token = step + steps, token + steps * own.batch_tokens
+        return cls(tuple(found))
+
+    @property
+    def declared(self) -> bool:
+        """Whether the configuration speaks of phases."""
+        return self.phases[0].said is not None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.phases[-1].end_step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run, where nothing is left out."""
+        return self.phases[-1].first_token + self.phases[-1].tokens
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [phase.first_step for phase in self.phases]
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase of a step, counted from 1; beyond the end, the last one."""
+        return self.phases[max(0, bisect_right(self._begins, step - 1) - 1)]
+
+    def sequences_between(self, first: int, end: int) -> int:
+        """Sequences of the steps after `first` steps, up to `end` steps done; both may lie beyond the plan's end."""
+        return self._sequences(end) - self._sequences(first)
+
+    def _sequences(self, steps: int) -> int:
+        done = 0
+        for phase in self.phases:
+            last = phase is self.phases[-1]
+            done += phase.sequences * max(0, (steps if last else min(steps, phase.end_step)) - phase.first_step)
+        return done
+
+    def step_of(self, sequence: int) -> int:
+        """The step, from 1, that takes sequence number `sequence` of those that are not left out; it may lie beyond the
+        plan's end."""
+        phase = next(one for one in reversed(self.phases) if self._sequences(one.first_step) <= sequence)
+        return phase.first_step + (sequence - self._sequences(phase.first_step)) // phase.sequences + 1
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens trained on after `step` steps."""
+        phase = self.phase_of(step)
+        return phase.first_token + (step - phase.first_step) * phase.train.batch_tokens
+
+    @property
+    def grain(self) -> int:
+        """Tokens of a grain, into which sources are cut: as set, or the longest sequence of any phase."""
+        given = self.phases[0].train.grain_tokens
+        return given or max(phase.train.sequence_length for phase in self.phases)
+
+    @property
+    def largest(self) -> Phase:
+        """The phase that needs the most memory: with most tokens in a micro-batch, and of those with the longest
+        sequences and the largest batch."""
+        return max(self.phases, key=lambda phase: (phase.train.micro_batch * phase.train.sequence_length,
+                                                   phase.train.sequence_length, phase.train.batch_tokens))
+
+
+def in_phases(config: Config) -> Iterator[tuple[Phase, Config]]:
+    """Each phase, and the configuration as it is in it."""
+    for phase in PhasePlan.of(config.train).phases:
+        yield phase, config.model_copy(update={"train": phase.train})
+
+
+def with_largest(config: Config) -> Config:
+    """The configuration as it is in the phase that needs the most memory."""
+    return config.model_copy(update={"train": PhasePlan.of(config.train).largest.train}) if config.train.phases \
+        else config
+
+
+def plan_problems(train: TrainConfig) -> Iterator[str]:
+    """Why the phases make no plan."""
+    plan = PhasePlan.of(train)
+    if not plan.declared:
+        if train.grain_tokens is not None:
+            yield "train.grain_tokens is set, but there are no train.phases; it says how they share sources."
+        return
+    for phase, said in zip(plan.phases, train.phases, strict=True):
+        if said.until <= phase.first_token:
+            yield (f"{phase.name}.until {tokens_text(said.until)} is not after {tokens_text(phase.first_token)}, where "
+                   f"the phase before ends (its own `until`, rounded up to a whole step).")
+        if said.schedule == "constant" and said.lr_end is not None:
+            yield f"{phase.name} has an lr_end, but its schedule is constant; take linear or cosine."
+        if said.warmup_steps is not None and said.warmup_steps > phase.steps > 0:
+            yield f"{phase.name}.warmup_steps {said.warmup_steps} is more than its {phase.steps} steps."
+    yield from _first_curve(train, plan)
+    if train.steps != plan.steps:
+        yield (f"train.steps {train.steps} is not what train.phases come to, {plan.steps}. Leave it out (or write null "
+               f"where a base has it): it follows from them.")
+
+
+def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
+    """Whether the warmup and the decay of the first learning-rate curve fit into the steps until the next begins."""
+    first, later = train.phases[0], zip(plan.phases[1:], train.phases[1:], strict=True)
+    end = next((phase.first_step for phase, said in later if said.begins_curve), plan.steps)
+    warmup = train.warmup_steps if first.warmup_steps is None else first.warmup_steps
+    decay = (train.decay_steps or 0) if train.schedule == "wsd" and not first.begins_curve else 0
+    if 0 < end < warmup + decay:
+        yield (f"train.warmup_steps {warmup}{f' + train.decay_steps {decay}' if decay else ''} is more than the {end} "
+               f"steps that the first learning-rate curve lasts.")
+
+
+def only_phases_differ(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether of two identities of the train stage both have phases, and nothing else differs: then training goes on,
+    and refuses by itself what would change phases that have begun (pipeline/training/resume.py)."""
+    def without(identity: dict[str, Any]) -> dict[str, Any]:
+        config = identity.get("config", {})
+        train = {key: value for key, value in config.get("train", {}).items()
+                 if key not in ("phases", "steps", "grain_tokens")}
+        return {**identity, "config": {**config, "train": train}}
+    both = all(identity.get("config", {}).get("train", {}).get("phases") for identity in (old, new))
+    return both and without(old) == without(new)

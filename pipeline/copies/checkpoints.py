@@ -1,0 +1,98 @@
+"""How copies of training's checkpoints lie in an object store, where nothing can be renamed.
+
+    run.json                                whose checkpoints these are; claim.py
+    lock.json                               who copies now; claim.py
+    step-00000100/rank-00000.safetensors    the checkpoint's files, its marker among them
+    step-00000100/records/metrics.jsonl     what of the train folder goes on with it
+    step-00000100/copy.json                 put last: every other file with size and sha256. Without it there is no copy
+
+Whoever removes one, or puts it again, removes copy.json first, so that at each moment a copy is whole or none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.copies.transfer import DamagedCopyError
+from pipeline.records.checkpoints import checkpoint_name
+from pipeline.stores.store import Missing, Store
+
+COPY = "copy.json"
+RECORDS = "records/"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is in the store: steps whose copy is whole, and paths of what is left of others, by step."""
+
+    whole: list[int]
+    unfinished: dict[int, list[str]]
+
+
+def prefix_of(step: int) -> str:
+    """Where the copy of the checkpoint after `step` lies."""
+    return f"{checkpoint_name(step)}/"
+
+
+class CopiedCheckpoints:
+    """The copies in one store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def found(self) -> Found:
+        """What there is, in the order of steps; UserError if the store cannot be listed."""
+        objects: dict[int, list[str]] = {}
+        for entry in self.store.list():
+            name, _, rest = entry.path.partition("/")
+            number = name.removeprefix("step-")
+            if rest and name.startswith("step-") and number.isdigit():
+                objects.setdefault(int(number), []).append(entry.path)
+        whole = sorted(step for step, paths in objects.items() if f"{prefix_of(step)}{COPY}" in paths)
+        return Found(whole, {step: paths for step, paths in sorted(objects.items()) if step not in whole})
+
+    def read(self, step: int) -> list[dict[str, Any]]:
+        """The records of a copy's files.
+
+        Raises:
+            DamagedCopyError: copy.json is not one that was put there.
+            UserError: the store cannot be read.
+        """
+        path = f"{prefix_of(step)}{COPY}"
+        try:
+            content = json.loads(self.store.read(path))
+            files = [{"path": str(record["path"]), "bytes": int(record["bytes"]), "sha256": str(record["sha256"])}
+                     for record in content["files"]]
+            if content["format"] != FORMAT or content["step"] != step:
+                raise ValueError(f"format {content['format']}, step {content['step']}")
+        except Missing:
+            raise DamagedCopyError(f"{self.store.url}/{path} is missing") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCopyError(f"{self.store.url}/{path} is damaged ({error})") from None
+        return files
+
+    def finish(self, step: int, files: Sequence[Mapping[str, Any]]) -> None:
+        """Make the copy count: all that `files` tells of has been put."""
+        kept = [{name: record[name] for name in ("path", "bytes", "sha256")} for record in files]
+        text = json.dumps({"format": FORMAT, "step": step, "files": kept}, indent=1) + "\n"
+        self.store.put(f"{prefix_of(step)}{COPY}", text.encode())
+
+    def reopen(self, step: int) -> None:
+        """Make the copy count no more, if there is one: what it is made of may be put again, or removed."""
+        self.store.delete([f"{prefix_of(step)}{COPY}"])
+
+    def remove(self, step: int) -> None:
+        """Remove a copy, copy.json first."""
+        self.reopen(step)
+        self.store.delete([entry.path for entry in self.store.list(checkpoint_name(step))])
+
+    def prune(self, keep: int, permanent_every: int | None) -> list[int]:
+        """Remove all but the newest `keep` copies and permanent ones; the steps that went."""
+        gone = [step for step in self.found().whole[:-keep] if permanent_every is None or step % permanent_every]
+        for step in gone:
+            self.remove(step)
+        return gone

@@ -1,0 +1,145 @@
+"""Where a sequence's tokens lie: what a pool of sequences is cut from, with documents one after another.
+
+`pipeline/data/sampling/packing.py` has the other way to make sequences of documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from pipeline.data.sampling.order import Pool
+from pipeline.data.shard_table import Shards
+from pipeline.data.token_shards import TokenShard
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of a shard."""
+
+    shard: TokenShard
+    start: int
+    stop: int
+
+
+class Held(NamedTuple):
+    """Sequences that hold parts of a document: their numbers, ascending, each once; and the first token of the shard
+    that each holds of it, and the one after its last, int64 of one length."""
+
+    numbers: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+class Sequences(Protocol):
+    """The sequences of a pool, by number."""
+
+    length: int
+
+    @property
+    def shards(self) -> Sequence[TokenShard]:
+        """What they are made of."""
+
+    def pool(self, name: str) -> Pool:
+        """What the order needs to know of them."""
+
+    def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read a sequence into `row`, (length + 1,) ids of 32 bits, and behind it the token that is its last label.
+
+        Returns the places in the row at which documents begin, length included where there is no last label, and how
+        many tokens of the sequence mean something.
+        """
+
+    def spans(self, number: int) -> list[Span]:
+        """The tokens of a sequence in their order, without padding."""
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
+
+    def place(self, number: int, place: int) -> tuple[TokenShard, int]:
+        """The shard, and the token of it, that is at a place of the row that `fill` makes."""
+
+    def holding(self, index: int, begin: int, end: int) -> Held:
+        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`), which are
+        of one document: `spans` backwards."""
+
+
+class TokenStream:
+    """Token shards laid end to end, read by position. They may be many more than are open at once (`Shards`)."""
+
+    def __init__(self, shards: Sequence[TokenShard]) -> None:
+        self.shards = shards
+        counts = shards.token_counts if isinstance(shards, Shards) else [shard.token_count for shard in shards]
+        self.ends = np.cumsum(counts, dtype=np.int64)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the stream."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """Tokens [start, stop) of the stream: a span of each shard that has some."""
+        index, found = int(self.ends.searchsorted(start, side="right")), []
+        while start < stop:
+            shard, end = self.shards[index], int(self.ends[index])
+            base, at = end - shard.token_count, min(stop, end)
+            if base < end:  # a shard without tokens has none of them
+                found.append(Span(shard, start - base, at - base))
+            start, index = at, index + 1
+        return found
+
+    def shards_within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Which shards the tokens [start, stop) of several places lie in: their numbers here, ascending, each once."""
+        edges = np.zeros(len(self.ends) + 1, np.int64)
+        np.add.at(edges, np.searchsorted(self.ends, starts, side="right"), 1)
+        np.add.at(edges, np.minimum(np.searchsorted(self.ends, stops - 1, side="right"), len(self.ends) - 1) + 1, -1)
+        return np.flatnonzero(np.cumsum(edges)[:-1])
+
+
+class Windows:
+    """Sequences that are cut from the stream wherever `length` tokens end: all of them are full."""
+
+    def __init__(self, shards: Sequence[TokenShard], length: int, stream: TokenStream | None = None) -> None:
+        self.shards, self.length, self.stream = shards, length, TokenStream(shards) if stream is None else stream
+
+    def of_length(self, length: int) -> Windows:
+        """The same stream cut into other sequences."""
+        return Windows(self.shards, length, self.stream)
+
+    def pool(self, name: str) -> Pool:
+        """See Sequences."""
+        return Pool(name, self.stream.tokens)
+
+    def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
+        """See Sequences."""
+        begin, at, starts = number * self.length, 0, []
+        for shard, start, stop in self.stream.spans(begin, begin + self.length + 1):
+            row[at:at + stop - start] = shard.tokens(start, stop)
+            starts.append(shard.document_starts(start, stop) + (at - start))
+            at += stop - start
+        return starts[0] if len(starts) == 1 else np.concatenate(starts), self.length
+
+    def spans(self, number: int) -> list[Span]:
+        """See Sequences."""
+        return self.stream.spans(number * self.length, (number + 1) * self.length)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """See Sequences."""
+        starts = numbers * self.length
+        found = self.stream.shards_within(starts, starts + self.length + 1)
+        return self.shards.rows[found] if isinstance(self.shards, Shards) else found
+
+    def place(self, number: int, place: int) -> tuple[TokenShard, int]:
+        """See Sequences."""
+        at = number * self.length + place
+        [span] = self.stream.spans(at, at + 1)
+        return span.shard, span.start
+
+    def holding(self, index: int, begin: int, end: int) -> Held:
+        """See Sequences. The stream's last tokens, which fill no sequence and its last label, are in none."""
+        base = int(self.stream.ends[index - 1]) if index else 0
+        first, stop = (base + begin) // self.length, -(-(base + end) // self.length) if begin < end else 0
+        numbers = np.arange(first, min(stop, self.pool("").sequences(self.length)), dtype=np.int64)
+        starts = numbers * self.length - base
+        return Held(numbers, np.maximum(starts, begin), np.minimum(starts + self.length, end))

@@ -1,0 +1,61 @@
+"""What reading token shards from an object store took: counted, so that nothing is fallen back to in silence."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Figures:
+    """Counts of one process, which its threads share.
+
+    Attributes:
+        hits: times that a shard was wanted and lay in the node's cache.
+        fetched, fetched_bytes: shards that were fetched whole into it, and compared with their hashes.
+        ranges, range_bytes: requests for parts of shards, whose content no hash says.
+        removed: shards that were removed from the cache to make room.
+        retries: requests that were made again after an error.
+        wait_s: seconds in which a reader waited for the store; less than that training waits, which reads ahead.
+    """
+
+    hits: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    ranges: int = 0
+    range_bytes: int = 0
+    removed: int = 0
+    retries: int = 0
+    wait_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **counts: float) -> None:
+        """Add to some of them."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
+
+    def values(self) -> dict[str, float]:
+        """All of them by name."""
+        with self._lock:
+            return {name: getattr(self, name) for name in NAMES}
+
+    def __reduce__(self) -> tuple[type[Figures], tuple[()]]:
+        return Figures, ()  # another process counts for itself
+
+
+NAMES = tuple(name for name in Figures.__dataclass_fields__ if not name.startswith("_"))
+
+
+def told(figures: dict[str, float]) -> str:
+    """The figures of all ranks in one sentence."""
+    parts = [f"{figures['fetched']:,.0f} shards fetched ({figures['fetched_bytes'] / 1e6:,.1f} MB)",
+             f"{figures['hits']:,.0f} found in the cache"]
+    if figures["ranges"]:
+        parts.append(f"{figures['ranges']:,.0f} parts read without a shard's hash "
+                     f"({figures['range_bytes'] / 1e6:,.1f} MB)")
+    if figures["removed"]:
+        parts.append(f"{figures['removed']:,.0f} removed to make room")
+    if figures["retries"]:
+        parts.append(f"{figures['retries']:,.0f} requests repeated")
+    return f"{', '.join(parts)}; readers waited {figures['wait_s']:,.1f} s"

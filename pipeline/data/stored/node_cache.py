@@ -1,0 +1,379 @@
+"""Token shards on a disk of this node, fetched once for all of its processes and removed again to keep within a bound.
+
+A file is named after its content's sha256, and gets that name only when its bytes have been hashed and are on the disk;
+so whoever finds it may read it. It is then given a modification time that follows from the hash: one that was written
+to since has another, and is fetched anew. All of this lies in a folder of the cache's own, and only what is named as
+its own files are is ever removed. A process that reads a file while another one removes it reads on: its descriptor
+holds.
+
+Locks are the kernel's (flock), which end with their process however it ends. A file that is being fetched is locked by
+its writer and has its full size from the start, so that the bound and a full disk are met before anything is fetched.
+
+How many bytes all have is kept in the file `lock-room`, for whoever holds it locked, and never less than they have:
+what goes without its being told is found by counting, at each opening and where room seems short.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.data.stored.figures import Figures
+from pipeline.errors import UserError, is_full_disk
+from pipeline.stores.outcomes import Missing
+
+CHUNK_BYTES = 1 << 20
+TRIES = 2
+"""A shard is fetched so often before its content is said to be another."""
+FAILURES = 3
+"""Times that one shard may fail to come, without a byte between them; each request is repeated below this already."""
+PAUSE_S = 1.0
+"""Before a shard is asked for again; before each further time twice as long."""
+POLL_S = 0.05
+"""How often a process that needs room looks whether others have fetched what they were fetching."""
+_DIGITS = 20
+"""Of the number of bytes in `lock-room`."""
+_OWN = re.compile(r"[0-9a-f]{64}\.arrow")
+_FETCHED = re.compile(r"[0-9a-f]{64}\.[^/]+\.tmp")
+
+
+class Closed(Exception):  # noqa: N818 - no error: reading ahead ends in the middle of a shard
+    """The cache is closed."""
+
+
+class NodeCache:
+    """One process's access to the cache in a folder. Threads may share it.
+
+    Args:
+        folder: of a disk of this node; all is kept in a folder of the user's own within.
+        limit: bytes that all shards in it may have.
+        say: told what a user should know.
+
+    Attributes:
+        limit: lowered where the disk has less room.
+    """
+
+    def __init__(self, folder: Path, limit: int, figures: Figures, say: Callable[[str], None]) -> None:
+        self.folder, self.limit, self.figures, self.say = folder / f"drover-tokens-{os.getuid()}", limit, figures, say
+        self._closed, self._number, self._last = threading.Event(), 0, b""
+        self._wanted: int | None = None
+        self._wanting = threading.Lock()
+        self._make_folder()
+
+    def open(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], *,
+             ahead: bool = False) -> int | None:
+        """A descriptor, to be closed by the caller, of the shard with this hash, which is fetched if it is not there.
+
+        Args:
+            name: what to call it in errors.
+            read: opens it in the store, from this byte on.
+            ahead: it is not needed yet: nothing that a process of this node needs soon is removed for it.
+
+        Returns:
+            None where there is no room for it.
+
+        Raises:
+            UserError: it cannot be fetched, or is not what its hash says.
+        """
+        if (found := self._found(sha256, size)) is not None:
+            self.figures.add(hits=not ahead)
+            return found
+        began = time.perf_counter()
+        try:
+            with self._locked(f"lock-{sha256[:3]}"):
+                if (found := self._found(sha256, size, remove=True)) is not None:  # by another process meanwhile
+                    self.figures.add(hits=not ahead)
+                    return found
+                return self._fetch(name, sha256, size, read, ahead)
+        finally:
+            if not ahead:
+                self.figures.add(wait_s=time.perf_counter() - began)
+
+    def want(self, digests: bytes) -> None:
+        """Tell the other processes which shards this one needs soon: their hashes, 32 bytes each.
+
+        Raises:
+            Closed: the cache is closed; a descriptor with the number of the list's may be another file's now.
+        """
+        with self._wanting:
+            if self._closed.is_set():
+                raise Closed
+            if digests != self._last:
+                self._list_wanted(digests)
+                self._last = digests
+
+    def _list_wanted(self, digests: bytes) -> None:
+        with self._locked("lock-room"):
+            if self._wanted is None:
+                path = self.folder / f"wanted-{platform.node()}-{os.getpid()}-{id(self):x}"
+                self._wanted = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._wanted, fcntl.LOCK_EX)
+            os.ftruncate(self._wanted, 0)
+            os.pwrite(self._wanted, digests, 0)
+
+    def close(self) -> None:
+        """End what is being fetched, and want nothing any more."""
+        self._closed.set()
+        with self._wanting:
+            if self._wanted is not None:
+                os.close(self._wanted)
+                self._wanted = None
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.lstat()
+            if not self.folder.is_dir() or self.folder.is_symlink() or status.st_uid != os.getuid():
+                raise UserError(f"{self.folder}, where token shards are to be kept (train.cache.folder), is not a "
+                                f"folder of yours. Give another train.cache.folder.")
+            with self._locked("lock-room") as room:
+                self._remove_leftovers()
+                _note(room, self._used())
+        except OSError as error:
+            raise UserError(f"Token shards cannot be kept in {self.folder} (train.cache.folder): {error.strerror}. "
+                            f"Give a folder on a disk of this node that can be written to and has locks.") from None
+
+    def _found(self, sha256: str, size: int, *, remove: bool = False) -> int | None:
+        """A descriptor of the file, if it is there as it was written; with `remove`, another one goes."""
+        path = self._path(sha256)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        status = os.fstat(descriptor)
+        if status.st_size == size and status.st_mtime_ns == _stamp(sha256):
+            os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
+            return descriptor
+        os.close(descriptor)
+        if remove:
+            self.say(f"{path} was written to since it was fetched; it is fetched again")
+            path.unlink(missing_ok=True)
+        return None
+
+    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], ahead: bool) -> int | None:
+        """Fetch the shard and give it its name; a descriptor of it. For whoever holds its lock."""
+        reserved = self._reserve(sha256, size, ahead)
+        while reserved is None:
+            if ahead or size > self.limit:
+                return None
+            others = self._others_fetch()  # before room is looked for: they may end meanwhile
+            if (reserved := self._reserve(sha256, size, ahead)) is None:
+                if not others:
+                    return None
+                if self._closed.wait(POLL_S):  # when these have been fetched, there will be something to remove
+                    raise Closed
+        temporary, writing = reserved
+        try:
+            for attempt in range(TRIES):
+                if (found := self._download(name, writing, size, read)) == sha256:
+                    break
+                if attempt + 1 < TRIES:
+                    self.figures.add(retries=1)
+                    self.say(f"{name} came with sha256 {found[:12]} instead of {sha256[:12]}; it is fetched again")
+            else:
+                raise UserError(f"{name} is not what the stage encode committed: sha256 {sha256[:12]} -> {found[:12]}. "
+                                f"It was changed in the store, or copied from another run. Copy this run's shards "
+                                f"there again (python -m tools.copy_tokens), or give the place that has them as "
+                                f"train.tokens_from.")
+            os.fsync(writing)
+            os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+            with self._locked("lock-room"):  # who counts what is here finds it once
+                temporary.rename(self._path(sha256))
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and is_full_disk(error):  # where room cannot be reserved
+                with self._locked("lock-room"):
+                    self._lower_limit()
+                return None
+            raise
+        finally:
+            os.close(writing)
+        self.figures.add(fetched=1, fetched_bytes=size)
+        return descriptor
+
+    def _download(self, name: str, descriptor: int, size: int, read: Callable[[int], BinaryIO]) -> str:
+        """Write the shard's bytes to the file; hex sha256 of them. What breaks off goes on from there."""
+        digest, done, failures = hashlib.sha256(), 0, 0
+        while done < size:
+            before = done
+            try:
+                with read(done) as stream:
+                    while chunk := stream.read(CHUNK_BYTES):
+                        if self._closed.is_set():
+                            raise Closed
+                        _write(descriptor, chunk[:size - done], done)
+                        digest.update(chunk)  # of what is too long, too: then the hash is another
+                        done += len(chunk)
+                if done < size:
+                    raise UserError(f"{name} breaks off after {done:,} of {size:,} bytes.")
+            except Missing:
+                raise
+            except UserError as error:
+                failures = 1 if done > before else failures + 1
+                if failures >= FAILURES:
+                    raise
+                self.figures.add(retries=1)
+                self.say(f"fetching {name}: {error} Trying again")
+                if self._closed.wait(PAUSE_S * 2 ** (failures - 1)):
+                    raise Closed from None
+        return digest.hexdigest()
+
+    def _reserve(self, sha256: str, size: int, ahead: bool) -> tuple[Path, int] | None:
+        """An empty file of this size, open and locked, for which room was made; None where there is none."""
+        with self._locked("lock-room") as room:
+            noted, counted = _noted(room), False
+            while size <= self.limit:
+                if counted or noted is None or noted + size > self.limit:
+                    self._remove_leftovers()
+                    noted, counted = self._used(), True
+                    if not self._make_room(noted + size - self.limit, ahead):
+                        return None
+                _note(room, min(noted + size, self.limit))  # before it is so: a process may be killed
+                try:
+                    return self._allocate(sha256, size)
+                except OSError as error:
+                    if not is_full_disk(error):
+                        raise UserError(f"{self.folder} (train.cache.folder) cannot be written to: {error.strerror}. "
+                                        f"Give another train.cache.folder.") from None
+                if counted:
+                    self._lower_limit()
+                counted = True  # from now on; what killed processes left may be what fills the disk
+        return None
+
+    def _lower_limit(self) -> None:
+        """The disk has no room for more than what is there now."""
+        self.limit = min(self.limit - 1, self._used())
+        self.say(f"the disk of {self.folder} is full: the cache's bound is {self.limit / 1e9:.3f} GB now")
+
+    def _allocate(self, sha256: str, size: int) -> tuple[Path, int]:
+        self._number += 1
+        path = self.folder / f"{sha256}.{platform.node()}-{os.getpid()}-{id(self):x}-{self._number}.tmp"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        return path, descriptor
+
+    def _make_room(self, needed: int, ahead: bool) -> bool:
+        """Remove so many bytes of shards: those that no process needs soon, the longest unused first, and then, unless
+        it is for something `ahead`, others. Whether that is possible; if not, none is removed."""
+        if needed <= 0:
+            return True
+        wanted = self._wanted_digests()
+        files = sorted((name[:64] in wanted, about.st_atime_ns, about.st_size, name)
+                       for name, about in self._files() if _OWN.fullmatch(name))
+        victims = []
+        for soon, _, size, name in files:
+            if needed <= 0 or (soon and ahead):
+                break
+            victims.append(name)
+            needed -= size
+        if needed > 0:
+            return False
+        for name in victims:
+            (self.folder / name).unlink(missing_ok=True)
+        self.figures.add(removed=len(victims))
+        return True
+
+    def _used(self) -> int:
+        """Bytes of all shards, those that are being fetched with them."""
+        return sum(about.st_size for _, about in self._files())
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Names of all shards, those that are being fetched with them, but for what vanishes meanwhile."""
+        for entry in os.scandir(self.folder):
+            if _OWN.fullmatch(entry.name) or _FETCHED.fullmatch(entry.name):
+                with suppress(FileNotFoundError):  # a fetch that failed, or what was written to since, by another
+                    yield entry.name, entry.stat()
+
+    def _others_fetch(self) -> bool:
+        """Whether something is being fetched now."""
+        return any(_FETCHED.fullmatch(entry.name) for entry in os.scandir(self.folder))
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes were fetching."""
+        for entry in list(os.scandir(self.folder)):
+            if _FETCHED.fullmatch(entry.name) and _is_free(Path(entry.path)):
+                Path(entry.path).unlink(missing_ok=True)
+
+    def _wanted_digests(self) -> set[str]:
+        """The shards that living processes need soon; the lists of others are removed."""
+        found: set[str] = set()
+        for path in self.folder.glob("wanted-*"):
+            if _is_free(path):
+                path.unlink(missing_ok=True)
+                continue
+            with suppress(FileNotFoundError):
+                listed = path.read_bytes()
+                found.update(listed[at:at + 32].hex() for at in range(0, len(listed), 32))
+        return found
+
+    def _path(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}.arrow"
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[int]:
+        """Hold a lock against all threads of all processes of this node; the descriptor of its file."""
+        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _stamp(sha256: str) -> int:
+    """The modification time, in ns, of a file with this content; a day before 1979, which no write gives it."""
+    return int(sha256[:7], 16) * 10**9
+
+
+def _noted(room: int) -> int | None:
+    """The number of bytes in `lock-room`; None where there is none."""
+    text = os.pread(room, _DIGITS + 1, 0)
+    return int(text) if len(text) == _DIGITS and text.isdigit() else None
+
+
+def _note(room: int, used: int) -> None:
+    """Write it; where that cannot be done, there is none."""
+    written = 0
+    with suppress(OSError):  # the disk is full
+        written = os.pwrite(room, b"%0*d" % (_DIGITS, used), 0)
+    if written != _DIGITS:
+        os.ftruncate(room, 0)
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds the file locked; also if it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _write(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written

@@ -1,0 +1,60 @@
+"""How a configuration says that token shards are read from an object store: `train.tokens_from`, `train.cache`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.phases import in_phases
+from pipeline.config.tree import Config
+from pipeline.data.shard_table import NUMBERS, Opener, ShardTable
+from pipeline.data.stored.shards import Settings, StoredTokens
+from pipeline.data.token_shards import TokenShard
+
+GB = 10**9
+
+
+def reading(config: Config, table: ShardTable, url: str) -> Settings:
+    """How shards are to be read from a store by this configuration."""
+    cache = config.train.cache
+    limit = int(cache.gb * GB)
+    fits = int(used(config, table).sum()) <= limit
+    return Settings(url, Path(cache.folder or tempfile.gettempdir()), limit,
+                    cache.read == "shards" or (cache.read == "auto" and fits))
+
+
+def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
+    """Bytes of each shard that is trained or measured on."""
+    mixtures = [within.train.mixture for _, within in in_phases(config)]
+    # What every phase leaves out; one without a mixture uses all.
+    left_out = set.intersection(*({name for name, share in (mixture or {}).items() if share == 0}
+                                  for mixture in mixtures))
+    kinds = np.array([split == "heldout" or source not in left_out for split, source, _ in table.kinds], bool)
+    return table.numbers[kinds[table.kind], NUMBERS.index("bytes")] if len(table) else np.zeros(0, np.int64)
+
+
+def opener_of(config: Config, folder: Path, table: ShardTable, say: Callable[[str], None]) -> Opener | None:
+    """What opens shards of the encode stage in `folder` for a look at some of their documents: as files where they are
+    there, else from the store that the configuration names; None where it names none."""
+    url = config.train.tokens_from
+    if url is None:
+        return None
+    stored = StoredTokens(reading(config, table, url), table, [""] * len(table), say)
+
+    def opened(row: int, record: dict[str, Any], whole: int) -> TokenShard:
+        path = folder / record["path"]
+        return TokenShard(path, record, whole) if path.is_file() else stored(row, record, whole)
+    return opened
+
+
+def heldout_file(config: Config, folder: Path) -> Callable[[dict[str, Any]], bool]:
+    """Tells of a record whether it is of a held-out shard in `folder`, whose content can be compared there. What is
+    read from a store instead is compared as it is fetched, where it is fetched whole."""
+    stored = config.train.tokens_from is not None
+    return lambda record: record.get("split") == "heldout" and not (
+        stored and not (folder / record["path"]).is_file())

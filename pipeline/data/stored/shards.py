@@ -1,0 +1,209 @@
+"""Token shards of an object store as training reads them: through the node's cache, or part by part.
+
+Shards that fit into the cache are fetched whole, and compared with the hashes of encode's manifest. A global shuffle
+over more than the cache holds would fetch a shard for nearly every sample, so then only the parts that samples need are
+asked for. No hash tells whether such a part is right; it is of the object that the store listed when training began
+(its ETag is asked for with every part), and its size is what the manifest says.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.shard_table import ShardTable
+from pipeline.data.stored.figures import Figures
+from pipeline.data.stored.node_cache import NodeCache
+from pipeline.data.stored.ranges import RangeMemory
+from pipeline.data.token_shards import Descriptor, TokenShard
+from pipeline.errors import UserError
+from pipeline.stores.outcomes import Changed, Entry, Missing
+from pipeline.stores.store import Store
+
+MEMORY_BYTES = 1 << 28
+"""For parts of shards that were read ahead."""
+MEND = "Copy the run's shards there again (python -m tools.copy_tokens), or give another train.tokens_from."
+TRIES = 3
+"""A part of a shard is asked for so often, each request being repeated below this already."""
+PAUSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How shards are read. Another process makes its own reader of it.
+
+    Attributes:
+        url: where they are. folder, limit: of the node's cache, and the bytes that it may have.
+        whole: whether shards are fetched whole; otherwise only parts are read.
+    """
+
+    url: str
+    folder: Path
+    limit: int
+    whole: bool
+
+
+class StoredTokens:
+    """One process's reader. Threads may share it.
+
+    Args:
+        entries: of each row of the table the ETag that the store had when training began; empty where it has none.
+        say: told what a user should know.
+
+    Attributes:
+        figures: what it took.
+    """
+
+    def __init__(self, settings: Settings, table: ShardTable, etags: list[str], say: Callable[[str], None]) -> None:
+        self.settings, self.table, self.etags, self.say = settings, table, etags, say
+        self.store, self.figures = Store(settings.url), Figures()
+        self._here, self._shards = threading.local(), weakref.WeakSet[StoredShard]()
+        self._lock, self._told = threading.Lock(), set[str]()
+        self._cache: NodeCache | None = None
+        self._memory = RangeMemory(MEMORY_BYTES)
+
+    def __reduce__(self) -> Any:
+        return StoredTokens, (self.settings, self.table, self.etags, self.say)
+
+    def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
+        """The shard in a row of the table (`pipeline.data.shard_table.Opener`)."""
+        shard = StoredShard(self, row, record, whole)
+        with self._lock:
+            self._shards.add(shard)
+        return shard
+
+    @property
+    def cache(self) -> NodeCache:
+        """This process's access to the node's cache, from the first time on that it is asked for."""
+        with self._lock:
+            if self._cache is None:
+                self._cache = NodeCache(self.settings.folder, self.settings.limit, self.figures, self.say)
+            return self._cache
+
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Within, this thread reads what is not needed yet: nobody waits for it, and nothing goes for it that others
+        need soon."""
+        self._here.ahead = True
+        try:
+            yield
+        finally:
+            self._here.ahead = False
+
+    @property
+    def _ahead(self) -> bool:
+        return getattr(self._here, "ahead", False)
+
+    def descriptor(self, row: int) -> Descriptor | None:
+        """An open file with the whole shard; None where only parts are read, as there is no room for it."""
+        if not self.settings.whole:
+            return None
+        record = self.table.record(row)
+        cache, size = self.cache, record["bytes"]
+        number = cache.open(self.name(row), record["sha256"], size, lambda start: self._stream(row, start),
+                            ahead=self._ahead)
+        if number is None and not self._ahead:
+            self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
+                           f"{cache.limit / 1e9:.3f} GB, its disk has {_free(cache.folder) / 1e9:.3f} GB left): parts "
+                           f"of such shards are read from {self.settings.url}")
+        return None if number is None else Descriptor(number)
+
+    def read(self, row: int, start: int, stop: int) -> bytes:
+        """Bytes of a shard's object, from memory if they were read ahead."""
+        began = time.perf_counter()
+        try:
+            return self._memory.read((row, start, stop), lambda: self._read(row, start, stop))
+        finally:
+            if not self._ahead:
+                self.figures.add(wait_s=time.perf_counter() - began)
+
+    def let_go(self) -> None:
+        """Close files that were removed from the cache: until then, they take room on the disk."""
+        with self._lock:
+            shards = list(self._shards)
+        for shard in shards:
+            shard.let_go()
+
+    def name(self, row: int) -> str:
+        """What a shard is called in errors."""
+        return self.store.url_of(self.table.path(row))
+
+    def close(self) -> None:
+        """Fetch nothing more."""
+        with self._lock:
+            if self._cache is not None:
+                self._cache.close()
+
+    def _stream(self, row: int, start: int) -> BinaryIO:
+        size = int(self.table.record(row)["bytes"])
+        return self.store.stream(self.table.path(row), start, entry=Entry(self.table.path(row), size, "", 0.0))
+
+    def _read(self, row: int, start: int, stop: int) -> bytes:
+        for left in reversed(range(TRIES)):
+            try:
+                data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
+                self.figures.add(ranges=1, range_bytes=len(data))
+                return data
+            except Changed:
+                raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
+                                f"{MEND}") from None
+            except Missing:
+                raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
+            except UserError as error:
+                if not left:
+                    raise
+                self.figures.add(retries=1)
+                self._say_once(f"reading a part of {self.name(row)}: {error} Trying again")
+                time.sleep(PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def _say_once(self, text: str) -> None:
+        with self._lock:
+            new = text not in self._told
+            self._told.add(text)
+        if new:
+            self.say(text)
+
+
+class StoredShard(TokenShard):
+    """A token shard whose file is in an object store."""
+
+    def __init__(self, tokens: StoredTokens, row: int, record: dict[str, Any], whole: int) -> None:
+        super().__init__(Path(record["path"]), record, whole)
+        self.tokens_of, self.row, self.name, self.mend = tokens, row, tokens.name(row), MEND
+
+    def __reduce__(self) -> Any:
+        return StoredShard, (self.tokens_of, self.row, self.record, self.whole)
+
+    def let_go(self) -> None:
+        """Close the file if it was removed from the cache; if need be it is fetched again."""
+        file = self.__dict__.get("_cached")
+        if file is not None and os.fstat(file.number).st_nlink == 0:
+            with suppress(KeyError):
+                del self.__dict__["_cached"]  # a thread that reads holds it
+
+    @cached_property
+    def _cached(self) -> Descriptor | None:
+        return self.tokens_of.descriptor(self.row)
+
+    def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
+        if (file := self._cached) is not None:
+            return self._read_file(file, offset, dtype, start, stop)
+        at, size = offset + start * dtype.itemsize, (stop - start) * dtype.itemsize
+        return np.frombuffer(self.tokens_of.read(self.row, at, at + size), dtype).copy()
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

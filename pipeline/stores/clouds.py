@@ -1,0 +1,266 @@
+"""Clouds' object stores through obstore: clients from the environment, and errors as a person can act on them.
+
+A request that fails on the way, or is answered with 5xx or "slow down", is sent again by obstore, waiting longer each
+time; a body that breaks off is read on from where it broke off.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.console import say
+from pipeline.errors import UserError
+from pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+
+RETRIES = 8
+"""A request is sent so many times more, waiting FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 15.0
+RETRY_S = 180.0
+"""No request is sent again so long after the first."""
+REQUEST_S = 120.0
+"""A request that takes longer, with its body, counts as failed. So nothing large is asked for in one."""
+LISTINGS = 3
+"""A listing whose answer breaks off is begun again, so often in all: obstore does not read it on."""
+PART_BYTES = 8 << 20
+"""What is larger is uploaded in parts of that size, or of a MOST_PARTS-th of it."""
+MOST_PARTS = 10_000
+PARTS_AT_ONCE = 4
+_FAMILIES = ("AWS_", "GOOGLE_", "AZURE_")
+_SECRETS = ("SECRET", "TOKEN", "PASSWORD", "_KEY", "SAS", "SIGNATURE", "CREDENTIAL")
+_AWS_FILES = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
+"""Variables that say where AWS's files are, and their names in ~/.aws otherwise."""
+_ADVICE = {
+    "s3": "the keys and the address in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS", "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"}
+
+
+class Cloud:
+    """A bucket (or container), as `pipeline.stores.store.Store` uses a store: keys are the objects' full names."""
+
+    def __init__(self, root: str) -> None:
+        self._root, self._client = root, client(root)
+
+    def list(self, prefix: str) -> list[Entry]:
+        """All objects below a prefix that ends with a /, which need not be given."""
+        import obstore
+        for left in reversed(range(LISTINGS)):
+            try:
+                with self._told(prefix, "list"):
+                    return [_entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
+                            for about in page]
+            except _BrokenOffError as error:
+                if not left:
+                    raise UserError(str(error)) from None
+                say("stores", f"{error} Listing again")
+                time.sleep(FIRST_WAIT_S)
+        raise AssertionError("unreachable")
+
+    def head(self, key: str) -> Entry | None:
+        """One object."""
+        import obstore
+        try:
+            with self._told(key, "look at"):
+                return _entry(obstore.head(self._client, key))
+        except Missing:
+            return None
+
+    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
+        """The bytes [start, stop) as far as they are there, and whose they are."""
+        try:  # a range in any case: only then does the answer say how large the object is, whatever comes of it
+            return self._range(key, start, (start, stop) if stop is not None else {"offset": start}, etag)
+        except _BeyondError:
+            if start == 0 and stop is None and (entry := self.head(key)) is not None and entry.size == 0:
+                return b"", entry  # there is no range in nothing
+            raise
+
+    def _range(self, key: str, start: int, asked: Any, etag: str) -> tuple[bytes, Entry]:
+        import obstore
+        with self._told(key, "read"):
+            answer = obstore.get(self._client, key, options={"range": asked, **({"if_match": etag} if etag else {})})
+            entry = _entry(answer.meta)
+            if answer.range[0] != start:
+                raise UserError(f"{self._root}/{key}: asked for the bytes from {start:,} on, the server sent those "
+                                f"from {answer.range[0]:,} on. It does not read ranges; use another server.")
+            return bytes(answer.bytes()), entry
+
+    def put(self, key: str, data: bytes | Path, only_new: bool, replaces: str | None) -> str:
+        """Write an object; its ETag, if the answer has it."""
+        import obstore
+        mode: Any = "create" if only_new else None if replaces is None else self._version(key, replaces)
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        chunk = max(PART_BYTES, -(-size // MOST_PARTS))
+        with self._told(key, "write"):
+            done = obstore.put(self._client, key, data, mode=mode, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE,
+                               use_multipart=size > chunk and mode is None)
+            return done["e_tag"] or ""
+
+    def _version(self, key: str, etag: str) -> dict[str, str | None]:
+        """What obstore takes for the version with this ETag. Google's store writes on condition of an object's
+        generation, not of its ETag, so that is looked up: who replaces the object after this look changes it, too."""
+        if not self._root.startswith("gs:"):
+            return {"e_tag": etag}
+        import obstore
+        changed = Changed(f"{self._root}/{key} is not what it was: somebody else wrote it.")
+        try:
+            with self._told(key, "look at"):
+                about = obstore.head(self._client, key)
+        except Missing:
+            raise changed from None
+        if about["e_tag"] != etag:
+            raise changed
+        return {"e_tag": etag, "version": about["version"]}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; what is not there is no error."""
+        import obstore
+        try:
+            with self._told(keys[0] if len(keys) == 1 else "", "delete"):
+                obstore.delete(self._client, list(keys))
+        except Missing:
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
+
+    @contextmanager
+    def _told(self, key: str, operation: str) -> Iterator[None]:
+        """Errors as UserError, without what the environment keeps secret."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+        url = f"{self._root}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise self._no_bucket() from None
+            raise Missing(f"{url} is not there. Correct the URL, or put the object there.") from None
+        except AlreadyExistsError:
+            raise Exists(f"{url} is there already.") from None
+        except PreconditionError:
+            raise Changed(f"{url} is not what it was: somebody else wrote it.") from None
+        except (BaseError, OSError, ValueError, NotImplementedError) as error:
+            raise self._failed(url, operation, str(error)) from None
+
+    def _failed(self, url: str, operation: str, text: str) -> UserError:
+        if "NoSuchBucket" in text or "BucketNotFound" in text:
+            return self._no_bucket()
+        reason = plainly(text)
+        scheme = self._root.partition(":")[0]
+        if re.search(r"\b(401|403)\b", text) or "privileges" in text or "credential" in text.lower():
+            return UserError(f"{url}: {operation} was refused: {reason}. Correct "
+                             f"{_ADVICE.get(scheme, _ADVICE['az'])}, or have these keys allowed to do that.")
+        if "ConditionalRequestConflict" in text:
+            return Changed(f"{url} is being written by somebody else at this moment.")
+        kind = _BrokenOffError if "list response body" in text else \
+            _BeyondError if re.search(r"\b416\b|InvalidRange|Wanted range", text) else UserError
+        return kind(f"{url}: {operation} failed: {reason}. Look whether the store can be reached from this "
+                    f"machine and is well, and run it again.")
+
+    def _no_bucket(self) -> UserError:
+        return UserError(f"There is no bucket {self._root} at this store. Correct the URL, make the bucket, or set "
+                         f"the store's address (AWS_ENDPOINT_URL).")
+
+
+class _BrokenOffError(UserError):
+    """The answer to a listing did not come whole."""
+
+
+class _BeyondError(UserError):
+    """A range begins where the object has ended."""
+
+
+def client(root: str) -> Any:
+    """obstore's client of a bucket, as the environment and AWS's files are now; one for all who ask in this process.
+
+    Raises:
+        UserError: obstore is not installed, or what the environment says is no configuration.
+    """
+    settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_FAMILIES)))
+    written = _written(dict(settings)) if root.startswith("s3:") else ()
+    return _opened(root, settings, written, os.getpid(), (RETRIES, FIRST_WAIT_S, LONGEST_WAIT_S, RETRY_S, REQUEST_S))
+
+
+@lru_cache(maxsize=32)
+def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[int, int], ...], process: int,
+            limits: tuple[float, ...]) -> Any:
+    try:
+        import obstore.store
+    except ImportError:
+        raise UserError(f"{root}: objects are read with the package obstore, which is not installed. Install it: "
+                        f"pip install --editable '.[objects]'") from None
+    if root.startswith("memory:"):
+        return obstore.store.MemoryStore()
+    retries, first, longest, retry_s, request_s = limits
+    plain = any("ENDPOINT" in name and value.startswith("http://") for name, value in settings)
+    try:
+        return obstore.store.from_url(
+            root, config=_shared_credentials(dict(settings)) if root.startswith("s3:") else None,
+            client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
+            retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
+                          "backoff": {"init_backoff": timedelta(seconds=first),
+                                      "max_backoff": timedelta(seconds=longest), "base": 2}})
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise UserError(f"{root} cannot be opened: {plainly(str(error))}. Correct the URL, or "
+                        f"{_ADVICE.get(root.partition(':')[0], _ADVICE['az'])}.") from None
+
+
+def _aws_file(settings: dict[str, str], variable: str, usual: str) -> Path:
+    return Path(settings.get(variable, f"~/.aws/{usual}")).expanduser()
+
+
+def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
+    """When AWS's files were written, and their sizes: keys in them are renewed while a run lasts."""
+    found = []
+    for variable, usual in _AWS_FILES:
+        try:
+            about = _aws_file(settings, variable, usual).stat()
+            found.append((about.st_mtime_ns, about.st_size))
+        except (OSError, RuntimeError):  # not there, or nobody's home: no keys come from it
+            found.append((0, 0))
+    return tuple(found)
+
+
+def _shared_credentials(settings: dict[str, str]) -> Any:
+    """The keys that other programs take from AWS's files, where the environment has none; obstore reads no files."""
+    given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+             "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
+    if any(name in settings for name in given):
+        return None
+    profile, found = settings.get("AWS_PROFILE", "default"), dict[str, str]()
+    for (variable, usual), section in zip(_AWS_FILES, (f"profile {profile}", profile), strict=True):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(_aws_file(settings, variable, usual), encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            continue
+        for name in (section, profile):
+            if parser.has_section(name):
+                found |= dict(parser.items(name))
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
+             "aws_session_token": "session_token"}
+    names |= {} if {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys() else {"region": "region"}
+    return {ours: found[theirs] for theirs, ours in names.items() if theirs in found} or None
+
+
+def plainly(text: str) -> str:
+    """What a library said as one short line, without anything that the environment keeps secret."""
+    for name, value in os.environ.items():
+        if name.startswith(_FAMILIES) and any(part in name for part in _SECRETS) and len(value) >= 4:
+            text = text.replace(value, "***")
+    text = text.partition("\n\nDebug source")[0]
+    code = re.search(r"<Code>([^<]*)</Code>", text)
+    message = re.search(r"<Message>([^<]*)</Message>", text)
+    text = re.sub(r"<\?xml.*|<Error>.*|<html.*", "", text, flags=re.DOTALL | re.IGNORECASE)
+    text = re.sub(r"\?[^\s]*(sig|Signature|token)=[^\s]*", "?***", text)
+    told = " ".join([text, *(found[1] for found in (code, message) if found)])
+    return " ".join(told.split()).rstrip(".: ")[:600]
+
+
+def _entry(about: Any) -> Entry:
+    return Entry(about["path"], about["size"], about["e_tag"] or "", about["last_modified"].timestamp())

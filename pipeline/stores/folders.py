@@ -1,0 +1,147 @@
+"""`file://`: a folder as an object store, so that what runs on a cluster's object store runs on a disk.
+
+Objects appear whole, are there after a power cut, and are written on condition as in a cloud: a new one by a hard link,
+which fails where there is one, a replacement under a lock on the file that it replaces.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from pipeline.errors import UserError
+from pipeline.files import atomic_file, sync
+from pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+
+_TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
+"""Names that `atomic_file` gives to what is not finished."""
+_COPY = 1 << 20
+Result = TypeVar("Result")
+
+
+class Folder:
+    """The disk, as `pipeline.stores.store.Store` uses a store: every key is an absolute path without its first /."""
+
+    def list(self, prefix: str) -> list[Entry]:
+        """All files below a folder."""
+        return self._told(f"/{prefix}", "list", lambda: list(self._walk(prefix)))
+
+    def _walk(self, prefix: str) -> Iterator[Entry]:
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+        for folder, _, names in os.walk(f"/{prefix}", onerror=refuse, followlinks=True):
+            for name in names:
+                key = os.path.join(folder, name)[1:]  # noqa: PTH118 - a million names
+                if not _TEMPORARY.search(name) and (entry := self.head(key)) is not None:
+                    yield entry
+
+    def head(self, key: str) -> Entry | None:
+        """One file."""
+        path = Path(f"/{key}")
+        try:
+            return _entry(key, path.stat()) if path.is_file() else None
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _unusable(f"file:///{key}", "read", error) from None
+
+    def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
+        """The bytes [start, stop) as far as they are there, and whose they are."""
+        def read() -> tuple[bytes, Entry]:
+            with open(f"/{key}", "rb") as file:
+                entry = _entry(key, os.fstat(file.fileno()))
+                if etag and entry.etag != etag:
+                    raise Changed(f"file:///{key} is not what it was: it was written to. Let nobody write to it while "
+                                  f"it is read.")
+                file.seek(start)
+                return file.read(-1 if stop is None else stop - start), entry
+        return self._told(f"/{key}", "read", read)
+
+    def put(self, key: str, data: bytes | Path, only_new: bool, replaces: str | None) -> str:
+        """Write a file; its ETag."""
+        path = Path(f"/{key}")
+
+        def write() -> str:
+            with _content(data) as content:
+                if only_new:
+                    _write_new(path, content)
+                elif replaces is not None:
+                    _replace(path, content, replaces)
+                else:
+                    with atomic_file(path) as file:
+                        _copy(content, file)
+            return _entry(key, path.stat()).etag
+        return self._told(f"/{key}", "write", write)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove files; what is not there is no error."""
+        for key in keys:
+            self._told(f"/{key}", "delete", lambda key=key: Path(f"/{key}").unlink(missing_ok=True))  # type: ignore[misc]
+
+    def _told(self, path: str, operation: str, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise Missing(f"file://{path} is not there. Correct the URL, or put the file there.") from None
+        except OSError as error:
+            raise _unusable(f"file://{path}", operation, error) from None
+
+
+def _unusable(url: str, operation: str, error: OSError) -> UserError:
+    return UserError(f"{url}: {operation} failed: {error.strerror or error}. Give a place where this user can do that, "
+                     f"and run it again.")
+
+
+def _entry(key: str, about: os.stat_result) -> Entry:
+    return Entry(key, about.st_size, f"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_size:x}", about.st_mtime)
+
+
+@contextmanager
+def _content(data: bytes | Path) -> Iterator[bytes | IO[bytes]]:
+    if isinstance(data, Path):
+        with open(data, "rb") as file:
+            yield file
+    else:
+        yield data
+
+
+def _copy(content: bytes | IO[bytes], file: IO[Any]) -> None:
+    if isinstance(content, bytes):
+        file.write(content)
+        return
+    while block := content.read(_COPY):
+        file.write(block)
+
+
+def _write_new(path: Path, content: bytes | IO[bytes]) -> None:
+    finished = path.with_name(f"{path.name}.new-{os.urandom(4).hex()}-{os.getpid()}.tmp")
+    try:
+        with atomic_file(finished) as file:
+            _copy(content, file)
+        os.link(finished, path)
+        sync(path.parent)
+    except FileExistsError:
+        raise Exists(f"file://{path} is there already.") from None
+    finally:
+        finished.unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes | IO[bytes], etag: str) -> None:
+    """Replace the file if its ETag is that. Who waits for the lock finds afterwards that the file at the path is not
+    the one that it locked."""
+    changed = Changed(f"file://{path} is not what it was when it was read: somebody else wrote it.")
+    try:
+        with open(path, "r+b") as old:  # NFS locks nothing for one only that is not open for writing
+            fcntl.flock(old, fcntl.LOCK_EX)
+            if _entry("", path.stat()).etag != etag:
+                raise changed
+            with atomic_file(path) as file:
+                _copy(content, file)
+    except FileNotFoundError:
+        raise changed from None

@@ -1,0 +1,173 @@
+"""Objects where files are read: found by URLs with wildcards, told apart by what the store calls their content."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+
+from pipeline.errors import UserError
+from pipeline.stores.store import Entry, Missing, Store, is_url
+
+
+@dataclass(frozen=True)
+class ObjectStat:
+    """What `os.stat` says of a file, of an object."""
+
+    st_size: int
+    st_mtime_ns: int
+
+
+@dataclass(frozen=True, order=True)
+class ObjectFile:
+    """An object, as it was listed, in place of the path of a file."""
+
+    url: str
+    size: int
+    etag: str
+    modified: float
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def place(self) -> PurePosixPath:
+        """The bucket and the object's name in it."""
+        return PurePosixPath(self.url.partition("://")[2])
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def suffix(self) -> str:
+        return self.place.suffix
+
+    def absolute(self) -> ObjectFile:
+        return self
+
+    def is_file(self) -> bool:
+        return True
+
+    def is_dir(self) -> bool:
+        return False
+
+    def stat(self) -> ObjectStat:
+        """Its size, and in place of a time the number of its content."""
+        return ObjectStat(self.size, content_number(self.etag, self.modified))
+
+
+InputFile = Path | ObjectFile
+"""What stages read from outside: a file of this machine, or an object."""
+
+
+def content_number(etag: str, modified: float) -> int:
+    """A number that is another where an object's ETag is: it stands where records of files have the time of the last
+    change, in nanoseconds. Of a store without ETags, that time."""
+    if not etag:
+        return int(modified * 1e9)
+    return int.from_bytes(hashlib.sha256(etag.encode()).digest()[:6], "big")
+
+
+@dataclass(frozen=True)
+class ObjectReader:
+    """Reads an object that is as it was listed; what it holds is refused where its ETag is another.
+
+    Raises:
+        Missing: it is not there any more.
+        Changed: it was replaced.
+    """
+
+    url: str
+    size: int
+    etag: str
+
+    @cached_property
+    def _store(self) -> Store:
+        return Store(self.url.rpartition("/")[0])
+
+    @property
+    def _path(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @cached_property
+    def beginning(self) -> bytes:
+        """The first bytes; all of a small object. Fetched once."""
+        return self.read(0, min(self.size, BEGINNING_BYTES))
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes [start, stop)."""
+        return self._store.read(self._path, start, stop, etag=self.etag)
+
+    def open(self, position: int = 0, until: int | None = None) -> BufferedReader:
+        """The bytes from `position` on, of which those before `until` are fetched ahead."""
+        entry = Entry(self._path, self.size, self.etag, 0.0)
+        first = self.beginning if position < min(self.size, BEGINNING_BYTES) else b""
+        return self._store.stream(self._path, position, entry=entry, until=until, known=first[position:])
+
+    def head(self) -> Entry:
+        """What the store says of it now."""
+        if (entry := self._store.head(self._path)) is None:
+            raise Missing(f"{self.url} is not there any more.")
+        return entry
+
+
+BEGINNING_BYTES = 1 << 20
+
+
+def open_input(path: str) -> BufferedReader:
+    """A file or an object by its path or URL, read in order."""
+    if is_url(path):
+        folder, _, name = path.rpartition("/")
+        return Store(folder).stream(name)
+    return open(path, "rb")
+
+
+def find(pattern: str) -> list[ObjectFile]:
+    """The objects that a URL names: one object, all under a prefix, or those that match wildcards, as for files: * and
+    ? stay within a folder, ** crosses folders, and hidden names match only what begins with a dot.
+
+    Raises:
+        UserError: there are none, or the store cannot be read.
+    """
+    root, _, key = pattern.partition("://")[2].partition("/")
+    scheme = pattern.partition("://")[0]
+    bucket, parts = Store(f"{scheme}://{root}"), key.strip("/").split("/")
+    if not glob.has_magic(key):
+        if key and not key.endswith("/") and (entry := bucket.head(key)) is not None:
+            return [_object(bucket, entry)]
+        found = [entry for entry in bucket.list(key) if matches(entry.path.split("/"), [*filter(None, parts), "**"])]
+        return [_object(bucket, entry) for entry in found] or _none(pattern, "there is no object, and none under it")
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    entries = list(bucket.list("/".join(parts[:fixed])))
+    found = [entry for entry in entries if entry.path == key] or \
+        [entry for entry in entries if matches(entry.path.split("/"), parts)]
+    return [_object(bucket, entry) for entry in found] or \
+        _none(pattern, f"no object matches (looked at {len(entries):,} under {bucket.url_of('/'.join(parts[:fixed]))})")
+
+
+def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether an object's path, in parts, matches a pattern in parts, as `glob.glob(recursive=True)` has it."""
+    if not pattern:
+        return not path
+    if not path:
+        return False
+    if list(pattern) == ["**"]:
+        return not any(part.startswith(".") for part in path)
+    if pattern[0] == "**":
+        return matches(path, pattern[1:]) or (not path[0].startswith(".") and matches(path[1:], pattern))
+    hidden = path[0].startswith(".") and glob.has_magic(pattern[0]) and not pattern[0].startswith(".")
+    return not hidden and fnmatchcase(path[0], pattern[0]) and matches(path[1:], pattern[1:])
+
+
+def _object(bucket: Store, entry: Entry) -> ObjectFile:
+    return ObjectFile(bucket.url_of(entry.path), entry.size, entry.etag, entry.modified)
+
+
+def _none(pattern: str, why: str) -> list[ObjectFile]:
+    raise UserError(f"{pattern}: {why}. Correct the URL.")

@@ -1,0 +1,288 @@
+"""A place with objects, by its URL: `s3://bucket/prefix`, `gs://`, `az://`, `file://`.
+
+Keys and addresses come from the environment, as each cloud's own tools have it, never from a configuration. A store can
+be sent to other processes: it is its URL, and every process opens its own connections. They do not survive a fork;
+start processes with spawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import platform
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote
+
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+from pipeline.stores.clouds import Cloud
+from pipeline.stores.folders import Folder
+from pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+
+__all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
+
+SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
+FOR_TESTS = "memory"
+"""One more, which lasts as long as the process."""
+BLOCK_BYTES = 8 << 20
+"""What is read or fetched in order is asked for in ranges of that size, AHEAD of them at a time."""
+AHEAD = 3
+LITTLE_BYTES = 1 << 20
+CHECKED = ".drover-check-"
+"""How the names of the objects begin that `preflight` writes; one that is killed leaves its own behind."""
+DELETED_AT_ONCE = 1000
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_url(text: str) -> bool:
+    """Whether it is `scheme://...`, and not a path."""
+    return _URL.match(text) is not None
+
+
+class Store:
+    """The objects under a URL. Nothing is contacted before an operation.
+
+    Every operation raises UserError that names the URL, what was tried and what to do, where it cannot be done: no such
+    bucket, keys that are refused, a server that does not answer well after all retries.
+
+    Raises:
+        UserError: it is no URL of a kind that can be read here.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, mark, rest = url.partition("://")
+        self.url = url.rstrip("/") if rest.strip("/") else url
+        if not mark or scheme not in (*SCHEMES, FOR_TESTS):
+            raise UserError(f"{url} cannot be opened. Give a URL that begins with "
+                            f"{', '.join(f'{name}://' for name in SCHEMES)}.")
+        bucket, _, prefix = rest.partition("/")
+        if scheme == "file" and bucket not in ("", "localhost"):
+            raise UserError(f"{url} names a folder of another machine, or lacks a slash: file:///{rest} is one of "
+                            f"this machine.")
+        if scheme != "file" and not bucket:
+            raise UserError(f"{url} names no bucket. Give it as {scheme}://bucket/prefix.")
+        self._root = f"{scheme}://{bucket}" if scheme != "file" else "file://"
+        self._prefix = (unquote(prefix) if scheme == "file" else prefix).strip("/")
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and (self._root, self._prefix) == (other._root, other._prefix)
+
+    def __hash__(self) -> int:
+        return hash((self._root, self._prefix))
+
+    def join(self, path: str) -> Store:
+        """A store of a deeper prefix."""
+        return Store(self.url_of(path)) if path.strip("/") else self
+
+    def url_of(self, path: str) -> str:
+        """The URL of an object."""
+        key = self._key(path)
+        return f"{self._root}/{quote(key) if self._root == 'file://' else key}"
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose path begins with `prefix` and a slash, sorted by path. What stands for a folder is none."""
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        entries = sorted(self._backend().list(self._key(prefix)), key=lambda entry: entry.path)
+        empty = {entry.path for entry in entries if not entry.size}
+        folders = {str(parent) for entry in entries for parent in PurePosixPath(entry.path).parents} & empty \
+            if empty else empty
+        for entry in entries:
+            if entry.path not in folders and len(entry.path) > cut:
+                yield replace(entry, path=entry.path[cut:])
+
+    def head(self, path: str) -> Entry | None:
+        """An object; None if it is not there."""
+        entry = self._backend().head(self._key(path))
+        return None if entry is None else replace(entry, path=path)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str = "") -> bytes:
+        """The bytes [start, stop) of an object, or those from `start` to its end.
+
+        etag: the object's, as it has to be.
+
+        Raises:
+            Missing: it is not there.
+            Changed: its ETag is another.
+            UserError: also where it has fewer bytes than that.
+        """
+        if stop is not None and stop - start > 2 * BLOCK_BYTES:
+            return b"".join(self._blocks(path, start, stop, etag))
+        if stop is not None and stop <= start:
+            return b""
+        data, entry = self._backend().read(self._key(path), start, stop, etag)
+        if etag and entry.etag != etag:
+            raise Changed(f"{self.url_of(path)} is not what it was: its ETag is {entry.etag}, not {etag}.")
+        meant = (entry.size if stop is None else stop) - start
+        if len(data) != meant:
+            raise UserError(f"{self.url_of(path)}: asked for {meant:,} bytes from {start:,} on, got {len(data):,} "
+                            f"(the object has {entry.size:,}). Look whether it is whole.")
+        return data
+
+    def stream(self, path: str, start: int = 0, *, entry: Entry | None = None, until: int | None = None,
+               known: bytes = b"") -> io.BufferedReader:
+        """The bytes of an object from `start` on, read in order with a few blocks in memory.
+
+        Args:
+            entry: what is known of the object, as `list` gave it; another one there is refused.
+            until: blocks are asked for ahead up to there; beyond, small ones, when they are wanted.
+            known: what stands at `start`, as far as it was read already.
+
+        Raises:
+            Missing: it is not there.
+            Changed: while it is read, it is replaced.
+        """
+        if entry is None and (entry := self.head(path)) is None:
+            raise self._missing(path)
+        until = entry.size if until is None else min(until, entry.size)
+        return io.BufferedReader(_Blocks(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
+
+    def put(self, path: str, data: bytes | Path, *, only_new: bool = False, replaces: str | None = None) -> Entry:
+        """Write an object, whole or not at all; a large file in parts, unless on a condition.
+
+        Args:
+            data: bytes, or the file that has them.
+            only_new: only if there is none.
+            replaces: only if the one that is there has this ETag.
+
+        Raises:
+            Exists: with `only_new`, it is there.
+            Changed: with `replaces`, it has another ETag, or is gone.
+            UserError: also where the store has another size than was sent. What became of a conditional write whose
+                answer was lost is not known: look at what is there.
+        """
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        etag = self._backend().put(self._key(path), data, only_new, replaces)
+        entry = self.head(path)
+        if entry is None or (entry.size != size and etag in ("", entry.etag)):
+            there = "nothing is there" if entry is None else f"{entry.size:,} are there"
+            raise UserError(f"{self.url_of(path)}: {size:,} bytes were written, and {there}. The server does not keep "
+                            f"what it is sent; use another one.")
+        return replace(entry, etag=etag or entry.etag, size=size)
+
+    def fetch(self, path: str, to: Path) -> str:
+        """Download an object to a file, which appears whole or not at all.
+
+        Returns:
+            sha256 of what was written.
+
+        Raises:
+            Missing: it is not there.
+            Changed: while it was read, it was replaced.
+        """
+        if (entry := self.head(path)) is None:
+            raise self._missing(path)
+        digest = hashlib.sha256()
+        with atomic_file(to) as file:
+            for block in self._blocks(path, 0, entry.size, entry.etag):
+                digest.update(block)
+                file.write(block)
+            if file.tell() != entry.size:
+                raise UserError(f"{self.url_of(path)} has {entry.size:,} bytes, of which {file.tell():,} came.")
+        return digest.hexdigest()
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects; what is not there is no error."""
+        keys = map(self._key, paths)
+        while some := list(islice(keys, DELETED_AT_ONCE)):
+            self._backend().delete(some)
+
+    def _in_order(self, path: str, start: int, entry: Entry, until: int, known: bytes) -> Iterator[bytes]:
+        if known:
+            yield known
+        at = start + len(known)
+        yield from self._blocks(path, at, until, entry.etag)
+        for place in range(max(at, until), entry.size, LITTLE_BYTES):
+            yield self.read(path, place, min(place + LITTLE_BYTES, entry.size), etag=entry.etag)
+
+    def _blocks(self, path: str, start: int, stop: int, etag: str) -> Iterator[bytes]:
+        """The bytes [start, stop) in blocks, a few of which are asked for ahead."""
+        ranges = ((at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES))
+        if stop - start <= BLOCK_BYTES:
+            yield from (self.read(path, *part, etag=etag) for part in ranges)
+            return
+        pool, asked = ThreadPoolExecutor(AHEAD), deque[Future[bytes]]()
+        try:
+            for part in ranges:
+                asked.append(pool.submit(self.read, path, *part, etag=etag))
+                if len(asked) == AHEAD:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _backend(self) -> Folder | Cloud:
+        return Folder() if self._root == "file://" else Cloud(self._root)
+
+    def _key(self, path: str) -> str:
+        return "/".join(part for part in (self._prefix, path.strip("/")) if part)
+
+    def _missing(self, path: str) -> Missing:
+        return Missing(f"{self.url_of(path)} is not there. Correct the URL, or put the object there.")
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a stream."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._left = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left:
+            self._left = memoryview(next(self._blocks, b""))
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._blocks.close()  # type: ignore[attr-defined]
+        super().close()
+
+
+def preflight(store: Store) -> None:
+    """Write a small object, compare it, have both conditions refused, and delete it. Some servers keep the framing of
+    an upload as if it were content, or write in spite of a condition.
+
+    Raises:
+        UserError: what the store does not do.
+    """
+    path = f"{CHECKED}{platform.node()}-{os.getpid()}-{os.urandom(6).hex()}"
+    data = os.urandom(70_001)
+    entry = store.put(path, data)
+    try:
+        if hashlib.sha256(store.read(path)).digest() != hashlib.sha256(data).digest():
+            raise _unfit(store, "a small object that was written is not what is read")
+        if store.read(path, 10, 20) != data[10:20]:
+            raise _unfit(store, "a range of an object is not what was asked for")
+        with suppress(Exists):
+            store.put(path, b"other", only_new=True)
+            raise _unfit(store, "an object that is there was written over, although it was to be written only if new")
+        with suppress(Changed):
+            store.put(path, b"other", replaces=f'"{"0" * 32}"')
+            raise _unfit(store, "an object was replaced that is not the one to be replaced")
+        if store.read(path, etag=entry.etag) != data:
+            raise _unfit(store, "a refused write has changed the object")
+    finally:
+        store.delete([path])
+    if store.head(path) is not None:
+        raise _unfit(store, "an object that was deleted is there still")
+
+
+def _unfit(store: Store, what: str) -> UserError:
+    return UserError(f"{store.url}: {what}. Nothing can be kept there safely; use another server.")

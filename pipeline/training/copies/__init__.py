@@ -1,0 +1,1 @@
+"""Training's side of copies in an object store: checkpoints go there in the background, and come back."""

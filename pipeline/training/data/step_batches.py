@@ -1,0 +1,99 @@
+"""What each step of a training reads: this rank's part of its batch, from the run's token shards, made ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config.batch import BatchPlan
+from pipeline.config.phases import PhasePlan
+from pipeline.contract.stage_work import Work
+from pipeline.data.exclusion import Excluded
+from pipeline.data.sampling.batch import Batch
+from pipeline.data.sampling.loader import Prefetcher
+from pipeline.parallel.context_parallel import part_of
+from pipeline.parallel.grid import Grid
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.training.data.opening import open_training_data, plan_packing, read_shard_table, refuse_cut_shards
+from pipeline.training.data.stored_data import StoredData
+
+
+class StepBatches:
+    """Opened on all ranks alike.
+
+    Args:
+        plan: the run's phases. of_phase: the batch of each, dealt out to the ranks.
+        say: is told, on rank 0, what a user should know.
+
+    Attributes:
+        table: the token shards. opener: what opens them where they are in an object store. data: their order.
+
+    Raises:
+        UserError: a shard is not there at its full length, or cannot be packed; the same on every rank.
+    """
+
+    def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
+                 say: Callable[[str], None]) -> None:
+        self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
+        ranks, train = grid.ranks, work.config.train
+        # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
+        self.table = ranks.by_leader(lambda: read_shard_table(work))
+        self.stored = StoredData(work, self.table, ranks, train.tokens_from) if train.tokens_from else None
+        if self.stored is None:
+            refuse_cut_shards(work.input("encode")[0], self.table, ranks)
+        self.opener = self.stored.tokens if self.stored else None
+        packing = plan_packing(work, self.table, ranks, say, self.opener)
+        self.data = open_training_data(work, self.table, self.opener, packing)
+
+    def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
+        """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
+        self._began, self._excluded = progress, excluded
+        steps = range(progress.step, self.config.train.steps)
+        if self.stored is not None:
+            self.stored.begin(self.data, self._numbers, steps)
+        self._loader = Prefetcher(self._make, steps, self.config.train.loader_threads)
+
+    def next(self) -> Batch:
+        """The next step's batch."""
+        return self._loader.next()
+
+    @property
+    def waited_s(self) -> float:
+        """How long the last batch kept its step waiting."""
+        return self._loader.waited_s
+
+    def fields(self, tokens: int, padding: int) -> dict[str, Any]:
+        """What a step's line in the log says of its batch of so many tokens."""
+        share = {} if self.data.packing is None else {"padding_share": round(padding / tokens, 6)}
+        return share | (self.stored.figures() if self.stored is not None else {})
+
+    def finish(self) -> dict[str, Any]:
+        """What to record at the end of reading, on all ranks alike."""
+        return {"store": self.stored.finish()} if self.stored is not None else {}
+
+    def pause(self) -> None:
+        """Make no further batches until `begin`."""
+        self._loader.close()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        if self.stored is not None:
+            self.stored.close()
+        self._loader.close()
+
+    def _numbers(self, done: int) -> NDArray[np.int64]:
+        """The samples of this rank's part of the batch after `done` steps."""
+        batch = self._of_phase[self.plan.phase_of(done + 1).number]
+        ahead = self.plan.sequences_between(self._began.step, done) + batch.first(self.grid.data_rank)
+        return self._excluded.numbers(self._began.samples, ahead, batch.rank_sequences)
+
+    def _make(self, done: int) -> Batch:
+        if self.stored is not None:
+            self.stored.reached(done)
+        batch = self.data.batch_of(self._numbers(done))
+        if self.grid.context == 1:
+            return batch
+        return part_of(batch, self.grid.context, self.grid.context_rank, self.config.train.across_documents)

@@ -1,0 +1,54 @@
+"""Addresses to copy to: wrong ones are found with all else that is wrong, unreachable ones before anything runs."""
+
+import pytest
+import yaml
+
+from launch.submit import main
+from pipeline.config.checks import problems
+from pipeline.config.loading import load_config
+from pipeline.config.tree import Config
+from tests.object_store import SECRET
+
+
+def told(checkpoints=None, export=None):
+    return "\n".join(problems(Config.model_validate(
+        {"train": {"checkpoint": {"copy_to": checkpoints}}, "convert": {"copy_to": export}})))
+
+
+@pytest.mark.parametrize(("url", "expected"), [
+    ("runs/copies", "begins with s3://"), ("https://host/bucket", "begins with s3://"), ("s3://", "names no bucket"),
+    ("file://host/folder", "another machine"), ("s3://key:word@bucket/a", "name or password before @"),
+    ("s3://bucket/a?X-Amz-Signature=1", "question mark")])
+def test_what_is_no_address_to_copy_to_is_told(url, expected):
+    for said, key in ((told(checkpoints=url), "train.checkpoint.copy_to"), (told(export=url), "convert.copy_to")):
+        assert key in said and expected in said
+        assert ":word@" not in said
+
+
+def test_both_need_a_place_of_their_own():
+    assert "places of their own" in told("s3://bucket/a", "s3://bucket/a/")
+    assert "convert.copy_to s3://bucket/a/export lies in train.checkpoint.copy_to s3://bucket/a" in \
+        told("s3://bucket/a/", "s3://bucket/a/export")
+    assert not told("s3://bucket/a", "s3://bucket/ab") and not told("abfss://box@account/a", "gs://bucket/a")
+
+
+def test_where_it_is_copied_to_is_no_part_of_what_is_made(place):
+    from pipeline.config.section import identity
+    plain = load_config(place / "c.yaml")
+    copied = load_config(place / "c.yaml", ["train.checkpoint.copy_to=s3://b/a", "convert.copy_to=s3://b/c"])
+    assert identity(plain.train) == identity(copied.train) and identity(plain.convert) == identity(copied.convert)
+
+
+def test_addresses_that_cannot_be_written_to_are_refused_together_before_anything_runs(place, moto_server, capsys):
+    given = yaml.safe_load((place / "c.yaml").read_text())
+    given["train"] = {"checkpoint": {"copy_to": "s3://no-such-bucket-here/a"}}
+    given["convert"] = {"copy_to": moto_server.url_of("b")}
+    (place / "c.yaml").write_text(yaml.safe_dump(given))
+    moto_server.fail("refuse", 100, method="PUT", path="/b/")
+    submitted = ["--stage", "shard,tokenizer,encode,train,convert", "--config", str(place / "c.yaml"),
+                 "--cluster", "local"]
+    assert main(submitted) == 2
+    said = capsys.readouterr().err
+    assert "train.checkpoint.copy_to: " in said and "no-such-bucket-here" in said and "convert.copy_to: " in said
+    assert SECRET not in said and not (place / "runs").exists()
+    assert main([*submitted, "--dry-run"]) == 0, "what is only shown contacts nobody"

@@ -1,0 +1,188 @@
+"""Phases as they are written, and what follows: steps, checks of each, learning rates, and what of them is past."""
+
+import pytest
+import yaml
+
+from pipeline.config.checks import problems, rank_problems
+from pipeline.config.loading import dump_config, load_config
+from pipeline.config.mixture import read_tokens, tokens_text
+from pipeline.config.phases import PhasePlan, in_phases, only_phases_differ, with_largest
+from pipeline.config.section import identity
+from pipeline.config.training import TrainConfig
+from pipeline.contract.run import Run
+from pipeline.contract.stages import STAGES
+from pipeline.errors import UserError
+from pipeline.training.optimizers.schedule import learning_rate, planned_rate
+from pipeline.training.resume import past_changes
+from tests.conftest import REPOSITORY
+
+SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
+PHASES = [{"until": "10k", "batch_tokens": 2048}, {"until": "40k", "sequence_length": 128, "batch_tokens": 4096},
+          {"until": 65_000, "mixture": {"web": "1B", "code": "3B"}, "lr_end": 0}]
+
+SHORT = {"sequence_length": 64, "warmup_steps": 0}
+
+
+def write(folder, train, **sections):
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump({"shard": SOURCES, "model": {"context_length": 256}, "train": train, **sections}))
+    return path
+
+
+def load(folder, train, *overrides, **sections):
+    return load_config(write(folder, train, **sections), overrides)
+
+
+def refusal(folder, train, *overrides, **sections):
+    with pytest.raises(UserError) as caught:
+        load(folder, train, *overrides, **sections)
+    return str(caught.value)
+
+
+def plan(phases, **train):
+    return PhasePlan.of(TrainConfig.model_validate(
+        {"sequence_length": 64, "batch_tokens": 1024, "phases": phases, **train}))
+
+
+@pytest.mark.parametrize(("text", "tokens"), [
+    ("250M", 250_000_000), ("2.5k", 2500), ("10B", 10**10), ("15T", 15 * 10**12), ("1_000", 1000), ("7", 7),
+    (1e9, 10**9), ("0.3K", 300), ("4 M", 4_000_000), ("0.1B", 10**8)])
+def test_tokens_as_people_write_them(text, tokens):
+    assert read_tokens(text) == tokens and isinstance(read_tokens(text), int)
+
+
+@pytest.mark.parametrize("text", ["10 billion", "B", "1e3M", "-5M", "", None, True, [1]])
+def test_what_is_no_number_of_tokens_is_left_for_the_types_to_refuse(text):
+    assert read_tokens(text) is text
+
+
+def test_tokens_for_a_person():
+    said = [tokens_text(number) for number in (999, 1000, 12_288, 1.5e9, 15e12)]
+    assert said == ["999", "1k", "12.29k", "1.5B", "15T"]
+
+
+def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path):
+    config = load(tmp_path, {**SHORT, "phases": PHASES})
+    first, second, third = PhasePlan.of(config.train).phases
+    assert (first.steps, first.tokens) == (5, 10_240), "rounded up to whole steps"
+    assert (second.first_step, second.first_token, second.steps) == (5, 10_240, 8)
+    assert third.train.batch_tokens == 16384 and third.steps == 2 and config.train.steps == 15
+    assert third.train.mixture == {"web": 1e9, "code": 3e9} and third.train.phases == []
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    assert load(tmp_path, {"steps": None, **SHORT, "phases": PHASES}) == config
+    assert str(first) == "phase 1: steps 1 to 5, 10.24k tokens, 32 sequences of 64 a step"
+
+
+def test_steps_that_are_given_must_be_those_of_the_phases(tmp_path):
+    assert "train.steps 7 is not what train.phases come to, 15. Leave it out" in refusal(
+        tmp_path, {"steps": 7, **SHORT, "phases": PHASES})
+
+
+def test_without_phases_nothing_is_new():
+    assert not {"phases", "grain_tokens", "max_epochs"} & identity(TrainConfig()).keys()
+    train = TrainConfig(steps=9, mixture={"a": 1.0})
+    one = PhasePlan.of(train)
+    assert not one.declared and one.phases[0].train is train and one.steps == 9 and one.tokens == 9 * train.batch_tokens
+    assert [one.phase_of(step).number for step in (1, 9, 10)] == [0, 0, 0] and one.sequences_between(3, 12) == 9 * 64
+
+
+def test_all_problems_of_all_phases_come_at_once(tmp_path):
+    said = refusal(tmp_path, {**SHORT, "batch_tokens": 1024, "max_epochs": {"wob": 1, "web": 0}, "phases": [
+        {"until": "10k", "mixture": {"web": 0, "code": 0}},
+        {"until": "9k", "sequence_length": 512, "batch_tokens": 1000},
+        {"until": "90k", "sequence_length": 96, "batch_tokens": 960, "mixture": {"web": 1, "books": 2},
+         "schedule": "constant", "lr_end": 0},
+        {"until": "100k", "warmup_steps": 500, "mixture": {"web": 1, "code": 1e-7}}]}, "train.packing=best_fit",
+        parallel={"tp": 64})
+    for expected in (
+            "train.packing 'best_fit' does not work with train.phases",
+            "train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0",
+            "train.phases[1].until 9k is not after 10.24k",
+            "train.phases[1]: train.sequence_length 512 is longer than model.context_length 256",
+            "train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512",
+            "train.phases[2]: train.sequence_length (96) is not divisible by parallel.tp (64)",
+            "train.phases[2]: train.mixture names books, but the sources are web, code",
+            "train.phases[2]: train.mixture says nothing of code",
+            "train.phases[2] has an lr_end, but its schedule is constant",
+            "train.phases[3].warmup_steps 500 is more than its 9 steps",
+            "train.phases[3]: train.mixture gives the source code 1e-07",
+            "train.max_epochs is 0 for web; a limit is above 0", "train.max_epochs names wob"):
+        assert expected in said, said
+    assert said.count("model.heads") == 1, "what phases share is said once"
+
+
+def test_ranks_are_checked_against_every_phase(tmp_path):
+    config = load(tmp_path, {**SHORT, "batch_tokens": 1024, "micro_batch": 2, "phases": [
+        {"until": "10k"}, {"until": "20k", "sequence_length": 256, "batch_tokens": 1536}]})
+    assert rank_problems(config, 1) == [] and not problems(config)
+    [said] = rank_problems(config, 4)
+    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 8" in said
+    zero = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "deepspeed"})})
+    [said] = rank_problems(zero, 1)
+    assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
+    assert with_largest(config).train.sequence_length == 256
+    assert [within.train.batch_tokens for _, within in in_phases(config)] == [1024, 1536]
+
+
+def test_unknown_keys_of_phases_are_named(tmp_path):
+    said = refusal(tmp_path, {"phases": [{"until": "1M", "seq_len": 5}, {"lr": 1, "until": "many"}]})
+    assert "unknown key 'train.phases.0.seq_len'" in said and "'train.phases.1.until' is 'many'" in said
+
+
+def test_without_words_about_it_the_learning_rate_is_that_of_the_whole_run():
+    train = {"warmup_steps": 5, "lr": 0.01}
+    phases = plan([{"until": "10k"}, {"until": "40k", "batch_tokens": 2048, "sequence_length": 128}], **train)
+    whole = TrainConfig(steps=phases.steps, **train)
+    assert [planned_rate(step, phases) for step in range(phases.steps)] == \
+        [learning_rate(step, whole) for step in range(phases.steps)]
+
+
+def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
+    phases = plan([{"until": 10_240}, {"until": 20_480}, {"until": 30_720, "lr_end": 0},
+                   {"until": 40_960, "lr": 0.002, "warmup_steps": 4}, {"until": 51_200, "schedule": "cosine"}],
+                  lr=0.01, warmup_steps=2, min_lr_share=0.5)
+    rates = [planned_rate(step, phases) for step in range(phases.steps)]
+    own = TrainConfig(steps=20, lr=0.01, warmup_steps=2, min_lr_share=0.5)
+    assert rates[:20] == [learning_rate(step, own) for step in range(20)] and rates[19] == 0.005
+    assert rates[20] == 0.005 and rates[29] == 0 and rates[24] == pytest.approx(0.005 * 5 / 9)
+    assert rates[30:34] == [0.0005, 0.001, 0.0015, 0.002] and set(rates[34:40]) == {0.002}
+    assert rates[40] == 0.002 and rates[49] == pytest.approx(0.001) and rates[40:] == sorted(rates[40:], reverse=True)
+
+
+def test_which_changes_are_to_the_past():
+    before = plan([{"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}])
+    def changes(step, *phases, **train):
+        return past_changes(before, plan(list(phases), **train), step)
+    first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
+    assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
+    assert changes(10, first, {"until": 40_960, "batch_tokens": 2048}) == [], "the second has not begun"
+    assert changes(11, first, {"until": 40_960, "batch_tokens": 2048}) == ["train.phases[1].batch_tokens: 1024 -> 2048"]
+    assert changes(15, {**first, "mixture": {"web": 2}}, second)[0].startswith("train.phases[0].mixture: {'web': 1.0}")
+    assert changes(15, first) == ["train.phases[1] has begun and is gone"]
+    assert "step 15 of it is done" in changes(15, first, {"until": 13_000})[0]
+    assert changes(25, first, second, {**third, "lr_end": 0.1}) == ["train.phases[2].lr_end: 0.0 -> 0.1"]
+    assert changes(15, first, second, third, lr=0.5) == ["train.lr: 0.003 -> 0.5"]
+    assert "train.grain_tokens to 64" in changes(15, first, second, {"until": 90_000, "sequence_length": 256})[0]
+    assert changes(15, first, second, {"until": 90_000, "sequence_length": 256}, grain_tokens=64) == []
+
+
+def test_other_phases_alone_need_no_force(tmp_path):
+    def train_of(phases, **more):
+        return Run(load(tmp_path, {**SHORT, "phases": phases, **more}))._settings("train")
+    old = {"config": train_of(PHASES), "inputs": {"encode": "a"}}
+    assert only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
+    assert not only_phases_differ(old, {"config": train_of(PHASES, lr=0.1), "inputs": {"encode": "a"}})
+    assert not only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "b"}})
+    assert not only_phases_differ(old, {"config": train_of([]), "inputs": {"encode": "a"}})
+    assert STAGES["train"].may_renew(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
+
+
+def test_the_shipped_example_ramps_lengthens_and_anneals():
+    config = load_config(REPOSITORY / "configs/phases_demo.yaml")
+    found = PhasePlan.of(config.train)
+    first, second, third = found.phases
+    assert first.train.batch_tokens < second.train.batch_tokens
+    assert first.train.sequence_length < second.train.sequence_length
+    assert third.train.mixture != second.train.mixture and planned_rate(config.train.steps - 1, found) == 0
+    assert config.train.steps == third.end_step

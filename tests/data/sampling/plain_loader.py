@@ -1,0 +1,72 @@
+"""The loader as it is written most plainly: a window at a time, and everything of its rows asked for by itself.
+
+What a batch is, is defined here; pipeline/data/sampling makes the same in fewer calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pipeline.data.sampling.batch import IGNORED, Batch
+from pipeline.data.sampling.order import SampleOrder, permute
+from pipeline.data.token_shards import TokenShard
+
+
+class PlainStream:
+    """Token shards laid end to end, read by position."""
+
+    def __init__(self, shards: Sequence[TokenShard]) -> None:
+        self.shards = shards
+        self.ends = np.cumsum([shard.token_count for shard in shards], dtype=np.int64)
+
+    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, stop) as int64, and the places among them (relative to start) where documents start."""
+        tokens, starts = [], []
+        index = int(np.searchsorted(self.ends, start, side="right"))
+        at = start
+        while at < stop:
+            shard = self.shards[index]
+            offset = int(self.ends[index]) - shard.token_count
+            end = min(stop, int(self.ends[index]))
+            tokens.append(shard.tokens(at - offset, end - offset).astype(np.int64))
+            starts.append(shard.document_starts(at - offset, end - offset) + (offset - start))
+            at, index = end, index + 1
+        return np.concatenate(tokens), np.concatenate(starts)
+
+
+def plain_pack(windows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    """Windows of length + 1 tokens, with their document starts, as a batch of sequences of `length`."""
+    tokens = np.stack([window for window, _ in windows])
+    begins = np.zeros(tokens.shape, dtype=bool)
+    for row, (_, starts) in enumerate(windows):
+        begins[row, starts] = True
+    labels = np.where(begins[:, 1:], IGNORED, tokens[:, 1:])
+    begins[:, 0] = True  # a document cut by the window's edge starts anew there
+    place = np.arange(tokens.shape[1])
+    positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    documents = np.cumsum(begins, axis=1, dtype=np.int32) - 1
+    lengths = tuple(tuple(np.diff(np.flatnonzero(row), append=len(row)).tolist()) for row in begins[:, :-1])
+    return Batch(torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])), torch.from_numpy(labels),
+                 torch.from_numpy(np.ascontiguousarray(documents[:, :-1])),
+                 torch.from_numpy(np.ascontiguousarray(positions[:, :-1])), targets=int((labels != IGNORED).sum()),
+                 lengths=lengths, padding=(0,) * len(windows))
+
+
+def plain_batch(parts: Sequence[Sequence[TokenShard]], order: SampleOrder, samples: Sequence[int]) -> Batch:
+    """The samples with these numbers. parts: the shards of each of the order's pools."""
+    windows = []
+    for sample in samples:
+        pool, _, sequence = plain_place(order, int(sample))
+        windows.append(PlainStream(parts[pool]).window(sequence * order.length, (sequence + 1) * order.length + 1))
+    return plain_pack(windows)
+
+
+def plain_place(order: SampleOrder, sample: int) -> tuple[int, int, int]:
+    """Pool, epoch and sequence of one sample, found by themselves."""
+    block, place = divmod(sample, order.period)
+    pool = int(order.pattern[place])
+    epoch, turn = divmod(block * int(order.quotas[pool]) + int(order.ranks[place]), int(order.counts[pool]))
+    return pool, epoch, int(permute(np.array([turn]), int(order.counts[pool]), (order.seed, pool, epoch))[0])

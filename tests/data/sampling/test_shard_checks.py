@@ -1,0 +1,110 @@
+"""Token shards are hashed when they are first used, by one rank, and again when they change."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from pipeline.contract.input_check import Expected
+from pipeline.data.sampling.shard_checks import ShardChecks
+from pipeline.data.sampling.streams import TokenStream
+from pipeline.files import sha256_file
+from tests.waiting import HANG_S, wait_for
+
+ROWS = 6
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Six files, each the content of one row."""
+    for row in range(ROWS):
+        (tmp_path / str(row)).write_bytes(bytes([row]) * 100)
+    hashes = [sha256_file(tmp_path / str(row)) for row in range(ROWS)]
+    return tmp_path, lambda row: Expected(tmp_path / str(row), hashes[row], "is not what was committed", "Put it back")
+
+
+def checks(files, rank=0, world=1, later=()):
+    """Sample n is read from the row n."""
+    return ShardChecks(range(ROWS), files[1], np.unique, rank, world, later)
+
+
+def test_what_is_used_is_compared_once_over_all_ranks(files):
+    ranks = [checks(files, rank, 2, later=[4]) for rank in range(2)]
+    try:
+        for one in ranks:
+            one.use(1, 1, [(0, 2)])
+            one.use(2, 2, [(1, 4)])
+            assert one.wait(one.look_again(2), HANG_S) and one.damage is None
+            assert one.wait(None, HANG_S)
+        assert [one.checked for one in ranks] == [3, 2]  # rows 0, 2 and 4, the last of no step; rows 1 and 3
+        assert [one.seen for one in ranks] == [300, 200]
+    finally:
+        for one in ranks:
+            one.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "shard-checks"]
+
+
+def test_damage_is_told_with_the_steps_that_read_it(files):
+    (files[0] / "3").write_bytes(b"x" * 100)
+    one = checks(files)
+    try:
+        one.use(1, 5, [(0, 2)])
+        one.use(6, 6, [(2, 4)])
+        one.use(7, 7, [(3, 4)])
+        assert not one.wait(one.look_again(7), HANG_S)
+        assert one.damage.step == 6 and one.checked == 3
+        assert str(files[0] / "3") in one.damage.text and "sha256" in one.damage.text
+        assert "It was read by the steps 6" in one.damage.text
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize("change", ["rewritten", "replaced", "time put back", "touched"])
+def test_a_shard_that_changes_after_it_was_compared(files, change):
+    path = files[0] / "1"
+    one = checks(files)
+    try:
+        one.use(1, 1, [(0, 3)])
+        assert one.wait(one.look_again(1), HANG_S)
+        one.use(2, 2, [(1, 2)])
+        stat = path.stat()
+        if change == "replaced":
+            (files[0] / "new").write_bytes(b"y" * 100)
+            (files[0] / "new").replace(path)
+        elif change != "touched":
+            path.write_bytes(b"y" * 100)
+        if change == "time put back":
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        elif change == "touched":
+            os.utime(path)
+        sound = one.wait(one.look_again(2), HANG_S)
+        assert sound == (change == "touched") and (one.damage is None) == sound and one.checked == 3
+        if not sound:
+            assert one.damage.step == 2 and "It was read by the steps 2" in one.damage.text
+    finally:
+        one.close()
+
+
+def test_which_shards_a_stretch_of_tokens_lies_in():
+    class Shard:
+        def __init__(self, count):
+            self.token_count = count
+    stream = TokenStream([Shard(count) for count in (10, 5, 20, 1, 30)])
+    for starts, wanted in (([0], [0]), ([8], [0, 1]), ([9], [0, 1]), ([10], [1]), ([12], [1, 2]), ([34], [2, 3, 4]),
+                           ([62], [4]), ([0, 62], [0, 4])):
+        found = stream.shards_within(np.array(starts), np.array(starts) + 4)
+        assert found.tolist() == wanted
+
+
+def test_a_read_that_does_not_come_back_is_left_to_itself(files, monkeypatch):
+    monkeypatch.setattr("pipeline.data.sampling.shard_checks.LEFT_AFTER_S", 0.2)
+    (files[0] / "0").unlink()
+    os.mkfifo(files[0] / "0")
+    one = checks(files)
+    one.use(1, 1, [(0, 1)])
+    assert not one.wait(one.look_again(1), 0.2)
+    one.close()
+    assert one.checked == 0 and one.damage is None
+    (files[0] / "0").write_bytes(b"")  # the reader goes on, and ends
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("shard-check")])

@@ -1,0 +1,43 @@
+"""Token shards in a store, made of numbers that a test can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.shard_table import ShardTable
+from pipeline.data.stored.copying import copy_shards
+from pipeline.data.stored.shards import Settings, StoredTokens
+from pipeline.files import output_record
+from tests.token_shards import write_documents
+
+DOCUMENTS, LENGTH = 20, 50
+
+
+def make_shards(folder: Path, count: int = 6) -> list[dict[str, Any]]:
+    """Shards `train/text-00000.arrow` ... in a folder, each with ids of its own; their output records."""
+    records = []
+    for number in range(count):
+        path = folder / f"train/text-{number:05d}.arrow"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        documents = [np.arange(LENGTH) + 1000 * number + document for document in range(DOCUMENTS)]
+        content = write_documents(path, documents, [LENGTH] * DOCUMENTS,
+                                  [f"{number:016x}{document:016x}" for document in range(DOCUMENTS)],
+                                  dtype="uint16", metadata={})
+        records.append(output_record(folder, path, split="train", source="text", **content))
+    return records
+
+
+def stored(url: str, records: list[dict[str, Any]], cache: Path, *, shards: float = 100, whole: bool = True,
+           say: Any = lambda text: None) -> StoredTokens:
+    """A reader of shards that are in the store, with room for so many of them."""
+    limit = int(shards * max(record["bytes"] for record in records))
+    return StoredTokens(Settings(url, cache, limit, whole), ShardTable.of(records), [""] * len(records), say)
+
+
+def copy(folder: Path, records: list[dict[str, Any]], url: str) -> str:
+    """Copy the shards; the URL."""
+    copy_shards(folder, records, {"vocab_size": 65536}, url)
+    return url

@@ -1,0 +1,106 @@
+"""What the launcher says of phases before anything starts, and what it refuses before a job queues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.checks import _refuse_plan
+from launch.describe import consumption_lines, training_facts
+from launch.estimate import training_flops
+from launch.forecast import shape_of, state_bytes_per_rank
+from launch.run_status.run_files import _of_coming_steps
+from pipeline.config.loading import load_config
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run
+from pipeline.errors import UserError
+from pipeline.records.checkpoints import TrainingProgress
+
+PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
+                              "mixture": {"web": 1, "code": 1}}]
+COUNTS = {"splits": {"train": {"web": {"tokens": 100_001}, "code": {"tokens": 5001}}, "heldout": {}}}
+
+
+def run_of(folder: Path, counts=COUNTS, **train) -> Run:
+    """A run whose encode stage has counted so many tokens."""
+    sources = [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump({
+        "name": "made", "runs_dir": str(folder / "runs"), "shard": {"sources": sources},
+        "tokenizer": {"vocab_size": 768},
+        "train": {"sequence_length": 64, "batch_tokens": 1024, "warmup_steps": 0, "micro_batch": 2, "phases": PHASES,
+                  **train}}))
+    run = Run(load_config(path))
+    if counts is not None:
+        (run.folder / "encode").mkdir(parents=True, exist_ok=True)
+        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, {}).write(run.folder / "encode")
+    return run
+
+
+def test_the_plan_is_told_by_phase_and_source(tmp_path):
+    said = consumption_lines(run_of(tmp_path).config, run_of(tmp_path))
+    assert said[0] == "data      phase 1: steps 1 to 10, 10.24k tokens, 16 sequences of 64 a step"
+    assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
+    assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line and "so far" in line
+               for line in said), said
+
+
+def test_before_encode_the_phases_are_told(tmp_path):
+    run = run_of(tmp_path, counts=None)
+    said = consumption_lines(run.config, run)
+    assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
+    assert consumption_lines(run_of(tmp_path, counts=None, phases=[]).config, run) == []
+    facts = training_facts(run.config, type("job", (), {"ranks": 2})())
+    assert facts[0].endswith("2 ranks x micro batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
+    assert "length    15 steps = 30,720 tokens" in facts
+
+
+def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
+    """A source that a concatenated order would refuse may be in a packed one."""
+    counts = {"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 50}}}}
+    run = run_of(tmp_path, counts=counts, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1})
+    [said] = consumption_lines(run.config, run)
+    assert said == "data      tokens and epochs of each source are known once training has planned the packing"
+
+
+def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):
+    config = run_of(tmp_path).config
+    shape = shape_of(config)
+    assert training_flops(config) == 10_240 * shape.flops_per_token(64, causal=False) + \
+        20_480 * shape.flops_per_token(128, causal=False)
+    assert state_bytes_per_rank(config, 2) == state_bytes_per_rank(run_of(tmp_path, phases=[]).config, 2)
+
+
+def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
+    with pytest.raises(UserError, match=r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]"):
+        _refuse_plan(run_of(tmp_path, max_epochs=2), forced=False)
+    _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
+    with pytest.raises(UserError, match=r"train\.phases\[0\] takes sequences from code \(100\)"):
+        _refuse_plan(run_of(tmp_path, counts={"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 100}}}}),
+                     forced=False)
+
+
+def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
+    run = run_of(tmp_path)
+    checkpoint = run.folder / "train/checkpoints/step-00000012"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE.json").write_text(json.dumps({
+        "format": 2, "progress": vars(TrainingProgress(step=12, samples=224)), "files": [],
+        "config": run.config.model_dump(mode="json")}))
+    other = run_of(tmp_path, phases=[{"until": 10_240, "batch_tokens": 2048}, PHASES[1]])
+    with pytest.raises(UserError, match=r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048"):
+        _refuse_plan(other, forced=False)
+    _refuse_plan(other, forced=True)
+    _refuse_plan(run_of(tmp_path, phases=[*PHASES, {"until": "40k"}]), forced=False)
+    assert "plan changed after step 12: train.phases[2] was added (phase 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("begun", "step", "rate"), [([{"step": 0}], 5, 1.0 * (25_600 / 10) / 1024),
+                                                     ([{"step": 10}], 12, 1.0), ([], 15, 1.0)])
+def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, begun, step, rate):
+    settings = run_of(tmp_path).config.model_dump(mode="json")
+    assert _of_coming_steps(1.0, settings, step, begun) == rate
+    assert _of_coming_steps(1.0, {"train": {"steps": 30}}, step, begun) == 1.0

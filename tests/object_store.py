@@ -1,0 +1,276 @@
+"""Object stores for tests, on 127.0.0.1 only: SeaweedFS, a real one that checks signatures, and moto, inside of the
+test's process, which fails on request. Both are in the extra `dev`; where they are missing, tests that need them fail.
+
+    def test_something(seaweed):            # or moto_server
+        store = Store(seaweed.url)          # s3://<a bucket of this test>
+        seaweed.url_of("some/prefix")
+        moto_server.fail("slow down", times=2, method="GET", path="data.jsonl")
+
+Both set the environment (AWS_*) for this process and those that it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import wait_for
+
+KEY, SECRET = "drover-key", "drover-Secret-0123456789"
+FAULTS = ("error", "slow down", "cut", "delay", "refuse", "truncate")
+"""What a request can be made to meet: status 500; 503 SlowDown; a body that breaks off in the middle; an answer that
+comes late; 403; a body whose length, too, is half."""
+
+
+@dataclass
+class Bucket:
+    """A bucket, or a prefix in one, that is a test's own. `seen` (moto) has what was asked: (method, path, range)."""
+
+    name: str
+    endpoint: str
+    server: FaultyServer | None = None
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def url_of(self, path: str) -> str:
+        return f"{self.url}/{path}"
+
+    @property
+    def seen(self) -> list[tuple[str, str, str]]:
+        assert self.server is not None
+        return self.server.seen
+
+    def fail(self, kind: str, times: int = 1, *, method: str = "", path: str = "", seconds: float = 0.0,
+             after: int = 0) -> Fault:
+        """Have the next `times` requests fail whose method and path match (path: a regular expression that is searched
+        for), but for the first `after` of them. `Fault.met` counts those that did."""
+        assert self.server is not None and kind in FAULTS
+        fault = Fault(kind, times, method, path, seconds, after)
+        self.server.faults.append(fault)
+        return fault
+
+
+@dataclass
+class Fault:
+    """A way in which requests fail."""
+
+    kind: str
+    times: int
+    method: str
+    path: str
+    seconds: float
+    after: int
+    met: int = 0
+
+    def meets(self, method: str, path: str) -> bool:
+        if self.met >= self.times or (self.method and self.method != method) or not re.search(self.path, path):
+            return False
+        if self.after:
+            self.after -= 1
+            return False
+        self.met += 1
+        return True
+
+
+@dataclass
+class FaultyServer:
+    """moto's S3 as a WSGI application that fails where it is told to."""
+
+    application: Any
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[tuple[str, str, str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        path = environ["PATH_INFO"].encode("latin-1").decode("utf-8", "replace")
+        with self.lock:
+            self.seen.append((method, path, environ.get("HTTP_RANGE", "")))
+            fault = next((one for one in self.faults if one.meets(method, path)), None)
+        kind = None if fault is None else fault.kind
+        if kind in ("error", "slow down", "refuse"):
+            status, code = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down",
+                            "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}[str(kind)]
+            body = f"<Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
+            start(status, [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+            return [body]
+        if fault is not None and kind == "delay":
+            time.sleep(fault.seconds)
+        if kind == "cut":
+            return _cut(self.application(environ, start))
+        if kind == "truncate":
+            return _truncated(self.application, environ, start)
+        return self.application(environ, start)
+
+
+def _cut(body: Iterable[bytes]) -> Iterator[bytes]:
+    data = b"".join(body)
+    yield data[:len(data) // 2]
+    raise ConnectionError("cut in the middle, as the test asked")
+
+
+def _truncated(application: Any, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    answers: list[tuple[Any, ...]] = []
+    data = b"".join(application(environ, lambda *answer: answers.append(answer)))
+    status, headers = answers[0][:2]
+    data = data[:len(data) // 2]
+    start(status, [(name, str(len(data)) if name.lower() == "content-length" else value) for name, value in headers])
+    return [data]
+
+
+def set_environment(patch: pytest.MonkeyPatch, endpoint: str, key: str = KEY, secret: str = SECRET) -> None:
+    """As a user sets it for a server of their own."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret,
+                        "AWS_REGION": "us-east-1"}.items():
+        patch.setenv(name, value)
+    patch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def make_bucket(endpoint: str) -> str:
+    """A new bucket's name."""
+    import boto3
+    name = f"drover-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+                 region_name="us-east-1").create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture(scope="session")
+def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address of a SeaweedFS server of this worker's own, and the name of its bucket."""
+    folder = tmp_path_factory.mktemp("seaweed")
+    sockets = tempfile.mkdtemp(prefix="weed-", dir="/tmp")  # the path of a Unix socket is short
+    port, process = _start_seaweed(folder, sockets)
+    try:
+        wait_for(lambda: _answers(port), lambda: f"SeaweedFS answers; {folder}/log", of=process)
+        endpoint = f"http://127.0.0.1:{port}"
+        bucket = wait_for(lambda: _ready_bucket(endpoint), lambda: f"SeaweedFS is ready; {folder}/log", of=process)
+        yield endpoint, bucket
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # asked nicely, it takes 20 s
+        process.wait()
+        shutil.rmtree(sockets)
+
+
+@pytest.fixture
+def seaweed(seaweed_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A new prefix on SeaweedFS, and the environment for it."""
+    endpoint, bucket = seaweed_bucket
+    set_environment(monkeypatch, endpoint)
+    return Bucket(f"{bucket}/{uuid.uuid4().hex[:8]}", endpoint)
+
+
+@pytest.fixture(scope="session")
+def moto_application() -> Iterator[tuple[str, FaultyServer]]:
+    """moto behind a server in this process."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        def log(self, type: str, message: str, *args: Any) -> None:
+            pass
+
+    application = FaultyServer(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.port}", application
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A new bucket on moto, whose requests fail on request, and the environment for it. Repeated requests do not wait
+    long (for processes that are started, nothing shortens that)."""
+    endpoint, server = moto_application
+    set_environment(monkeypatch, endpoint)
+    monkeypatch.setattr("pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
+    bucket = Bucket(make_bucket(endpoint), endpoint, server)
+    server.seen.clear()
+    yield bucket
+    server.faults.clear()
+
+
+def _start_seaweed(folder: Path, sockets: str) -> tuple[int, subprocess.Popen[bytes]]:
+    program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+    assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
+    identities = folder / "identities.json"
+    identities.write_text(json.dumps({"identities": [{
+        "name": "drover", "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}))
+    names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
+             "s3.port", "s3.port.grpc"]
+    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
+               "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
+               "filer.localSocket": f"{sockets}/filer", "s3": "true", "s3.config": identities,
+               "s3.iam": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "s3.localSocket": f"{sockets}/s3",
+               "s3.autoCreateBucket": "false"}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen([program, "server", *(f"-{name}={value}" for name, value in options.items())],
+                                   stdout=log, stderr=log, cwd=folder, start_new_session=True,
+                                   preexec_fn=_end_with_parent if sys.platform == "linux" else None)
+    return ports["s3.port"], process
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the test's, also where that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    for one in held:
+        one.bind(("127.0.0.1", 0))
+    ports = [int(one.getsockname()[1]) for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def _answers(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", "/")
+        return connection.getresponse().status > 0
+    except OSError:
+        return False
+
+
+def _ready_bucket(endpoint: str) -> str:
+    """A bucket into which an object can be put, which comes some seconds after the first answer; until then nothing."""
+    import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
+    try:
+        bucket = make_bucket(endpoint)
+        boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+                     region_name="us-east-1").put_object(Bucket=bucket, Key="a", Body=b"a")
+        return bucket
+    except (BotoCoreError, ClientError):
+        return ""

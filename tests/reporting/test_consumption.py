@@ -1,0 +1,48 @@
+"""What was planned stands beside what was trained on, by phase and source."""
+
+import pytest
+
+from pipeline.config.data import FilesSource, ShardConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.contract.manifest import Manifest
+from pipeline.data.sampling.consumption import planned, train_tokens
+from pipeline.reporting.consumption import consumption_tables
+from pipeline.reporting.facts import Facts
+
+ENCODED = {"splits": {"train": {"web": {"tokens": 40_001}, "code": {"tokens": 4001}}}}
+PHASES = [{"until": 6400, "mixture": {"web": 1, "code": 0}},
+          {"until": 12_800, "sequence_length": 32, "batch_tokens": 320}]
+
+
+def facts(counts, **train):
+    config = Config(shard=ShardConfig(sources=[FilesSource(kind="files", name=name, paths=["x"])
+                                               for name in ("web", "code")]),
+                    train=TrainConfig.model_validate({"sequence_length": 16, "batch_tokens": 160, **train}))
+    return Facts(config, "", {name: Manifest(name, {}, [], made, {}) for name, made in
+                              (("train", counts), ("encode", ENCODED))})
+
+
+def test_phases_are_shown_with_what_was_left_out():
+    counts = {"phases": [{"steps": 40, "tokens": {"web": 6400, "code": 0}, "left_out": {"web": 160, "code": 0}},
+                         {"steps": 20, "tokens": {"web": 5760, "code": 640}, "left_out": {"web": 0, "code": 0}}]}
+    found = facts(counts, phases=PHASES)
+    [table] = consumption_tables(found)
+    plan = planned(found.config, train_tokens(found.config, ENCODED))
+    assert table.rows[0] == ["1", "web", "40", "6,400", "6,400", "160", "0.160", "0.160"]
+    assert table.rows[1][:2] == ["2", "web"] and table.rows[2][:2] == ["2", "code"]
+    assert table.rows[2][3:6] == [f"{plan.phases[1]['code']:,}", "640", "0"]
+    assert table.rows[3] == ["all", "web", "", f"{plan.tokens('web'):,}", "12,160", "160",
+                             f"{plan.tokens('web') / 40_001:.3f}", "0.304"]
+    assert len(table.rows) == 5 and "where the length of sequences changes" in table.note
+
+
+def test_a_mixture_without_phases_is_shown_too_and_nothing_else():
+    epochs = {"web": 450 / 2500, "code": 50 / 250}
+    [table] = consumption_tables(facts({"epochs": epochs}, steps=50, mixture={"web": 9.0, "code": 1.0}))
+    assert [row[4] for row in table.rows] == ["7,200", "800", "7,200", "800"]
+    assert float(table.rows[0][6]) == pytest.approx(0.18, abs=0.01)
+    counts = {"epochs": epochs, "left_out": {"web": 160, "code": 0}}
+    [table] = consumption_tables(facts(counts, steps=50, mixture={"web": 9.0, "code": 1.0}))
+    assert [row[5] for row in table.rows] == ["160", "0", "160", "0"]
+    assert consumption_tables(facts({"epochs": {"all": 0.2}}, steps=50)) == []

@@ -1,0 +1,194 @@
+"""Phases and packing, each with token shards or checkpoints in a store, damage, rollbacks and skipped steps: what one
+option promises holds beside the others, and the run equals the plain one to the last bit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.loading import load_config
+from pipeline.contract.manifest import read_manifest
+from pipeline.copies.claim import LOCK
+from pipeline.data.shard_table import ShardTable
+from pipeline.data.stored.opening import used
+from pipeline.training.data.token_check import DAMAGED
+from tests.conftest import run_stage, write_config
+from tests.stages.test_damaged_inputs import flipped
+from tests.stages.training import events, proven, run_with_faults, train_folder
+from tests.training.test_tokens_from import ending, metrics, weights
+from tools.audit import audit
+from tools.copy_tokens import main as copy_tokens
+
+PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 0}},
+          {"until": 18432, "sequence_length": 128, "batch_tokens": 2048, "lr": 0.005}]
+"""Six steps on one source, six longer and larger ones on two."""
+SPIKES = ["train.guards.spike=rollback", "train.guards.spike_min_history=4"]
+OPTIONS = {
+    "phases": (["train.steps=null", f"train.phases={PHASES}", *SPIKES],
+               "spike:rank=0,step=6,factor=60;nan:rank=1,step=8;spike:rank=0,step=12,factor=60"),
+    "packing": (["train.packing=best_fit", *SPIKES], "spike:rank=1,step=9,factor=60;nan:rank=0,step=11")}
+"""Settings, and faults that rollbacks leave samples out for, and steps are skipped for."""
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory, corpus) -> Path:
+    """Config of a run with token shards of short documents from two sources, and a copy of them beside it."""
+    files = sorted(corpus.glob("*.txt"))
+    sources = [{"kind": "files", "name": name, "paths": [str(path) for path in part], "separator": "\n\n"}
+               for name, part in (("code", files[::2]), ("more", files[1::2]))]
+    folder = tmp_path_factory.mktemp("crossed")
+    config = write_config(folder, corpus, shard={"sources": sources}, train={
+        "mixture": {"code": 3, "more": 1}, "checkpoint": {"every_steps": 2}})
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, config)
+    assert copy_tokens(["--run", str(folder / "runs/mini"), "--to", f"file://{folder}/store"]) == 0
+    return config
+
+
+@pytest.fixture(scope="module")
+def plain(short_documents):
+    """Trains with an option from the files, nothing else being set, once; its run's folder."""
+    done = {}
+
+    def train(option: str) -> Path:
+        if option not in done:
+            settings, faults = OPTIONS[option]
+            run_with_faults(short_documents, faults, f"name={option}", f"reuse={short_documents.parent}/runs/mini",
+                            *settings, ranks=2)
+            assert proven(short_documents, option)
+            assert events(short_documents, "rollback", option) and events(short_documents, "skip", option)
+            done[option] = short_documents.parent / "runs" / option
+        return done[option]
+    return train
+
+
+@pytest.fixture
+def fresh(tmp_path, short_documents) -> Path:
+    """Config of a new run that reuses the shards."""
+    config = yaml.safe_load(short_documents.read_text())
+    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(short_documents.parent / "runs/mini"))
+    path = tmp_path / "mini.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("read", ["shards", "parts"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_from_a_store_it_is_as_from_files(fresh, short_documents, plain, tmp_path, option, read):
+    """Killed on the way, too, and with rollbacks that have the reading ahead begin anew."""
+    settings, faults = OPTIONS[option]
+    url = f"file://{short_documents.parent}/store"
+    settings = [*settings, f"train.tokens_from={url}", f"train.cache.folder={tmp_path}/cache",
+                f"train.cache.read={read}", "train.checkpoint.background=false"]
+    faults += ";kill:rank=1,step=10"
+    run_with_faults(fresh, faults, *settings, ranks=2, expect=1)
+    said = run_with_faults(fresh, faults, *settings, ranks=2)
+    assert "Traceback" not in said.stderr
+    run = fresh.parent / "runs/mini"
+    assert metrics(run) == metrics(plain(option))
+    assert weights(run) == weights(plain(option)) != [] and proven(fresh)
+    took = ending(run)
+    assert took["hits"] > 0 if read == "shards" else took["ranges"] > 0 and not (tmp_path / "cache").exists()
+    if option == "packing":
+        packed = "train/packing/64"
+        assert {path.name: path.read_bytes() for path in (run / packed).rglob("*.bins")} == {
+            path.name: path.read_bytes() for path in (plain(option) / packed).rglob("*.bins")} != {}
+
+
+def lose(config: Path, copies: Path) -> None:
+    """Lose the train folder, long enough ago that nobody waits any more for whoever copied from it."""
+    shutil.rmtree(train_folder(config))
+    (copies / LOCK).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_a_lost_folder_knew_is_in_the_copies(fresh, plain, tmp_path, option):
+    """What was left out above all; what happened after the last copy happens again."""
+    settings, faults = OPTIONS[option]
+    settings = [*settings, f"train.checkpoint.copy_to=file://{tmp_path}/copies", "train.checkpoint.background=false"]
+    run_with_faults(fresh, f"{faults};kill:rank=1,step=11", *settings, ranks=2, expect=1)
+    lose(fresh, tmp_path / "copies")
+    said = run_with_faults(fresh, faults, *settings, ranks=2).stdout
+    assert "fetching step-000000" in said and proven(fresh)
+    run = fresh.parent / "runs/mini"
+    assert metrics(run) == metrics(plain(option)) and weights(run) == weights(plain(option))
+
+
+def test_phases_to_come_may_change_where_the_folder_is_lost_too(fresh, tmp_path):
+    first, second = PHASES
+    copying = ["train.steps=null", f"train.checkpoint.copy_to=file://{tmp_path}/copies"]
+
+    def phases(*given: dict) -> str:
+        return f"train.phases={list(given)}"
+    run_stage("train", fresh, phases(first, second), *copying)
+    changed = phases(first, {**second, "until": 24576})
+    run_stage("train", fresh, "name=whole", "train.steps=null", changed)
+    lose(fresh, tmp_path / "copies")
+    for settings, told in (([phases({**first, "until": "5k"}, second)], "cannot be planned anew"),
+                           ([changed, "train.lr=0.1"], "train.lr: 0.01 -> 0.1")):
+        assert told in run_stage("train", fresh, *settings, *copying, expect=2).stderr
+        lose(fresh, tmp_path / "copies")
+    assert "plan changed: " in run_stage("train", fresh, changed, *copying).stdout
+    run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
+    found = metrics(run)
+    assert [line.pop("plan_changes", 0) for line in found] == [0] * 12 + [1] * 3
+    assert found == metrics(whole) and weights(run) == weights(whole) and proven(fresh)
+
+
+def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
+    table = ShardTable.of(read_manifest(short_documents.parent / "runs/mini/encode").outputs)
+    settings = ["train.steps=null", "train.mixture={code: 1, more: 0}", "train.warmup_steps=1"]
+    alone = load_config(fresh, [settings[1]])
+    later = load_config(fresh, [*settings, "train.phases=[{until: 2k}, {until: 4k, mixture: {code: 0, more: 1}}]"])
+    never = load_config(fresh, [*settings, "train.phases=[{until: 2k}, {until: 4k, lr_end: 0}]"])
+    whole = load_config(fresh, [])
+    assert used(later, table).sum() == used(whole, table).sum() > used(alone, table).sum()
+    assert used(never, table).tolist() == used(alone, table).tolist()
+
+
+@contextmanager
+def damaged(config: Path, source: str, column: str):
+    """A training shard of the source with one bit turned in the middle of a column; its path."""
+    encode = config.parent / "runs/mini/encode"
+    record = next(record for record in read_manifest(encode).outputs
+                  if (record["split"], record["source"]) == ("train", source))
+    at = record[f"{column}_offset"] + (8 * (record["docs"] // 2) if column == "offsets" else record["tokens"] // 2 * 2)
+    with flipped(encode / record["path"], at) as path:
+        yield path
+
+
+def test_damage_that_a_later_phase_reads_is_told_with_its_steps(fresh, short_documents, plain):
+    settings, _ = OPTIONS["phases"]
+    run_stage("train", fresh, "name=whole", *settings)
+    with damaged(short_documents, "more", "data") as path:
+        told = run_stage("train", fresh, *settings, expect=2).stderr
+    assert told.count("stops here") == 1 and str(path) in told
+    steps = re.search(r"It was read by the steps ([\d, -]+)", told)
+    assert steps is not None and min(map(int, re.findall(r"\d+", steps[1]))) in (7, 8, 9)
+    left = {folder.name for folder in (train_folder(fresh) / "checkpoints").iterdir()}
+    assert "step-00000006" in left and not any(name > "step-00000008" for name in left if name.startswith("step"))
+    assert "continuing after step " in run_stage("train", fresh, *settings).stdout
+    assert metrics(fresh.parent / "runs/mini") == metrics(fresh.parent / "runs/whole")
+    assert weights(fresh.parent / "runs/mini") == weights(fresh.parent / "runs/whole")
+    assert audit(fresh.parent / "runs/mini").faults == []
+    [event] = events(fresh, DAMAGED)
+    assert event["first_step"] in (7, 8, 9) and event["step"] in (6, 8)
+
+
+@pytest.mark.parametrize("column", ["data", "offsets"])
+def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents, column):
+    """Where documents begin is read for the plan before the first step has anything compared."""
+    settings = ["train.packing=best_fit"]
+    run_stage("train", fresh, "name=whole", *settings)
+    with damaged(short_documents, "code", column) as path:
+        told = run_stage("train", fresh, *settings, expect=2).stderr
+    assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
+    run_stage("train", fresh, *settings)
+    run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
+    assert metrics(run) == metrics(whole) and weights(run) == weights(whole)
+    assert (run / "train/packing/64/index.json").read_bytes() == (whole / "train/packing/64/index.json").read_bytes()

@@ -1,0 +1,141 @@
+"""The export in an object store: whole or refused, copied later without being made again, fetched by hash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch.plan import Options, plan
+from pipeline.config.loading import load_config
+from pipeline.contract.run import Run
+from pipeline.copies.__main__ import main
+from pipeline.copies.checkpoints import COPY
+from pipeline.copies.export import copy_export
+from pipeline.errors import UserError
+from pipeline.files import read_json, sha256_file
+from pipeline.stores.store import Store, preflight
+from tests.stages.test_convert import fake_training, reusing, run_convert
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory, encoded) -> Path:
+    """Config of a miniature run with random weights whose stage convert is done."""
+    config = reusing(tmp_path_factory.mktemp("converted"), encoded)
+    fake_training(Run(load_config(config)))
+    assert run_convert(config, "convert.max_shard_mb=0.05") == 0
+    return config
+
+
+def copying(config: Path, url: str, *settings: str) -> int:
+    return run_convert(config, "convert.max_shard_mb=0.05", f"convert.copy_to={url}", *settings)
+
+
+def state(config: Path, url: str | None):
+    given = [] if url is None else [f"convert.copy_to={url}"]
+    return Run(load_config(config, ["convert.max_shard_mb=0.05", *given])).state("convert")
+
+
+def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, seaweed, capsys, tmp_path):
+    url, folder = seaweed.url_of("models/mini"), converted.parent / "runs/mini/convert"
+    before = {path: path.stat().st_mtime_ns for path in (folder / "hf").iterdir()}
+    assert state(converted, None).kind == "done" and state(converted, url).kind == "partial"
+    assert f"to be copied to {url}" in str(state(converted, url))
+    config = load_config(converted, ["convert.max_shard_mb=0.05", f"convert.copy_to={url}"])
+    assert plan(config, Run(config), ["convert"], Options("local", str(converted)))[0].to_run
+    assert copying(converted, url) == 0
+    assert "copied to s3://" in capsys.readouterr().out
+    assert state(converted, url).kind == "done", str(state(converted, url))
+    assert {path: path.stat().st_mtime_ns for path in (folder / "hf").iterdir()} == before
+    assert read_json(folder / "STATE.json")["status"] == "done"
+    assert {entry.path for entry in Store(url).list()} == {path.name for path in before} | {COPY}
+
+    assert copying(converted, url) == 0 and "up to date" in capsys.readouterr().out
+    (folder / "copied.json").unlink()
+    assert copying(converted, url) == 0 and "is this export already" in capsys.readouterr().out
+
+    assert main([url, str(tmp_path / "fetched")]) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "fetched").iterdir()} == \
+        {path.name: path.read_bytes() for path in before}
+    assert main([url, str(tmp_path / "fetched")]) == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_server, capsys, tmp_path):
+    url = moto_server.url_of("models/mini")
+    moto_server.fail("refuse", 1000, method="PUT", path=r"config\.json")
+    assert copying(converted, url) == 2 and "AccessDenied" not in capsys.readouterr().out
+    assert state(converted, url).kind == "partial" and read_json(
+        converted.parent / "runs/mini/convert/STATE.json")["status"] == "failed"
+    assert main([url, str(tmp_path / "fetched")]) == 2 and "is not finished" in capsys.readouterr().err
+    moto_server.server.faults.clear()
+    assert copying(converted, url) == 0 and main([url, str(tmp_path / "fetched")]) == 0
+
+    store = Store(url)
+    store.put("model.safetensors.index.json", b"{}")
+    assert main([url, str(tmp_path / "again")]) == 2
+    assert "model.safetensors.index.json has 2 bytes instead of" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, capsys):
+    url = f"file://{tmp_path}/store"
+    assert copying(converted, url) == 0
+    content = json.loads(Store(url).read(COPY))
+    old = [*content["files"], {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}]
+    Store(url).put("model-00099.safetensors", b"x")
+    Store(url).put("README.md", b"somebody else's")
+    Store(url).put("other/model.safetensors", b"somebody else's")
+    Store(url).put(COPY, json.dumps({**content, "files": old}).encode())
+    (converted.parent / "runs/mini/convert/copied.json").unlink()
+    assert copying(converted, url) == 0
+    assert json.loads(Store(url).read(COPY)) == content and Store(url).head("model-00099.safetensors") is None
+    assert Store(url).read("README.md") == Store(url).read("other/model.safetensors") == b"somebody else's"
+
+
+def test_what_is_to_go_is_named_until_it_is_gone(converted, tmp_path, monkeypatch, capsys):
+    url = f"file://{tmp_path}/store"
+    assert copying(converted, url) == 0
+    content = json.loads(Store(url).read(COPY))
+    old = {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}
+    Store(url).put(old["path"], b"x")
+    Store(url).put(COPY, json.dumps({**content, "files": [*content["files"], old]}).encode())
+    (converted.parent / "runs/mini/convert/copied.json").unlink()
+
+    def away(store, paths):
+        raise UserError("the store is away.")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", away)
+        assert copying(converted, url) == 2
+    between = json.loads(Store(url).read(COPY))
+    assert not between["whole"] and between["files"] == [*content["files"], old]
+    assert copying(converted, url) == 0 and Store(url).head(old["path"]) is None
+    assert json.loads(Store(url).read(COPY)) == content
+
+
+def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_path, monkeypatch):
+    store = Store(f"file://{tmp_path}/store")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", lambda store, paths: None)
+        with pytest.raises(UserError, match="is there still"):
+            preflight(store)
+    (tmp_path / "convert/hf").mkdir(parents=True)
+    (tmp_path / "convert/hf/config.json").write_bytes(b"{}")
+    record = {"path": "hf/config.json", "bytes": 2, "sha256": sha256_file(tmp_path / "convert/hf/config.json")}
+    manifest = SimpleNamespace(outputs=[record], digest="a")
+    copy_export(store.url, "mini", tmp_path / "convert", manifest, lambda text: None)
+    assert store.read("config.json") == b"{}" and json.loads(store.read(COPY))["whole"]
+
+
+def test_what_is_not_this_run_s_is_not_written_over(converted, tmp_path, capsys):
+    url = f"file://{tmp_path}/store"
+    store = Store(url)
+    store.put("precious", b"x")
+    assert copying(converted, url) == 2 and "holds precious" in capsys.readouterr().err
+    store.put(COPY, b'{"format": 1, "run": "other", "whole": true, "files": []}')
+    assert copying(converted, url) == 2 and "of the run other, not of mini" in capsys.readouterr().err
+    store.put(COPY, b"torn")
+    assert copying(converted, url) == 2 and "not one that Drover put there" in capsys.readouterr().err
+    assert main([f"file://{tmp_path}/nothing", str(tmp_path / "fetched")]) == 2
+    assert "holds no copy" in capsys.readouterr().err and store.read("precious") == b"x"

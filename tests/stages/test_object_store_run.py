@@ -1,0 +1,98 @@
+"""A run that lives in an object store: sources, token shards, checkpoints and the export are all there, and what is on
+the machine is lost on the way. It equals the run that had a disk of its own, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from pipeline.contract.manifest import read_manifest
+from pipeline.copies.__main__ import main as fetch_copy
+from pipeline.copies.checkpoints import CopiedCheckpoints
+from pipeline.copies.claim import LOCK
+from pipeline.formats.sharded_tensors import CheckpointReader
+from pipeline.stores.store import Store
+from tests.conftest import run_stage, write_config
+from tests.object_store import Bucket
+from tests.stages.training import curve, kill, lines, proven, run_with_faults, start, texts, train_folder
+from tests.waiting import wait_for
+
+SETTINGS = ["train.steps=16", "train.checkpoint.background=false"]
+LAST = 8
+"""The step of the last checkpoint before the kill, which is in step 11."""
+
+
+def hashes(config: Path, stage: str) -> list[tuple[str, str]]:
+    """What a stage committed."""
+    manifest = read_manifest(config.parent / "runs/mini" / stage)
+    assert manifest is not None and manifest.outputs
+    return sorted((record["path"], record["sha256"]) for record in manifest.outputs)
+
+
+def tensors(config: Path) -> dict[str, torch.Tensor]:
+    """Weights, moments and generators of the last step."""
+    with CheckpointReader(train_folder(config) / "checkpoints/step-00000016") as reader:
+        return {name: reader.read(name) for name in reader.names()}
+
+
+def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local_one(corpus, seaweed: Bucket,
+                                                                                     tmp_path: Path):
+    """Killed on one rank, and continued on two by a machine that has not one file of the training."""
+    for place in ("local", "stored"):
+        (tmp_path / place).mkdir()
+    local = write_config(tmp_path / "local", corpus, train={"micro_batch": 8})
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, local)
+    run_with_faults(local, "kill:rank=0,step=11", *SETTINGS, expect=-9)
+    run_stage("train", local, *SETTINGS, ranks=2)
+    run_stage("convert", local, *SETTINGS)
+
+    for path in corpus.iterdir():
+        Store(seaweed.url_of("texts")).put(path.name, path)
+    source = {"kind": "files", "name": "code", "paths": [f"{seaweed.url_of('texts')}/*.txt"]}
+    tokens, copies, models = (seaweed.url_of(name) for name in ("tokens", "checkpoints", "model"))
+    cache = tmp_path / "cache"
+    stored = write_config(
+        tmp_path / "stored", corpus, shard={"sources": [source]}, encode={"copy_to": tokens},
+        train={"micro_batch": 8, "tokens_from": tokens, "cache": {"folder": str(cache)},
+               "checkpoint": {"copy_to": copies}}, convert={"copy_to": models})
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, stored)
+        assert hashes(stored, stage) == hashes(local, stage)
+    shards = list((stored.parent / "runs/mini/encode").rglob("*.arrow"))
+    assert len(shards) > 3
+    for path in shards:
+        path.unlink()
+
+    process = start(stored, *SETTINGS, faults="wait:rank=0,step=11")
+    try:
+        wait_for(lambda: LAST in CopiedCheckpoints(Store(copies)).found().whole, of=process)
+        wait_for((train_folder(stored) / "faults/wait-rank0-step11").exists, of=process)
+    finally:
+        kill(process)
+    before = lines(stored)
+    shutil.rmtree(train_folder(stored))
+    shutil.rmtree(cache)
+    Store(copies).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
+    said = run_stage("train", stored, *SETTINGS, ranks=2).stdout
+    assert f"fetching step-{LAST:08}" in said and f"continuing after step {LAST}" in said
+    run_stage("convert", stored, *SETTINGS)
+
+    assert curve(stored) == curve(local) and texts(stored) == texts(local) and proven(stored) and proven(local)
+    # What was lost had been done on one rank, like the local run's first start.
+    assert len(before) >= LAST
+    assert [(line["step"], line["loss"]) for line in before] == [
+        (line["step"], line["loss"]) for line in lines(local)][:len(before)]
+    found, expected = tensors(stored), tensors(local)
+    assert found.keys() == expected.keys() and any(name.startswith("exp_avg_sq.") for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not list((stored.parent / "runs/mini/encode").rglob("*.arrow"))
+    assert fetch_copy([models, str(tmp_path / "fetched")]) == 0
+    export = local.parent / "runs/mini/convert/hf"
+    weights = [path.name for path in export.glob("*.safetensors")]
+    assert weights and {path.name for path in export.iterdir()} == {path.name for path in
+                                                                    (tmp_path / "fetched").iterdir()}
+    for name in weights:
+        assert (tmp_path / "fetched" / name).read_bytes() == (export / name).read_bytes()

@@ -1,0 +1,211 @@
+"""Training in phases: one curve on any ranks, killed and continued in every phase, and what of a plan may change."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.contract.manifest import read_manifest
+from tests.conftest import run_stage, write_config
+from tests.stages.training import (
+    curve,
+    difference,
+    events,
+    lines,
+    proven,
+    run_with_faults,
+    train_and_kill,
+    train_folder,
+)
+from tools.audit import audit
+from tools.where import __main__ as where
+
+PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "more": 1}},
+          {"until": 12288, "batch_tokens": 2048},
+          {"until": "20k", "sequence_length": 128, "batch_tokens": 2048, "mixture": {"code": 1, "more": 1},
+           "lr_end": 0}]
+"""A batch ramp with longer sequences, then longer ones still, annealed on other shares: 4 steps each."""
+TRAIN = {"steps": None, "precision": "fp64", "mixture": {"code": 1, "more": 2}, "phases": PHASES,
+         "checkpoint": {"every_steps": 2}, "sample_every": 6}
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory, corpus):
+    """Config of a run with two sources of which the token shards are there."""
+    files = sorted(corpus.glob("*.txt"))
+    sources = [{"kind": "files", "name": name, "paths": [str(path) for path in part]}
+               for name, part in (("code", files[::2]), ("more", files[1::2]))]
+    config = write_config(tmp_path_factory.mktemp("two"), corpus, shard={"sources": sources}, train=TRAIN)
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, config)
+    return config
+
+
+@pytest.fixture
+def phased(tmp_path, two_sources):
+    """Config of a run in phases that can train at once."""
+    config = yaml.safe_load(two_sources.read_text())
+    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(two_sources.parent / "runs/mini"))
+    return write(tmp_path / "mini.yaml", config)
+
+
+def write(path: Path, config: dict) -> Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def with_phases(config: Path, phases: list[dict]) -> Path:
+    return write(config, {**(found := yaml.safe_load(config.read_text())), "train": {**found["train"],
+                                                                                    "phases": phases}})
+
+
+def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(phased):
+    run_stage("train", phased, "name=whole")
+    for ranks, after, settings in ((1, 2, []), (2, 6, []), (2, 8, ["parallel.pp=2"]), (4, 10, ["parallel.cp=2",
+                                                                                         "parallel.tp=2"])):
+        train_and_kill(phased, *settings, ranks=ranks, after_step=after, how=signal.SIGKILL, log="events")
+    run_stage("train", phased, ranks=2)
+    assert proven(phased) and proven(phased, "whole")
+    whole = {record["step"]: record for record in curve(phased, "whole")}
+    assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(phased)} == set(whole)
+    assert difference(lines(phased), whole) < 1e-12
+    for record in lines(phased):
+        assert record["samples"] == whole[record["step"]]["samples"] and record["lr"] == whole[record["step"]]["lr"]
+    assert [record["phase"] for record in lines(phased, "whole")] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [record["tokens"] for record in lines(phased, "whole")] == [
+        *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
+    assert lines(phased, "whole")[-1]["lr"] == 0
+    counts = read_manifest(train_folder(phased)).counts
+    assert counts["tokens"] == 20480 and counts["steps"] == 12
+    whole_counts = read_manifest(train_folder(phased, "whole")).counts
+    assert counts["phases"] == whole_counts["phases"] and counts["plan_sha256"] == whole_counts["plan_sha256"]
+
+
+def test_what_is_to_come_may_change_and_what_was_may_not(phased):
+    """A begun run: other phases to come, a longer one that has begun; then a finished one that gets another phase."""
+    run_with_faults(phased, "kill:rank=0,step=7", "train.checkpoint.background=false", expect=-9)
+    seen = {record["step"]: record for record in curve(phased) if record["step"] <= 6}
+    first, second, third = PHASES
+    for changed, said in (
+            ([{**first, "mixture": {"code": 1, "more": 1}}, second, third],
+             ["train.phases[0].mixture: {'code': 3.0, 'more': 1.0} -> {'code': 1.0, 'more': 1.0}"]),
+            ([{**first, "until": "5k"}, second, third],
+             ["train.phases[0].until: 4k -> 5k", "train.phases[1] began after step 4, and would begin after 5"]),
+            ([first, {**second, "batch_tokens": 4096}, third], ["train.phases[1].batch_tokens: 2048 -> 4096"]),
+            ([first, {**second, "until": "5k"}, third],
+             ["train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done"])):
+        refused = run_stage("train", with_phases(phased, changed), expect=2).stderr
+        assert "cannot be planned anew" in refused and "step-0000000" in refused, refused
+        for text in said:
+            assert text in refused, refused
+    longer = run_stage("train", with_phases(phased, [first, {**second, "until": "16k"}, {
+        "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
+        "warmup_steps": 1}])).stdout
+    assert "plan changed: train.phases[1].until: 12.29k -> 16k" in longer
+    assert "plan changed: train.phases[2].batch_tokens: 2048 -> 1024" in longer
+    assert proven(phased) and [record["phase"] for record in lines(phased) if record["step"] > 6] == [2] * 4 + [3] * 4
+    assert {record["step"]: record for record in curve(phased) if record["step"] <= 6} == seen
+    changes = events(phased, "plan_changed")
+    assert len(changes) == 1 and changes[0]["step"] == 6 and len(changes[0]["changes"]) >= 3
+    counts = read_manifest(train_folder(phased)).counts
+    assert counts["tokens"] == 20480 and counts["phases"][2]["tokens"] == {"code": 0, "more": 4096}
+
+    config = yaml.safe_load(phased.read_text())
+    more = run_stage("train", with_phases(phased, [*config["train"]["phases"], {
+        "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
+    assert "train.phases[3] was added" in more.stdout
+    assert read_manifest(train_folder(phased)).counts["steps"] == 16 and proven(phased)
+
+
+def test_steps_of_a_former_plan_count_no_more(phased, capsys):
+    """Killed after steps that no checkpoint has, and ended sooner along another plan, of which they were no part."""
+    run_with_faults(phased, "kill:rank=0,step=12", "train.checkpoint.background=false",
+                    "train.checkpoint.every_steps=8", expect=-9)
+    assert [record["step"] for record in lines(phased)] == list(range(1, 12))
+    first, second, third = PHASES
+    run_stage("train", with_phases(phased, [first, second, {**third, "batch_tokens": 4096, "lr": 0.001, "lr_end": None,
+                                                            "mixture": {"code": 0, "more": 1}}]))
+    [change] = events(phased, "plan_changed")
+    assert change["step"] == 8 and change["number"] == 1
+    assert [record["step"] for record in lines(phased)] == [*range(1, 12), 9, 10]
+    standing, counts = curve(phased), read_manifest(train_folder(phased)).counts
+    assert [record["step"] for record in standing] == list(range(1, 11)) and counts["steps"] == 10
+    assert counts["loss"] == standing[-1]["loss"] == lines(phased)[-1]["loss"]
+    assert counts["heldout_bpb"] == lines(phased)[-1]["heldout_bpb"]
+    taken = [record["step_s"] for record in lines(phased)]
+    assert counts["step_seconds"] == pytest.approx(sum(taken[:8]) + sum(taken[-2:]), abs=0.001)
+    found = audit(train_folder(phased).parent)
+    assert not found.faults and found.steps == 10 and found.repeated == 0 and found.replanned == 3
+    assert "3 undone by changes of the plan" in found.lines()[0]
+    assert where.main(["--run", str(train_folder(phased).parent), "--step", "11"]) == 0
+    assert "this run has done 10 steps" in capsys.readouterr().out
+
+
+def test_a_rollback_in_the_last_step_of_a_phase_moves_the_next_ones(phased, capsys):
+    """What it leaves out is of its own phase: the next begins at later numbers, and no token is lost or comes twice."""
+    phases = [{"until": 12288, "sequence_length": 32, "batch_tokens": 1024},
+              {"until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.005}]
+    with_phases(phased, phases)
+    spikes = "spike:rank=0,step=12,factor=60;kill:rank=0,step=14;spike:rank=0,step=18,factor=60"
+    settings = ["train.guards.spike=rollback", "train.guards.spike_min_history=4"]
+    run_with_faults(phased, spikes, *settings, expect=-9)
+    run_with_faults(phased, spikes, *settings)
+    assert proven(phased)
+    assert [event["step"] for event in events(phased, "rollback")] == [12, 18]
+    found = {record["step"]: record for record in curve(phased)}
+    assert found[12]["samples"] == [11 * 32, 13 * 32] and found[13]["samples"] == [13 * 32, 14 * 32]
+    assert found[18]["samples"] == [18 * 32, 20 * 32]
+    assert where.main(["--run", str(train_folder(phased).parent), "--step", "13"]) == 0
+    assert "step 13: samples [416, 448)" in capsys.readouterr().out
+    counts = read_manifest(train_folder(phased)).counts
+    assert counts["tokens"] == 24576 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [1024, 2048]
+    assert [sum(phase["tokens"].values()) for phase in counts["phases"]] == [12288, 12288]
+
+
+def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
+    """Rolled back to the beginning of a phase, which is then changed: the numbers are other text in it."""
+    phases = [{"until": 12288, "sequence_length": 32, "batch_tokens": 1024},
+              {"until": 28672, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.005}]
+    settings = ["train.guards.spike=rollback", "train.guards.spike_min_history=4", "train.checkpoint.every_steps=12",
+                "train.checkpoint.background=false"]
+    run_with_faults(with_phases(phased, phases), "spike:rank=0,step=18,factor=60;kill:rank=0,step=19", *settings,
+                    expect=-9)
+    assert [(event["step"], event["samples"]) for event in events(phased, "rollback")] == [(18, [[544, 576]])]
+    assert [record["samples"] for record in lines(phased) if record["step"] == 18] == [[544, 608]]
+    said = run_stage("train", with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
+                     *settings).stdout
+    assert "plan changed: samples [544, 576), left out by the rollback from step 18, were of a phase" in said
+    [change], counts = events(phased, "plan_changed"), read_manifest(train_folder(phased)).counts
+    assert "left out no more" in change["changes"][-1]
+    assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]
+    assert {record["step"]: record["samples"] for record in curve(phased)}[18] == [544, 576] and proven(phased)
+
+
+def test_more_epochs_than_allowed_are_refused_before_a_step(phased):
+    said = run_stage("train", phased, "train.max_epochs=0.01", expect=2).stderr
+    assert "train.max_epochs allows 0.01 of code, and the plan takes 0." in said and " of more, " in said
+    assert not (train_folder(phased) / "metrics.jsonl").exists()
+    assert "train.max_epochs allows 0.01 of more" in run_stage(
+        "train", phased, "train.max_epochs={more: 0.01, code: 9}", expect=2).stderr
+
+
+def test_fewer_documents_than_ranks_train_all_the_same(tmp_path, corpus):
+    """Sequences are dealt out, not documents: three documents on four ranks, over phases that go through them often."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, path in enumerate(sorted(corpus.glob("*.txt"))[:3]):
+        (texts / f"{number}.txt").write_text(path.read_text()[:3000])
+    config = write_config(tmp_path, texts, tokenizer={"kind": "byte"}, shard={"heldout_rule": "tail"}, train={
+        **TRAIN, "mixture": None, "micro_batch": 2, "phases": [
+            {"until": "4k", "sequence_length": 32},
+            {"until": "40k", "batch_tokens": 4096, "sequence_length": 128, "micro_batch": 4}]})
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, config)
+    said = run_stage("train", config, ranks=4).stdout
+    counts = read_manifest(train_folder(config)).counts
+    assert counts["ranks"] == 4 and counts["tokens"] == 4096 + 9 * 4096 and proven(config)
+    assert [event["micro_batch"] for event in events(config, "start")] == [[2, 4]], "of all phases, wherever it starts"
+    assert counts["epochs"]["code"] > 4 and "beyond 4 the same text helps little" in said

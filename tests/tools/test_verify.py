@@ -1,0 +1,306 @@
+"""One changed byte anywhere in a run is found, and the file named; a run that nobody touched is in order."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.files import read_json, read_sealed, seal_of, sealed_text, write_json, write_sealed
+from tests.conftest import run_stage, write_config
+from tools.verify.__main__ import main, share_of, verify
+from tools.verify.checks import WENT, Check, check_file, check_seal, check_source
+from tools.verify.findings import Report
+from tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
+
+STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
+STEPS = ("first", "last", "between")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run, and the corpus that it is made of."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "texts").mkdir()
+    for number in range(40):
+        (folder / f"texts/{number}.txt").write_text(f"def function_{number}(x):\n    return x * {number}\n" * 5)
+    config = write_config(folder, folder / "texts", shard={"shard_mb": 0.004, "heldout_share": 0.2},
+                          tokenizer={"kind": "byte"}, launch={"processes": 1},
+                          train={"steps": 4, "heldout_every": 4, "sample_every": 4, "prompts": [], "batch_tokens": 256,
+                                 "checkpoint": {"every_steps": 2}},
+                          evaluate={"heldout_tokens": 300, "prompts": [], "tasks": []})
+    for stage in STAGES:
+        run_stage(stage, config)
+    return folder / "runs/mini"
+
+
+def files_of(run):
+    return [path for path in sorted([*run.rglob("*"), *(run.parents[1] / "texts").iterdir()]) if path.is_file()]
+
+
+def named(report):
+    return {problem.file for problem in report.problems}
+
+
+def flip(path, where, seed):
+    """Change one bit; size and time stay. Returns what mends it."""
+    stat, data = path.stat(), path.read_bytes()
+    chance = random.Random(seed)
+    at = {"first": 0, "last": len(data) - 1, "between": chance.randrange(len(data))}[where]
+
+    def write(content):
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    write(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1:])
+    return lambda: write(data)
+
+
+def test_an_untouched_run_is_in_order(whole, capsys):
+    report = verify(whole)
+    assert not report.problems and report.shards == report.shards_read > 4
+    assert set(report.notes) == {LOGS}
+    assert all(".locks" in file or file.endswith(".log") for file in report.notes[LOGS])
+    assert verify(whole, processes=2) == report
+    assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+
+
+@pytest.mark.parametrize("where", STEPS)
+def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole, where):
+    endless, flipped = set(verify(whole).notes[LOGS]), 0
+    for path in files_of(whole):
+        if str(path) in endless or not path.stat().st_size:
+            continue
+        mend = flip(path, where, f"{path.name} {where}")
+        try:
+            report = verify(whole)
+            assert str(path) in named(report), f"{path}: {report.lines()}"
+            assert all(problem.do and problem.what for problem in report.problems) and report.status == 1
+        finally:
+            mend()
+        flipped += 1
+    assert flipped > 90 and verify(whole).status == 0
+
+
+def test_missing_cut_longer_and_unexpected_files(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "mini", copy_function=shutil.copy2)
+    run = tmp_path / "mini"
+    tokens, texts = (sorted((run / stage / "train").iterdir()) for stage in ("encode", "shard"))
+    tokens[0].unlink()
+    texts[1].write_bytes(texts[1].read_bytes()[:-512])
+    (run / "shard/rejected.jsonl").write_text("x")
+    (run / "encode/train/zz.arrow").write_bytes(b"nobody's")
+    report = verify(run)
+    assert named(report) == {str(tokens[0]), str(texts[1]), str(run / "shard/rejected.jsonl"),
+                             str(run / "encode/train/zz.arrow")}
+    assert main(["--run", str(run), "--processes", "2"]) == 1
+    assert capsys.readouterr().out.count("WRONG") == len(report.problems)
+    assert main(["--run", str(tmp_path / "nothing")]) == 2
+
+
+def test_shards_are_read_and_not_only_hashed(whole, tmp_path):
+    """What was wrong when it was hashed: records whose hashes fit, and whose content does not."""
+    shutil.copytree(whole, tmp_path / "mini", copy_function=shutil.copy2)
+    run = tmp_path / "mini"
+    vocabulary = read_json(run / "tokenizer/vocabulary.json")
+    path = sorted((run / "encode/train").glob("*.arrow"))[0]
+    record = next(one for one in read_json(run / "encode/manifest.json")["outputs"] if one["path"].endswith(path.name))
+    data, width = bytearray(path.read_bytes()), 2 if record["dtype"] == "uint16" else 4
+    at = record["data_offset"] + 5 * width
+    data[at:at + width] = vocabulary["eos_id"].to_bytes(width, "little")
+    data[record["keys_offset"]] ^= 1
+    path.write_bytes(data)
+    reseal(run / "encode", path)
+    told = " ".join(map(str, verify(run).problems))
+    assert "EOS stands inside of a document at its token 5 (document 0" in told and "its document 0 is" in told
+    data[at:at + width] = (vocabulary["size"] + 1).to_bytes(width, "little")
+    path.write_bytes(data)
+    reseal(run / "encode", path)
+    assert "outside of the vocabulary" in " ".join(map(str, verify(run).problems))
+
+
+def reseal(folder, path):
+    """Make the manifest say of a file what is there."""
+    from pipeline.files import sha256_file
+    manifest = read_sealed(folder / "manifest.json")
+    for record in manifest["outputs"]:
+        if (folder / record["path"]) == path:
+            record["sha256"] = sha256_file(path)
+    write_sealed(folder / "manifest.json", manifest)
+
+
+def test_a_sample_is_the_same_every_time_and_looks_at_all_sizes(whole):
+    report = verify(whole, 0.01)
+    assert 0 < report.shards_read < report.shards and not report.problems
+    assert verify(whole, 0.01, 2) == report and f"of {report.shards:,} shards" in report.lines()[0]
+    last = sorted((whole / "encode/train").iterdir())[-1]
+    with open(last, "ab") as file:
+        file.write(b"x")
+    try:
+        assert str(last) in named(verify(whole, 0.01))
+    finally:
+        os.truncate(last, last.stat().st_size - 1)
+    assert (share_of("1%"), share_of("0.5"), share_of("100%")) == (0.01, 0.5, 1)
+
+
+def test_a_run_of_a_version_without_seals_is_valid_and_said(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "mini", copy_function=shutil.copy2)
+    run = tmp_path / "mini"
+    for stage in STAGES:
+        write_json(run / stage / "manifest.json", read_sealed(run / stage / "manifest.json"))
+    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text())))
+    report = verify(run)
+    assert not report.problems
+    [unsealed] = [files for note, files in report.notes.items() if note.startswith("not sealed")]
+    assert sorted(unsealed) == sorted([str(run / "config.yaml"), *(str(run / stage / "manifest.json")
+                                                                   for stage in STAGES)])
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of the finished run, to spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "mini", copy_function=shutil.copy2))
+
+
+def listed(run):
+    """The inventory's own problems and notes, before a file is read."""
+    report = Report(str(run))
+    checks = Inventory(run, 1.0, report).take()
+    return report, checks
+
+
+def test_what_is_not_made_again_is_not_to_be_deleted(copied):
+    (copied / "train/rollbacks.json").write_text("{")
+    (copied / "train/copying.json").write_text("{")
+    (copied / "train/started.json").write_text("{")
+    (copied / "train/tokens-compared.json").write_text("{")
+    told = {Path(problem.file).name: problem.do for check in listed(copied)[1] if check.function is check_seal
+            for problem in check().problems}
+    kept = [name for name, do in told.items() if do == "Put it back from a copy: it cannot be made again"]
+    assert sorted(kept) == ["copying.json", "rollbacks.json", "started.json"]
+    assert told["tokens-compared.json"].startswith("Delete it")
+
+
+def test_a_missing_file_of_a_checkpoint_that_no_manifest_names_is_found(copied):
+    earlier = copied / "train/checkpoints/step-00000002"
+    gone = next(path for path in sorted(earlier.iterdir()) if path.name != "COMPLETE.json")
+    gone.unlink()
+    assert [problem.file for problem in listed(copied)[0].problems] == [str(gone)]
+    last = copied / "train/checkpoints/step-00000004"
+    also = last / gone.name
+    also.unlink()
+    (copied / "train/manifest.json").unlink()  # as of a run that is not finished
+    assert [problem.file for problem in listed(copied)[0].problems] == [str(gone), str(also)]
+    marker = read_sealed(last / "COMPLETE.json")
+    marker["files"][0]["pbth"] = marker["files"][0].pop("path")
+    write_json(last / "COMPLETE.json", marker)
+    assert [problem.file for problem in listed(copied)[0].problems] == [str(last / "COMPLETE.json"), str(gone)]
+
+
+def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):
+    run = tmp_path / "evaluations/step-00000004"
+    shutil.copytree(whole, run, copy_function=shutil.copy2)
+    shutil.rmtree(run / "train/checkpoints")
+    shutil.rmtree(run / "convert/hf")
+    report = verify(run)
+    assert not report.problems
+    assert report.notes[CLEARED] == [str(run / "train/checkpoints"), str(run / "convert/hf")]
+    (run / "evaluate/manifest.json").unlink()
+    report, checks = listed(run)
+    assert CLEARED not in report.notes
+    assert any(check.function is check_file and check().problems for check in checks)
+
+
+def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
+    tokens = sorted((copied / "encode").rglob("*.arrow"))
+    tokens[0].unlink()
+    assert str(tokens[0]) in named(verify(copied))
+    values = yaml.safe_load((copied / "config.yaml").read_text())
+    values["train"]["tokens_from"] = "s3://bucket/tokens"
+    (copied / "config.yaml").write_text(sealed_text(yaml.safe_dump(values)))
+    text = copied / "shard" / tokens[0].relative_to(copied / "encode").with_suffix(".tar")
+    flip(text, "between", "text")
+    report = verify(copied)
+    assert report.notes[FAR] == [str(tokens[0])] and named(report) == {str(text)}
+
+
+def test_what_cannot_be_read_is_named_by_its_path(tmp_path):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+    record, paths = {"path": "train/a.tar"}, [str(tmp_path / "train/a.tar"), str(tmp_path / "train/b.arrow")]
+    sides = (tmp_path, record, "mend"), (tmp_path, {"path": "train/b.arrow"}, "mend")
+    for arguments, expected in (((*sides, None), paths), ((None, sides[1], {"size": 9}), paths[1:]),
+                                ((sides[0], None, {"size": 9}), paths[:1]), ((record, "shard"), ["train/a.tar"]),
+                                ((tmp_path, record, "mend"), [str(tmp_path)])):
+        assert [problem.file for problem in Check(fails, arguments)().problems] == expected
+    (tmp_path / "folder").mkdir()  # an OSError that names its file
+    found = Check(check_source, ({"path": str(tmp_path / "folder"), "sha256": "0", "name": "a", "mtime_ns": 0}, ""))
+    assert [problem.file for problem in found().problems] == [str(tmp_path / "folder")]
+
+
+def test_what_a_run_at_work_removes_meanwhile_is_no_problem(copied):
+    report, checks = listed(copied)
+    shutil.rmtree(copied / "train/checkpoints/step-00000002")
+    (copied / "train/STATE.json").unlink()
+    report.add(check() for check in checks)
+    assert not report.problems
+    assert {Path(file).name for file in report.notes[WENT]} >= {"STATE.json", "COMPLETE.json"}
+    shutil.rmtree(copied / "train/checkpoints/step-00000004")  # the manifest's
+    assert any(check().problems for check in checks if check.function is check_file)
+
+
+def test_the_size_of_a_record_is_of_the_file_that_is_open(tmp_path, monkeypatch):
+    """Another takes its place between the look at its size and the reading."""
+    path, stat = tmp_path / "STATE.json", Path.stat
+    write_sealed(path, {"a": 1})
+
+    def replaced(self, **options):
+        found = stat(self, **options)
+        if self == path:
+            write_sealed(path, {"a": "longer than before" * 9})
+        return found
+    monkeypatch.setattr(Path, "stat", replaced)
+    assert seal_of(path) == "sealed"
+
+
+@pytest.mark.parametrize(("stage", "key"), [*((stage, key) for stage in ("shard", "encode")
+                                              for key in ("path", "split", "docs", "bytes")),
+                                            ("shard", "source"), ("encode", "input"), ("report", "path")])
+def test_a_changed_key_of_a_manifest_without_a_seal_is_told(copied, stage, key):
+    path = copied / stage / "manifest.json"
+    manifest = read_sealed(path)
+    record = next(record for record in manifest["outputs"] if stage == "report" or record.get("split") == "train")
+    record["x"] = record.pop(key)
+    write_json(path, manifest)
+    report, _ = listed(copied)
+    assert str(path) in named(report), report.lines()
+
+
+def test_a_configuration_cut_at_a_line_is_told(copied):
+    config = copied / "config.yaml"
+    config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
+    report, _ = listed(copied)
+    assert [(problem.file, problem.what) for problem in report.problems] == [
+        (str(config), "its seal is gone: it was cut or edited")]
+    config.write_text("name: mini\n")  # what can not be loaded any more
+    assert str(config) in {problem.file for problem in listed(copied)[0].problems}
+
+
+def test_seals(tmp_path: Path):
+    """Any byte, also of the seal itself; what was sealed reads back as it was."""
+    path, value = tmp_path / "a.json", {"a": [1, {"b": "ä\udce9"}], "seal": "old", "c": {}}
+    write_sealed(path, value)
+    assert seal_of(path) == "sealed" and read_sealed(path) == {"a": [1, {"b": "ä\udce9"}], "c": {}}
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for bit in (0, 5):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:])
+            assert seal_of(path) == "damaged", at
+    text = tmp_path / "a.yaml"
+    text.write_text(sealed_text("a: 1\n"))
+    assert seal_of(text) == "sealed" and yaml.safe_load(text.read_text()) == {"a": 1}
+    text.write_text("a: 1\n")
+    assert seal_of(text) == "not sealed"

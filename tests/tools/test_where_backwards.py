@@ -1,0 +1,182 @@
+"""Which steps saw a document: what the steps say of their documents, turned round; and where a document came from."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from pipeline.contract.run import run_in
+from pipeline.data.text_shards import read_documents
+from tests.tools.recorded import Recorded
+from tests.tools.traced import PLANNED, make_traced
+from tools.where.__main__ import main
+from tools.where.inverse import Tracer
+from tools.where.search import Wanted
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    return make_traced(tmp_path_factory.mktemp("traced"))
+
+
+PHASES = """train.phases=[{until: 9216, sequence_length: 32, mixture: {web: 1, notes: 6}},
+{until: 16128, sequence_length: 24, batch_tokens: 768, mixture: {web: 1, notes: 0}},
+{until: 25344}, {until: 34560, sequence_length: 128, mixture: {web: 1, notes: 4}}]"""
+"""Nine steps each. Sequences of 24 tokens fit no grain, which is of 128: that phase reads its source anew."""
+ORDERS = {"one pool": (1, (), (192, 368)), "mixture": (4, ("train.mixture={web: 1, notes: 3}",), (192, 368)),
+          "a source left out": (2, ("train.mixture={web: 1, notes: 0}",), (192, 368)),
+          "packed": (2, ("train.packing=best_fit",), (192, 368)),
+          "packed mixture": (1, ("train.packing=best_fit", "train.mixture={web: 1, notes: 3}"), (192, 368)),
+          "phases": (4, ("train.steps=null", PHASES), (256, 672))}
+"""Ranks, settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def recorded(request, tmp_path_factory, traced):
+    """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
+    ranks, settings, spikes = ORDERS[request.param]
+    return ranks, Recorded(tmp_path_factory.mktemp("backwards") / "mini", traced, settings=settings, spikes=spikes)
+
+
+def asked(capsys, recorded, *arguments, expect=0):
+    capsys.readouterr()
+    assert main(["--run", str(recorded.folder), "--json", "--processes", "1", *arguments]) == expect
+    told = capsys.readouterr()
+    return json.loads(told.out) if expect == 0 else told.err
+
+
+def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded, request):
+    (ranks, recorded), seen, skipped, coming, left_out = recorded, {}, set(), set(), {}
+    for step in range(1, PLANNED + 1):
+        for rank in range(ranks):
+            told = asked(capsys, recorded, "--step", str(step), "--rank", str(rank), "--ranks", str(ranks))
+            skipped |= {step} if any("was skipped" in note for note in told["notes"]) else set()
+            coming |= {step} if any("would see" in note for note in told["notes"]) else set()
+            for piece in told["pieces"]:
+                seen.setdefault(piece["key"], set()).add((step, rank, piece["sample"], *piece["tokens"]))
+    assert skipped == {8} and coming == set(range(31, PLANNED + 1))
+    tracer = Tracer(run_in(recorded.folder), ranks)
+    out = [part for rollback in tracer.steps.rollbacks for part in rollback.samples]
+    assert [first for first, _ in out] == list(ORDERS[request.node.callspec.params["recorded"]][2])
+    for first, end in out:
+        for piece in asked(capsys, recorded, "--samples", str(first), str(end))["pieces"]:
+            left_out.setdefault(piece["key"], set()).add((piece["sample"], *piece["tokens"]))
+    epochs = tracer.data.order.epochs(tracer.steps.end)
+    assert max(epochs.values()) > 2, "some documents are read several times"
+    keys, found_out, anew = {}, 0, 0
+    for row in range(len(tracer.table)):
+        keys |= {key.tobytes().hex(): tracer.table.record(row) for key in
+                 tracer.data.streams[0].shards.opened.shard(row).keys(0, int(tracer.table.numbers[row, 1]))}
+    for key in random.Random(2).sample(sorted(keys), 60):
+        [document], _ = tracer.documents(Wanted(key=key), None, 1, 5)
+        found = {(one["step"], one["rank"], one["sample"], *one["tokens"]) for one in document["readings"]
+                 if one["what"] != "left out"}
+        assert found == seen.pop(key, set()) and (not found or document["split"] == "train")
+        for one in document["readings"]:
+            step = one["step"]
+            assert one["what"] in ({"left out"} if one["rank"] is None else {"skipped"} if step == 8 else
+                                   {"to come"} if step > 30 else {"trained"})
+            anew += "anew_in_phase" in one
+            assert one.get("anew_in_phase", 0) == (2 if tracer.steps.phases.declared and 10 <= step <= 18 else 0)
+        gone = {(one["sample"], *one["tokens"]) for one in document["readings"] if one["what"] == "left out"}
+        assert gone == left_out.get(key, set())
+        found_out += len(gone)
+    assert bool(anew) == tracer.steps.phases.declared
+    assert found_out > 0 and seen, "rollbacks left something out, and the choice was one of many"
+
+
+def test_epochs_of_a_phase_that_reads_anew_are_told_as_its_own(capsys, tmp_path, traced):
+    phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][1], kills=(), spikes=(), unsound=())
+    [page] = asked(capsys, phased, "--id", "p50")["documents"]
+    assert {one["epoch"] for one in page["readings"]} <= set(range(9))
+    assert main(["--run", str(phased.folder), "--id", "p50"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"trained on in .* \(epochs (0, )?0 of phase 2", told)
+    assert re.search(r"^    step 1[0-8]  .* epoch 0 of phase 2  tokens", told, re.M)
+    assert main(["--run", str(phased.folder), "--id", "p3", "--ranks", "16"]) == 2
+    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in capsys.readouterr().err
+    assert main(["--run", str(phased.folder), "--step", "20", "--rank", "0", "--ranks", "16"]) == 0
+    assert main(["--run", str(phased.folder), "--step", "30", "--rank", "0", "--ranks", "16"]) == 2
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, traced):
+    return Recorded(tmp_path_factory.mktemp("whole") / "mini", traced, kills=(), spikes=(), unsound=())
+
+
+def test_text_leads_to_file_and_record(capsys, whole, traced):
+    for words, ends in (("Note 7:", "notes.txt, record 8"), ("note 7: ", "notes.txt, record 8")):
+        [note] = asked(capsys, whole, "--find", words, "--ignore-case")["documents"]
+        assert note["source"] == "notes" and note["origin"].endswith(ends) and "Note 7:" in note["found"]
+        assert (note["path"], note["record"]) == (str(traced.parent / "in/notes.txt"), 8)
+    assert "No document that holds 'note 7:'" in asked(capsys, whole, "--find", "note 7:", expect=2)
+    [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
+    assert same.pop("text").startswith("Note 7: ")
+    assert same == {name: value for name, value in note.items() if name != "found"}
+
+
+def test_documents_with_ids_of_their_own_lead_to_file_and_record(capsys, whole, traced):
+    for number in (9, 50):  # after line 40 is one that is no JSON
+        [page] = asked(capsys, whole, "--find", f"Page {number} says")["documents"]
+        line = (traced.parent / "in/pages.jsonl").read_text().splitlines()[page["record"] - 1]
+        assert page["id"] == json.loads(line)["id"] == f"p{number}" and page["record"] == number + 1 + (number > 39)
+        assert (page["file"], page["path"]) == ("pages.jsonl", str(traced.parent / "in/pages.jsonl"))
+        [same] = asked(capsys, whole, "--id", f"pages.jsonl:{page['record']}")["documents"]
+        assert same == {name: value for name, value in page.items() if name != "found"}
+
+
+def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
+    some = asked(capsys, whole, "--find", "says", "--limit", "500")
+    assert asked(capsys, whole, "--find", "says", "--limit", "500", "--processes", "2") == some
+    assert len(some["documents"]) > 60 and not some["more"]
+    few = asked(capsys, whole, "--find", "says", "--limit", "4")
+    assert few == {**some, "documents": some["documents"][:4], "more": True}
+    assert main(["--run", str(whole.folder), "--find", "says", "--limit", "4"]) == 0
+    assert "ended at --limit 4" in capsys.readouterr().out
+
+
+def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
+    folder = traced.parent / "runs/mini/shard"
+    held = next(document for path in sorted((folder / "heldout").iterdir()) for document in read_documents(path))
+    [told] = asked(capsys, whole, "--document", held.key)["documents"]
+    assert told["split"] == "heldout" and told["readings"] == [] and told["id"] == held.id
+    assert main(["--run", str(whole.folder), "--document", held.key]) == 0
+    assert "held out: no step trains on it" in capsys.readouterr().out
+
+    [gone] = asked(capsys, whole, "--find", "too short\u00e9")["documents"]
+    assert (gone["split"], gone["id"], gone["filter"]) == ("dropped", "p20", "length")
+    [copy, kept] = asked(capsys, whole, "--id", "p70")["documents"]
+    assert (copy["split"], copy["kept_id"], copy["kept_key"]) == ("duplicate", "p3", kept["key"])
+    assert kept["id"] == "p3" and kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
+    [copy, kept] = asked(capsys, whole, "--id", "notes.txt:61", "--source", "notes")["documents"]
+    assert kept["source"] == "web" and kept["id"] == "p5" and copy["kept_key"] == kept["key"]
+    [broken] = asked(capsys, whole, "--id", "pages.jsonl:41")["documents"]
+    assert broken["split"] == "rejected" and broken["record"] == 41
+    for arguments in (["--id", "p70"], ["--find", "too short"], ["--id", "pages.jsonl:41"]):
+        assert main(["--run", str(whole.folder), *arguments]) == 0
+        assert "no step sees it" in capsys.readouterr().out
+
+
+def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, whole, traced):
+    [kept] = asked(capsys, whole, "--id", "p3")["documents"]
+    path = traced.parent / "runs/mini/shard" / kept["shard"]
+    path.rename(tmp_path / "aside")
+    try:
+        [told] = asked(capsys, whole, "--document", kept["key"])["documents"]
+        assert told["readings"] == kept["readings"] and "is gone" in told["origin"] and "id" not in told
+        assert "is missing" in asked(capsys, whole, "--find", "Page 3", expect=2)
+    finally:
+        (tmp_path / "aside").rename(path)
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["--document", "xyz"], "asked: xyz"), (["--document", "00000000"], "No document whose key begins with 00000000"),
+    (["--find", ""], "asked: nothing"), (["--find", "says", "--limit", "0"], "asked: 0"),
+    (["--find", "says", "--source", "books"], "There is no such source; there are web, notes"),
+    (["--id", "p3", "--ranks", "3"], "asked: 3"), (["--find", "says", "--processes", "0"], "asked: 0")])
+def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
+    assert main(["--run", str(whole.folder), *arguments]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""A small corpus of known documents, as tokens: for the tools that follow and export documents."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import yaml
+
+from pipeline.contract.entry import stage_main
+from pipeline.encode import encode
+from pipeline.shard import shard
+from pipeline.tokenizer import make_tokenizer
+
+PLANNED = 36
+WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear", "rose", "lime", "teak", "alder",
+         "maple", "cedar", "birch", "beech", "larch", "thorn"]
+
+
+def sentence(draw: random.Random, words: int) -> str:
+    """So many words."""
+    return " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def make_traced(folder: Path) -> Path:
+    """Config of a run whose shard, tokenizer and encode stages are done, in `folder`/runs/mini: two sources, one with
+    ids of its own; copies, a short document that a filter drops, a line that is no JSON."""
+    draw = random.Random(5)
+    (folder / "in").mkdir()
+    pages = [{"id": f"p{number}", "text": f"Page {number} says {sentence(draw, draw.randrange(6, 34))}."}
+             for number in range(90)]
+    pages[70]["text"] = pages[3]["text"]
+    pages[20]["text"] = "too short\u00e9"
+    lines = [json.dumps(page, ensure_ascii=False) for page in pages]
+    (folder / "in/pages.jsonl").write_text("\n".join([*lines[:40], "{broken", *lines[40:]]))
+    notes = [f"Note {number}: {sentence(draw, draw.randrange(6, 44))}" for number in range(60)]
+    (folder / "in/notes.txt").write_text("\n---\n".join([*notes, pages[5]["text"]]))
+    config = {"name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
+              "shard": {"shard_mb": 0.003, "heldout_share": 0.15, "keep_dropped": True, "max_rejected_share": 0.1,
+                        "filters": [{"kind": "length", "least_words": 5}], "sources": [
+                            {"kind": "files", "name": "web", "paths": [str(folder / "in/pages.jsonl")],
+                             "id_field": "id"},
+                            {"kind": "files", "name": "notes", "paths": [str(folder / "in/notes.txt")],
+                             "separator": "\n---\n"}]},
+              "tokenizer": {"kind": "byte"}, "model": {"context_length": 128},
+              "train": {"steps": PLANNED, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4,
+                        "warmup_steps": 1}}
+    path = folder / "mini.yaml"
+    path.write_text(yaml.safe_dump(config))
+    for stage, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):
+        assert stage_main(stage, body, ["--config", str(path)]) == 0
+    return path

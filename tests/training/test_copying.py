@@ -1,0 +1,240 @@
+"""Copies at a start of training: whose store it is, what is gone on from, and that nothing stays locked."""
+
+import json
+import shutil
+from copy import copy
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config.training import CheckpointConfig
+from pipeline.copies.checkpoints import COPY, CopiedCheckpoints
+from pipeline.copies.claim import LOCK, RUN, Lock
+from pipeline.errors import UserError
+from pipeline.formats.sharded_tensors import whole
+from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, checkpoint_name
+from pipeline.stores.store import Store
+from pipeline.training.async_saver import AsyncSaver
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.copies import copying as copying_module
+from pipeline.training.copies.copier import Copier
+from pipeline.training.copies.copying import Copying
+from pipeline.training.data.token_check import SET_ASIDE, _rename
+from pipeline.training.session import Session
+from tests.waiting import wait_for
+
+
+class Run:
+    """A train folder and the store that it is copied to; `start` is a start of training."""
+
+    def __init__(self, folder):
+        self.store, self.folder, self.said, self.name = Store(f"file://{folder}/store"), folder / "train", [], "mini"
+        self.copies, self.ranks = CopiedCheckpoints(self.store), start_ranks()
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, self.ranks, self.said.append)
+        (self.folder / CHECKPOINTS).mkdir(parents=True)
+
+    def start(self):
+        config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
+        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
+        return Copying(work, self.ranks, self.checkpoints, self.said.append)
+
+    def at(self, folder, name):
+        """The same run, or a copy of it, in another folder."""
+        other = copy(self)
+        other.folder, other.name, other.said = folder, name, []
+        other.checkpoints = Checkpoints(folder / CHECKPOINTS, self.ranks, other.said.append)
+        return other
+
+    @property
+    def config(self):
+        return CheckpointConfig(keep=3, copy_to=self.store.url)
+
+    def train(self, *steps):
+        """Save after these steps and copy each; leave the store."""
+        copying = self.start()
+        copying.begin(copying.newest_valid())
+        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, copying.saved)
+        for step in steps:
+            saver.save({"model.a": [whole(torch.full((3, 5), float(step)))]}, TrainingProgress(step=step))
+            saver.wait()
+            wait_for(lambda step=step: step in self.copies.found().whole)
+        copying.finish(steps[-1])
+
+    def damage(self, step):
+        self.store.put(f"{checkpoint_name(step)}/{MARKER}", b"x")
+
+    def remove_here(self, step):
+        path = self.checkpoints.path(step)
+        path.rename(self.folder / path.name)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield Run(tmp_path)
+    stop_ranks()
+
+
+@pytest.mark.parametrize("last", ["weights.bin", COPY])
+def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
+    run.store.put(f"step-7/{last}", b"somebody else's")
+    with pytest.raises(UserError, match=r"folders named after steps \(step-00000007 \.\.\.\), but no run\.json"):
+        run.start()
+    assert [entry.path for entry in run.store.list()] == [f"step-7/{last}"]
+    run.store.delete([f"step-7/{last}"])
+    run.train(4)
+    run.store.put("step-00000008/half", b"ours")
+    run.start().close()
+    assert run.copies.found().whole == [4] and not run.copies.found().unfinished
+
+
+def test_a_sound_checkpoint_here_is_gone_on_from_where_newer_copies_are_damaged(run):
+    run.train(4, 8, 12)
+    run.remove_here(12)
+    run.damage(12)
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
+    assert any("removed damaged copies" in text and "step-00000012" in text for text in run.said)
+    copying.close()
+
+
+def test_damaged_copies_go_once_an_older_one_is_fetched(run):
+    run.train(4, 8, 12)
+    for step in (4, 8, 12):
+        run.remove_here(step)
+    run.damage(12)
+    run.store.put(f"step-00000008/{COPY}", b"{")
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    copying.close()
+
+
+def test_damaged_copies_stay_where_there_is_nothing_else(run):
+    run.train(4, 8)
+    for step in (4, 8):
+        run.remove_here(step)
+        run.damage(step)
+    copying = run.start()
+    with pytest.raises(UserError, match="Every copy of a checkpoint"):
+        copying.newest_valid()
+    copying.close()
+    assert run.copies.found().whole == [4, 8]
+
+
+def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch):
+    def fail(self):
+        raise UserError("the store is away.")
+    with monkeypatch.context() as patch:
+        patch.setattr(CopiedCheckpoints, "found", lambda self: SimpleNamespace(whole=[], unfinished={}))
+        patch.setattr(Copying, "_without_set_aside", lambda self, steps: fail(self))
+        with pytest.raises(UserError, match="away"):
+            run.start()
+    assert run.store.head(RUN) is not None and run.store.head(LOCK) is None
+    copying = run.start()
+    copying.begin(None)
+    assert run.store.head(LOCK) is not None
+    copying.close()
+    copying.close()
+    assert run.store.head(LOCK) is None
+
+
+@pytest.mark.parametrize("error", [UserError("other settings"), OSError("no space left")])
+def test_a_session_that_cannot_be_set_up_leaves_the_store(run, monkeypatch, error):
+    def set_up(self, work, watchdog):
+        self.copies = run.start()
+        assert run.store.head(LOCK) is not None
+        raise error
+    monkeypatch.setattr(Session, "_set_up", set_up)
+    with pytest.raises(type(error)):
+        Session(None, None)
+    assert run.store.head(LOCK) is None
+
+
+def test_a_torn_copy_of_what_was_set_aside_does_not_end_the_start(run):
+    run.train(4, 8)
+    path = run.checkpoints.path(8)
+    path.rename(path.with_name(f"{SET_ASIDE}{path.name}"))
+    run.store.put(f"step-00000008/{COPY}", b"{")
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    copying.close()
+
+
+def test_a_copy_of_what_was_set_aside_a_second_time_is_not_gone_on_from(run):
+    run.train(4, 8)
+    first = run.checkpoints.path(8)
+    (first.parent / f"{SET_ASIDE}{first.name}").mkdir()
+    (first.parent / f"{SET_ASIDE}{first.name}" / MARKER).write_bytes(b"of the first time")
+    _rename(first)
+    assert (first.parent / f"{SET_ASIDE}{first.name}.2" / MARKER).is_file()
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    copying.close()
+
+
+@pytest.fixture
+def living(run, monkeypatch):
+    """The run once more, while it trains."""
+    monkeypatch.setattr(copying_module, "Lock", partial(Lock, beat_s=0.05, dead_s=1000.0))
+    run.train(4)
+    copying = run.start()
+    yield run
+    assert copying._lock.held()
+    copying.close()
+
+
+def test_a_copy_of_a_living_run_s_folder_does_not_take_its_store(living, tmp_path):
+    shutil.copytree(living.folder, tmp_path / "copied")
+    before = {entry.path: living.store.read(entry.path) for entry in living.store.list() if entry.path != LOCK}
+    with pytest.raises(UserError, match="is in use: process"):
+        living.at(tmp_path / "copied", "mini").start()
+    with pytest.raises(UserError, match=r"of the run mini, not of trial\. .*/copied seems to be a copy"):
+        living.at(tmp_path / "copied", "trial").start()
+    assert {path: living.store.read(path) for path in before} == before
+
+
+def test_a_copy_with_a_store_of_its_own_is_another_training(living, tmp_path):
+    shutil.copytree(living.folder, tmp_path / "copied")
+    trial = living.at(tmp_path / "copied", "trial")
+    trial.store = Store(f"file://{tmp_path}/other")
+    trial.copies = CopiedCheckpoints(trial.store)
+    trial.train(8)
+    trial.store = living.store
+    with pytest.raises(UserError, match="of the run mini, not of trial"):
+        trial.start()
+
+
+def test_a_killed_run_goes_on_at_once_where_it_is_and_after_a_wait_where_it_was_moved(run, tmp_path, monkeypatch):
+    run.train(4)
+    killed = [run.start()]
+    killed.append(run.start())
+    run.folder.rename(tmp_path / "renamed")
+    renamed = run.at(tmp_path / "renamed", "other")
+    killed.append(renamed.start())
+    assert not [text for text in run.said + renamed.said if "locked by" in text]
+    assert json.loads(run.store.read(RUN))["name"] == "other"
+    shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
+    moved = run.at(tmp_path / "moved", "other")
+    monkeypatch.setattr(copying_module, "Lock", partial(Lock, dead_s=0.1))
+    copying = moved.start()
+    assert "took over" in moved.said[-1] and copying.newest_valid()[1].step == 4
+    for one in [*killed, copying]:
+        one.close()
+    moved.train(8)
+    assert moved.copies.found().whole == [4, 8]
+
+
+def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
+    run.train(4)
+    copying = run.start()
+    copying.begin(copying.newest_valid())
+    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2), by_leader=run.ranks.by_leader)
+    waited = []
+    monkeypatch.setattr(Copier, "finish", lambda self, step, limit_s: waited.append(limit_s) or "")
+    copying.finish(4)
+    assert waited == [60.0]

@@ -1,0 +1,46 @@
+"""`python -m tools.copy_tokens --run RUN --to URL`: a finished run's token shards into an object store.
+
+Training reads them from there with `train.tokens_from=URL`. What is there already is not sent again. With `--compare`
+every shard is read back and its hash compared, which costs as much traffic as sending it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pipeline.console import ProgressBar, say
+from pipeline.contract.locks import lock
+from pipeline.contract.run import run_in
+from pipeline.data.stored.copying import compare_copy, copy_shards
+from pipeline.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Copy; the process's exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.copy_tokens", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--run", required=True, type=Path, help="folder of a run whose stage encode is done")
+    parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
+    parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")
+    options = parser.parse_args(arguments)
+    try:
+        run = run_in(options.run)
+        manifest, folder = run.finished("encode"), run.stage_folder("encode")
+        held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
+        with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
+            copied = copy_shards(folder, manifest.outputs, manifest.counts, options.to, progress.advance)
+        say("copy", f"{copied} in {options.to}")
+        if options.compare:
+            with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:
+                compare_copy(manifest.outputs, options.to, progress.advance)
+            say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
+        del held
+    except UserError as error:
+        print(f"copy_tokens stops here: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

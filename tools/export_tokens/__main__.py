@@ -1,0 +1,50 @@
+"""Token shards in a layout that other programs read: Megatron's .bin and .idx, or a `datasets` folder.
+
+    python -m tools.export_tokens --run runs/demo --format megatron --out exported/demo
+    python -m tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
+
+Documents are as trained on, BOS ... EOS, in the order of the shards. The folder appears under its name when all of it
+is written and was read back; the same command goes on with an attempt that broke off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.export_tokens", description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    parser.add_argument("--format", required=True, choices=("megatron", "hf"), help="megatron: SOURCE.bin and "
+                        "SOURCE.idx for each source; hf: one folder for datasets.load_from_disk")
+    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--split", choices=("train", "heldout"), default="train", help="which split (train)")
+    parser.add_argument("--source", help="only this source")
+    parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
+                                                                   "stays")
+    parser.add_argument("--processes", type=int, help="processes that write (one a core, at most eight)")
+    options = parser.parse_args(arguments)
+    # A worker process imports this file, and needs only what it writes with.
+    from pipeline.contract.run import run_in
+    from pipeline.errors import UserError, is_full_disk
+    from tools.export_tokens.exporting import export
+    from tools.processes import processes_asked
+    try:
+        export(run_in(options.run), options, processes_asked(options.processes))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        print(f"The disk, quota or file size limit of {options.out.parent} is exhausted: {error}. Make room and run "
+              f"the same command again: it goes on with what is written.", file=sys.stderr)
+        return UserError.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Work of tools in processes of their own, whose results come in the order of what was asked."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import get_context
+from typing import TypeVar
+
+from pipeline.contract.orphans import end_with_parent
+from pipeline.errors import UserError
+
+AHEAD = 2
+"""Items handed out for each process: what is done too early waits in memory."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Generator[Result]:
+    """`function` of each item, in their order; one process works in place. Who has seen enough closes the iterator.
+
+    Raises:
+        UserError: what `function` raises, or a process was killed.
+    """
+    if processes == 1:
+        yield from map(function, items)
+        return
+    rest, running = iter(items), deque[Future[Result]]()
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent,
+                               initargs=(os.getpid(),))
+    try:
+        for item in islice(rest, AHEAD * processes):
+            running.append(pool.submit(function, item))
+        while running:
+            result = running.popleft().result()
+            for item in islice(rest, 1):
+                running.append(pool.submit(function, item))
+            yield result
+    except BrokenProcessPool:
+        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Run the "
+                        "command again with fewer --processes.") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def processes_asked(asked: int | None) -> int:
+    """How many processes to take: as asked, or one for each core that this process may use, eight at most."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--processes counts from 1; asked: {asked}.")
+    return asked or min(8, len(os.sched_getaffinity(0)))

@@ -1,0 +1,108 @@
+"""Is every byte of a run still what it was when it was made? Each file is compared with what was recorded of it.
+
+    python -m tools.verify --run runs/demo [--sample 1%] [--processes N] [--json]
+
+Over every stage, reused ones too: outputs are hashed and compared with the manifest; text shards are read document by
+document, token shards checked for their layout, offsets, BOS and EOS, ids and counts, and one against the other, key by
+key; checkpoints are compared with their markers, manifests, markers and small records with their own seals,
+TensorBoard's files with their checksums, and the files from outside with the hashes that were made when they were read,
+whatever their times say. Files that are missing, or that nothing names, are told; so is what nothing records.
+
+Exit status: 0 nothing is wrong; 1 something is, and each file is named with what to do; 2 there is no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from pipeline.console import ProgressBar
+from pipeline.contract.orphans import end_with_parent
+from pipeline.errors import UserError
+from tools.verify.checks import Check
+from tools.verify.findings import Found, Report
+from tools.verify.inventory import Inventory
+
+AHEAD = 1000
+"""Pieces that are handed to the processes at once."""
+
+
+def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool = False) -> Report:
+    """Verify a run.
+
+    Args:
+        share: of the shards and input files that are read, from 0 to 1; which ones is decided by their names.
+        processes: that read side by side; the report does not depend on them.
+        tell: show how far it is.
+
+    Raises:
+        UserError: the folder is no run.
+    """
+    report = Report(str(folder))
+    checks = Inventory(folder, share, report).take()
+    if not tell:
+        report.add(_done(checks, processes))
+        return report
+    with ProgressBar("verify", "files", len(checks), "checks") as progress:
+        for found in _done(checks, processes):
+            report.add([found])
+            progress.advance()
+    return report
+
+
+def _done(checks: Sequence[Check], processes: int) -> Iterator[Found]:
+    """What each came to, in their order."""
+    if processes == 1 or len(checks) < 2:
+        yield from (check() for check in checks)
+        return
+    with ProcessPoolExecutor(min(processes, len(checks)), mp_context=get_context("spawn"),
+                             initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
+        for start in range(0, len(checks), AHEAD):
+            yield from pool.map(Check.__call__, checks[start:start + AHEAD])
+
+
+def share_of(text: str) -> float:
+    """A share as `1%` or `0.01`; ArgumentTypeError if it is none."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share. Give 1% or 0.01, and at most 100%.")
+    return share
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes. Give 1 or more.")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
+                        help="read only this share of the shards and input files (1%%): always the same ones, by their "
+                             "names; all else is read, and of the other shards the size looked at")
+    parser.add_argument("--processes", type=_count, default=len(os.sched_getaffinity(0)), metavar="N",
+                        help="processes that read side by side (default: as many as there are cores)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        report = verify(options.run, options.sample, options.processes, tell=not options.json)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
+    return report.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Which documents did a training step see, and which steps saw a document?
+
+    python -m tools.where --run runs/demo --step 120
+    python -m tools.where --run runs/demo --step 120 --rank 1 --ranks 2 --text
+    python -m tools.where --run runs/demo --samples 304 320 --text
+    python -m tools.where --run runs/demo --find "some words" --ignore-case
+    python -m tools.where --run runs/demo --document 1f3a9c04
+    python -m tools.where --run runs/demo --id pages.jsonl:17
+
+The order is a pure function of the sample number, and has an inverse, so nothing was stored for this: it is computed
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.where", description=__doc__.splitlines()[0])
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
+    asked.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
+                       help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
+    asked.add_argument("--find", metavar="TEXT", help="documents whose text holds this, exactly")
+    asked.add_argument("--document", metavar="KEY", help="the document with this key, or the first digits of it")
+    asked.add_argument("--id", help="documents of this id, also those that were dropped: their own one, or file:record "
+                                    "or file@offset")
+    parser.add_argument("--rank", type=int, help="only this data-parallel rank's samples (with --ranks)")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
+    parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--source", help="look only in this source (--find, --document, --id)")
+    parser.add_argument("--ignore-case", action="store_true", help="take upper and lower case as one (--find)")
+    parser.add_argument("--limit", type=int, default=20, help="documents that are shown at most (20)")
+    parser.add_argument("--processes", type=int, help="processes that search (one a core, at most eight)")
+    options = parser.parse_args(arguments)
+    # A worker process of the search imports this file, and needs nothing of training.
+    from pipeline.contract.run import run_in
+    from pipeline.errors import UserError
+    from tools.where.forward import show
+    from tools.where.inverse import trace
+    try:
+        (trace if options.step is None and options.samples is None else show)(run_in(options.run), options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""From a document to the steps that saw it, and to the file and record that it was read from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import Work
+from pipeline.data.provenance import readings
+from pipeline.data.shard_table import Shards
+from pipeline.data.text_shards import SPLITS, SUFFIX
+from pipeline.data.token_shards import TokenShard
+from pipeline.errors import UserError
+from pipeline.training.data.opening import open_training_data, read_shard_table
+from tools.processes import processes_asked
+from tools.where.origin import Corpus, Origin
+from tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
+from tools.where.steps import Steps
+from tools.where.telling import lines_of
+
+TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
+SHORTEST_KEY = 4
+
+
+def trace(run: Run, options: argparse.Namespace) -> None:
+    """Print what became of the documents that are asked for: lines, or with `--json` one object.
+
+    Raises:
+        UserError: there is none, or what was asked means nothing.
+    """
+    wanted = _wanted(options)
+    found = Tracer(run, options.ranks)
+    found.steps.warn_of_drift()
+    told, cut = found.documents(wanted, options.source, processes_asked(options.processes), options.limit)
+    if not told:
+        raise UserError(_nothing(options, found))
+    if not options.text:
+        told = [{name: value for name, value in record.items() if name != "text"} for record in told]
+    if options.json:
+        print(json.dumps({"steps_done": found.steps.done, "steps_planned": found.steps.planned, "documents": told,
+                          "more": cut}, ensure_ascii=False))
+        return
+    for record in told:
+        print("\n".join(lines_of(record, found.steps.done, found.steps.planned, options.ranks)))
+    if cut:
+        print(f"the search ended at --limit {options.limit}: there are more such documents")
+
+
+class Tracer:
+    """A run whose documents are followed."""
+
+    def __init__(self, run: Run, ranks: int = 1) -> None:
+        work = Work(run, "train", run.fingerprint("train"))
+        self.tokens, _ = work.input("encode")
+        self.table = read_shard_table(work)
+        self.data = open_training_data(work, self.table)
+        self.steps = Steps(run.folder, run.config, self.data.order.links, ranks)
+        self.steps.check_ranks()
+        self.data.leave_out(self.steps.excluded)  # phases lie after what rollbacks left out of those before
+        self.corpus = Corpus(run.stage_folder("shard"), run.finished("shard"), run.config)
+        self._rows = {self.table.path(row): row for row in range(len(self.table))}
+
+    def documents(self, wanted: Wanted, source: str | None, processes: int,
+                  limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """What there is to say of each document that is looked for; and whether there are more than `limit`."""
+        if wanted.key:
+            return self._of_key(wanted, source, processes, limit)
+        told: list[dict[str, Any]] = []
+        if wanted.ids:
+            gone = list(self.corpus.duplicates(ids=wanted.ids))
+            told = [*self._rejected(wanted.ids), *map(self._duplicate, gone)]
+            kept = frozenset((row["kept_source"], row["kept_id"]) for row in gone)
+            wanted, source = Wanted(ids=wanted.ids | kept), None if kept else source
+        hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit)
+        told += [self._dropped(hit) if hit.dropped else self._kept(hit.shard, hit.number, hit.excerpt) for hit in hits]
+        return self._with_duplicates(told), cut
+
+    def _of_key(self, wanted: Wanted, source: str | None, processes: int,
+                limit: int) -> tuple[list[dict[str, Any]], bool]:
+        places = key_hits(self.tokens, self.table, wanted.key, source, processes)
+        if places:
+            shards = [(Path(self.table.path(row)).with_suffix(TEXT_SHARD).as_posix(), number)
+                      for row, number in places[:limit]]
+            return self._with_duplicates([self._kept(*place) for place in shards]), len(places) > limit
+        hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit, (DROPPED,))
+        return [self._dropped(hit) for hit in hits], cut
+
+    def _kept(self, shard: str, number: int, excerpt: str = "") -> dict[str, Any]:
+        """A document in a text shard, of either split."""
+        row = self._rows.get(Path(shard).with_suffix(TOKEN_SHARD).as_posix())
+        if row is None:
+            raise UserError(f"The stage encode has no token shard of {self.corpus.folder / shard}: it was made of "
+                            f"other text shards. Run it again.")
+        about = self.table.record(row)
+        tokens = TokenShard(self.tokens / about["path"], about)
+        begin, end = tokens.document_span(number)
+        record: dict[str, Any] = {
+            "key": tokens.document_key(number), "source": about["source"], "split": about["split"], "shard": shard,
+            "document": number, "tokens": end - begin, "bytes": tokens.document_bytes(number)}
+        if (document := self.corpus.text_of(shard, number)) is not None:
+            if document.key.partition("-")[0] != record["key"]:
+                raise UserError(f"{tokens.path} and {self.corpus.folder / shard} do not hold the same documents (at "
+                                f"{number}). Run --stage encode again.")
+            record |= {"id": document.id, "meta": document.meta, **({"found": excerpt} if excerpt else {}),
+                       **_origin_fields(self.corpus.origin(shard, number, about["source"], document.id),
+                                        about["source"], document.id), "text": document.text}
+        else:
+            record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
+        return {**record, "readings": list(self._readings(row, number))}
+
+    def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
+        """When a document is read, in the order of samples."""
+        for pool, stream in enumerate(self.data.streams):
+            assert isinstance(stream.shards, Shards)
+            for index in np.flatnonzero(stream.shards.rows == row).tolist():
+                for one in readings(self.data, pool, index, document, self.steps.end):
+                    passage = self.steps.passage(one.sample)
+                    yield {"step": passage.step, "what": passage.what, "rank": passage.rank, "sample": one.sample,
+                           "epoch": one.epoch, **({"anew_in_phase": one.anew} if one.anew else {}),
+                           "tokens": [one.start, one.stop],
+                           **({"why": passage.why} if passage.why else {})}
+
+    def _dropped(self, hit: Hit) -> dict[str, Any]:
+        assert hit.dropped is not None
+        origin = self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
+        return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
+                "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}),
+                **_origin_fields(origin, hit.source, hit.id)}
+
+    def _duplicate(self, row: dict[str, str]) -> dict[str, Any]:
+        return {"split": row["kind"], "source": row["source"], "id": row["id"], "kept_source": row["kept_source"],
+                "kept_id": row["kept_id"]}
+
+    def _rejected(self, ids: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
+        return [{"split": "rejected", "source": line["source"], "file": line["file"], "record": line["record"],
+                 "reason": line["reason"]} for line in rejections(self.corpus.folder, ids)]
+
+    def _with_duplicates(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same, with what was dropped for each kept document; and the key of that kept for each dropped one."""
+        kept = {(record["source"], record["id"]): record for record in told
+                if record["split"] in SPLITS and "id" in record}
+        for row in self.corpus.duplicates(of=set(kept)) if kept else ():
+            kept[row["kept_source"], row["kept_id"]].setdefault("duplicates", []).append(
+                {"source": row["source"], "id": row["id"], "kind": row["kind"]})
+        for record in told:
+            if "kept_id" in record and (stays := kept.get((record["kept_source"], record["kept_id"]))):
+                record["kept_key"] = stays["key"]
+        return told
+
+
+def _origin_fields(origin: Origin | None, source: str, own: str) -> dict[str, Any]:
+    if origin is None:
+        return {"origin": f"the stage shard did not record in which file of {source} the id {own} stood"}
+    return {"origin": str(origin), "file": origin.file, "path": origin.path, "record": origin.record}
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    if options.limit < 1:
+        raise UserError(f"--limit counts from 1; asked: {options.limit}.")
+    if options.document is not None:
+        key = options.document.lower().removesuffix(SUFFIX).partition("-")[0]
+        if not re.fullmatch(rf"[0-9a-f]{{{SHORTEST_KEY},32}}", key):
+            raise UserError(f"--document takes a key of 32 hexadecimal digits or its first {SHORTEST_KEY} at least; "
+                            f"asked: {options.document}. --find looks for text, --id for a document's own id.")
+        return Wanted(key=key)
+    if options.id is not None:
+        return Wanted(ids=frozenset({(options.source or "", options.id)}))
+    if not options.find:
+        raise UserError("--find takes the text to look for; asked: nothing.")
+    return Wanted(text=options.find, ignore_case=options.ignore_case)
+
+
+def _nothing(options: argparse.Namespace, found: Tracer) -> str:
+    what = f"whose key begins with {options.document}" if options.document is not None else \
+        f"with the id {options.id}" if options.id is not None else f"that holds {options.find!r}"
+    where = f" in the source {options.source}" if options.source else ""
+    manifest = found.corpus.manifest
+    aside = "" if any(record.get("split") == DROPPED for record in manifest.outputs) else \
+        " (what filters dropped was not kept: shard.keep_dropped)"
+    copies = "" if found.corpus.names_duplicates else \
+        "; which copies were dropped was not recorded (shard.keep_dropped)"
+    known = ", ".join(found.corpus.sources)
+    unknown = f" There is no such source; there are {known}." if options.source and \
+        options.source not in found.corpus.sources else ""
+    return f"No document {what}{where} is in the shards of {found.corpus.folder}{aside}{copies}.{unknown}"

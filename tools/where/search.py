@@ -1,0 +1,183 @@
+"""Which documents are meant: those whose text holds a string, those of an id, those of a key; found by processes.
+
+A process is given a shard, or some, and gives back numbers and names: no text but of what was found travels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.contract.manifest import Manifest
+from pipeline.data.documents import digest, document_key, place_in
+from pipeline.data.planning.origins import origins_path, read_origins
+from pipeline.data.shard_table import ShardTable
+from pipeline.data.text_shards import SPLITS, read_documents
+from pipeline.data.token_shards import KEY_BYTES, TokenShard
+from pipeline.errors import UserError
+from pipeline.files import read_lines
+from tools.processes import in_order
+
+KEYS_AT_ONCE = 1 << 20
+SHARDS_AT_ONCE = 32
+"""Token shards whose keys one process is given to look through."""
+AROUND = 60
+"""Characters shown before and after what was looked for."""
+DROPPED = "dropped"
+"""What filters dropped, where that was kept: the split of such files in the stage's manifest."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for; one of the three.
+
+    Attributes:
+        text: what a text holds.
+        ignore_case: whether upper and lower case are one for that.
+        ids: ids of documents, each as (source, id); source "" means any.
+        key: how a key begins, in hexadecimal digits.
+    """
+
+    text: str = ""
+    ignore_case: bool = False
+    ids: frozenset[tuple[str, str]] = frozenset()
+    key: str = ""
+
+    def place(self, source: str, names: tuple[str, ...], text: str) -> int | None:
+        """Where what is looked for begins in a document's text; None if this is not such a document.
+
+        names: what the document is called: its id, and where one of its own says nothing of that, its file and record.
+        """
+        if self.ids:
+            return 0 if any((asked, name) in self.ids for asked in (source, "") for name in names) else None
+        if self.key:
+            return 0 if document_key(digest(text.encode())).startswith(self.key) else None
+        if self.ignore_case:
+            match = re.search(re.escape(self.text), text, re.IGNORECASE)
+            return match.start() if match else None
+        found = text.find(self.text)
+        return None if found < 0 else found
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A document that was found.
+
+    shard: the text shard's path inside its stage's folder; number: of the document in it, from 0.
+    dropped: by which filter and why, of one that no shard holds.
+    """
+
+    shard: str
+    number: int
+    source: str
+    id: str
+    excerpt: str = ""
+    dropped: tuple[str, str] | None = None
+
+
+def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | None, processes: int, limit: int,
+              splits: tuple[str, ...] = (*SPLITS, DROPPED)) -> tuple[list[Hit], bool]:
+    """The documents of the shard stage in `folder` that are looked for, in the order of its shards; `limit` at most,
+    and whether the search ended there.
+
+    Raises:
+        UserError: a shard is missing or damaged.
+    """
+    outputs = {record["path"] for record in manifest.outputs}
+    jobs = ((folder, record, wanted, limit, bool(wanted.ids) and origins_path(record["path"]) in outputs)
+            for split in splits for record in manifest.outputs
+            if record.get("split") == split and source in (None, record["source"]))
+    found: list[Hit] = []
+    parts = in_order(_hits_in, jobs, processes)
+    for part in parts:
+        found += part
+        if len(found) > limit:
+            parts.close()
+            return found[:limit], True
+    return found, False
+
+
+def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int, bool]) -> list[Hit]:
+    """One more than the limit, if there are so many. The last of the job: whether the shard's places are looked at."""
+    folder, record, wanted, limit, placed = job
+    places = read_origins(folder, record["path"]) if placed else None
+    found: list[Hit] = []
+    for number, source, own, text, dropped in _texts(folder, record):
+        names = (own,) if places is None else (own, places[number])
+        if (at := wanted.place(source, names, text)) is not None:
+            start = max(0, at - AROUND)
+            excerpt = text[start:at + len(wanted.text) + AROUND] if wanted.text else ""
+            found.append(Hit(record["path"], number, source, own, excerpt, dropped))
+            if len(found) > limit:
+                break
+    return found
+
+
+def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[int, str, str, str, tuple[str, str] | None]]:
+    if record["split"] != DROPPED:
+        for number, document in enumerate(read_documents(folder / record["path"])):
+            yield number, document.source, document.id, document.text, None
+        return
+    if not (folder / record["path"]).is_file():
+        raise UserError(f"{folder / record['path']} is missing. Run the stage shard again: it makes only what is "
+                        f"missing.")
+    for number, line in enumerate(read_lines(folder / record["path"])):
+        yield number, line["source"], line["id"], line["text"], (line["filter"], line["reason"])
+
+
+def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, processes: int) -> list[tuple[int, int]]:
+    """(row of the table, number in the shard) of each document whose key begins so, in the order of the table.
+
+    Raises:
+        UserError: keys that differ begin so.
+    """
+    rows = iter([row for row in range(len(table)) if source in (None, table.kinds[table.kind[row]][1])])
+    parts = iter(lambda: list(islice(rows, SHARDS_AT_ONCE)), [])
+    jobs = ((folder, [(row, table.record(row)) for row in part], key) for part in parts)
+    found: list[tuple[int, int]] = []
+    keys: dict[str, None] = {}
+    for part in in_order(_keys_in, jobs, processes):
+        for row, number, whole in part:
+            found.append((row, number))
+            keys[whole] = None
+    if len(keys) > 1:
+        raise UserError(f"{len(keys):,} documents have keys that begin with {key}: {', '.join([*keys][:4])}"
+                        f"{' ...' if len(keys) > 4 else ''}. Give more digits.")
+    return found
+
+
+def _keys_in(job: tuple[Path, list[tuple[int, dict[str, Any]]], str]) -> list[tuple[int, int, str]]:
+    folder, shards, key = job
+    found = []
+    for row, record in shards:
+        shard = TokenShard(folder / record["path"], record)
+        for start in range(0, shard.documents, KEYS_AT_ONCE):
+            keys = shard.keys(start, min(start + KEYS_AT_ONCE, shard.documents))
+            found += [(row, start + int(number), keys[number].tobytes().hex()) for number in _begin_with(keys, key)]
+    return found
+
+
+def _begin_with(keys: np.ndarray, prefix: str) -> np.ndarray:
+    """Which of the keys, 16 bytes each, begin with these hexadecimal digits."""
+    digits = keys.view(np.uint8).reshape(-1, KEY_BYTES)
+    whole = bytes.fromhex(prefix[:len(prefix) // 2 * 2])
+    fits = np.ones(len(digits), bool)
+    for place, byte in enumerate(whole):
+        fits &= digits[:, place] == byte
+    if len(prefix) % 2:
+        fits &= digits[:, len(whole)] >> 4 == int(prefix[-1], 16)
+    return np.flatnonzero(fits)
+
+
+def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """The lines of rejected.jsonl of records that are called so."""
+    for line in read_lines(folder / "rejected.jsonl"):
+        own = place_in(line["file"], line["record"])
+        if (line["source"], own) in ids or ("", own) in ids:
+            yield line
