@@ -1,7 +1,6 @@
 """Export and import against transformers, which is the oracle for the whole network."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -15,9 +14,10 @@ from model.llama import Llama, initialise
 from model.rope import cos_sin, rotary_frequencies, rotate
 from pipeline.formats.huggingface import from_huggingface, read_folder, stream_folder, to_huggingface
 from pipeline.formats.sharded_tensors import CheckpointReader
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, environment
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_state
+from tests.stages.limited import LARGE_TENSORS
 
 CONFIGS = {
     "untied": ModelConfig(
@@ -340,7 +340,7 @@ def test_an_export_needs_memory_for_tensors_not_for_the_model(tmp_path):
     write_checkpoint(tmp_path / "pieces", {name: torch.ones(shape) for name, shape in shapes.items()}, ranks=2, cuts=2)
     ended = {way: subprocess.run(
         [sys.executable, "-c", EXPORT, str(tmp_path / "pieces"), str(tmp_path / way), way], cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True) for way in ("stream", "whole")}
+        env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True) for way in ("stream", "whole")}
     assert ended["stream"].returncode == 0, ended["stream"].stderr
     assert ended["whole"].returncode != 0 and "memory" in ended["whole"].stderr
     _, state = read_folder(tmp_path / "stream")

@@ -15,6 +15,11 @@ IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llam
             "evaluate": ["pipeline.evaluation.placing", "pipeline.parallel.forward_only", "model.generate",
                          "pipeline.training.rank_agreement"]}
 
+LARGE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""For the environment of a process under such a limit: each tensor lies in a mapping of its own, as glibc gives it
+above 32 MB. Smaller ones lie in its heap, and aligned pieces that were freed there are not always taken again before
+glibc 2.38: one pass in twenty over a model in blocks grew to 232 MB for 12."""
+
 
 def limit(megabytes: float) -> None:
     """Let this process take so much private memory beyond what it has now."""

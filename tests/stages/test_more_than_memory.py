@@ -14,6 +14,7 @@ from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
+from tests.stages.limited import LARGE_TENSORS
 from tests.stages.test_convert import fake_training
 from tests.waiting import HANG_S
 
@@ -21,10 +22,6 @@ LAYERS = 72
 CONVERT_MB, EVALUATE_MB = 70, 330
 """Beyond what importing takes. One process that converts holds a block of the model at a time; each of two ranks that
 evaluate holds half of it and two blocks, beside some 100 MB of a process group, its threads and their heaps."""
-
-LARGE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Each tensor in a mapping of its own, as glibc gives it above 32 MB. Smaller ones lie in its heap, and aligned pieces
-that were freed there are not always taken again before glibc 2.38: one pass in twenty then grew to 232 MB for 12."""
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,10 @@ from pipeline.formats.weights import load_model, open_weights
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.kinds import open_tokenizer, write_record
-from tests.conftest import REPOSITORY, write_config
+from tests.conftest import REPOSITORY, environment, write_config
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
+from tests.stages.limited import LARGE_TENSORS
 from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -359,7 +360,7 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     (tmp_path / "large/COMPLETE.json").write_text(json.dumps({
         "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}}))
     done = subprocess.run([sys.executable, "-c", CARRY, str(tmp_path / "large"), str(tmp_path)], cwd=REPOSITORY,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+                          env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
     with open_weights(tmp_path / "hf") as weights:
