@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
 from tests.warm import WarmProcess, WarmServer

@@ -1,12 +1,13 @@
 """Object stores for tests, on 127.0.0.1 only: SeaweedFS, a real one that checks signatures, and moto, inside of the
 test's process, which fails on request. Both are in the extra `dev`; where they are missing, tests that need them fail.
+tests/cloud_servers.py has those of other clouds.
 
-    def test_something(seaweed):            # or moto_server
+    def test_something(seaweed):            # or moto_server, google, azurite
         store = Store(seaweed.url)          # s3://<a bucket of this test>
         seaweed.url_of("some/prefix")
         moto_server.fail("slow down", times=2, method="GET", path="data.jsonl")
 
-Both set the environment (AWS_*) for this process and those that it starts.
+They set the environment (AWS_*, ...) for this process and those that it starts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,11 @@ import pytest
 from tests.waiting import wait_for
 
 KEY, SECRET = "drover-key", "drover-Secret-0123456789"
-FAULTS = ("error", "slow down", "cut", "delay", "refuse", "truncate")
-"""What a request can be made to meet: status 500; 503 SlowDown; a body that breaks off in the middle; an answer that
-comes late; 403; a body whose length, too, is half."""
+ANSWERS = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down", "SlowDown"),
+           "too many": ("429 Too Many Requests", "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}
+FAULTS = ("error", "slow down", "too many", "cut", "delay", "refuse", "truncate")
+"""What a request can be made to meet: status 500; 503 SlowDown; 429; a body that breaks off in the middle; an answer
+that comes late; 403; a body whose length, too, is half."""
 
 
 @dataclass
@@ -48,10 +52,17 @@ class Bucket:
     name: str
     endpoint: str
     server: FaultyServer | None = None
+    scheme: str = "s3"
+    listing: str = r"^/[^/]*/?$"
+    """What the path of a request for a listing looks like."""
+    key: tuple[str, str] = ("AWS_SECRET_ACCESS_KEY", f"wrong-{SECRET}")
+    """The variable that has the secret, and another value, which the server refuses."""
+    address: str = "AWS_ENDPOINT_URL"
+    """The variable that has the server's address."""
 
     @property
     def url(self) -> str:
-        return f"s3://{self.name}"
+        return f"{self.scheme}://{self.name}"
 
     def url_of(self, path: str) -> str:
         return f"{self.url}/{path}"
@@ -95,7 +106,7 @@ class Fault:
 
 @dataclass
 class FaultyServer:
-    """moto's S3 as a WSGI application that fails where it is told to."""
+    """A WSGI application, such as moto's S3, that fails where it is told to."""
 
     application: Any
     faults: list[Fault] = field(default_factory=list)
@@ -109,9 +120,8 @@ class FaultyServer:
             self.seen.append((method, path, environ.get("HTTP_RANGE", "")))
             fault = next((one for one in self.faults if one.meets(method, path)), None)
         kind = None if fault is None else fault.kind
-        if kind in ("error", "slow down", "refuse"):
-            status, code = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down",
-                            "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}[str(kind)]
+        if kind in ANSWERS:
+            status, code = ANSWERS[str(kind)]
             body = f"<Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
             start(status, [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
             return [body]
@@ -165,7 +175,7 @@ def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     sockets = tempfile.mkdtemp(prefix="weed-", dir="/tmp")  # the path of a Unix socket is short
     port, process = _start_seaweed(folder, sockets)
     try:
-        wait_for(lambda: _answers(port), lambda: f"SeaweedFS answers; {folder}/log", of=process)
+        wait_for(lambda: answers(port), lambda: f"SeaweedFS answers; {folder}/log", of=process)
         endpoint = f"http://127.0.0.1:{port}"
         bucket = wait_for(lambda: _ready_bucket(endpoint), lambda: f"SeaweedFS is ready; {folder}/log", of=process)
         yield endpoint, bucket
@@ -183,34 +193,50 @@ def seaweed(seaweed_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) ->
     return Bucket(f"{bucket}/{uuid.uuid4().hex[:8]}", endpoint)
 
 
-@pytest.fixture(scope="session")
-def moto_application() -> Iterator[tuple[str, FaultyServer]]:
-    """moto behind a server in this process."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+@contextmanager
+def served(application: Any) -> Iterator[tuple[str, FaultyServer]]:
+    """A WSGI application behind a server in this process, at an address, which fails where it is told to."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
         def log(self, type: str, message: str, *args: Any) -> None:
             pass
 
-    application = FaultyServer(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+    faulty = FaultyServer(application)
+    server = make_server("127.0.0.1", 0, faulty, threaded=True, request_handler=Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.port}", application
+    yield f"http://127.0.0.1:{server.port}", faulty
     server.shutdown()
     thread.join()
     server.server_close()
 
 
+def moto_s3() -> Any:
+    """moto's S3 as a WSGI application."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    return DomainDispatcherApplication(create_backend_app)
+
+
+@pytest.fixture(scope="session")
+def moto_application() -> Iterator[tuple[str, FaultyServer]]:
+    """moto behind a server in this process."""
+    with served(moto_s3()) as there:
+        yield there
+
+
+def hurry(patch: pytest.MonkeyPatch) -> None:
+    """Have repeated requests not wait long (for processes that are started, nothing shortens that)."""
+    patch.setattr("pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
+    patch.setattr("pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
+
+
 @pytest.fixture
 def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A new bucket on moto, whose requests fail on request, and the environment for it. Repeated requests do not wait
-    long (for processes that are started, nothing shortens that)."""
+    """A new bucket on moto, whose requests fail on request, and the environment for it."""
     endpoint, server = moto_application
     set_environment(monkeypatch, endpoint)
-    monkeypatch.setattr("pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr("pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
+    hurry(monkeypatch)
     bucket = Bucket(make_bucket(endpoint), endpoint, server)
     server.seen.clear()
     yield bucket
@@ -226,7 +252,7 @@ def _start_seaweed(folder: Path, sockets: str) -> tuple[int, subprocess.Popen[by
         "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}))
     names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
              "s3.port", "s3.port.grpc"]
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
                "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
                "filer.localSocket": f"{sockets}/filer", "s3": "true", "s3.config": identities,
@@ -235,16 +261,16 @@ def _start_seaweed(folder: Path, sockets: str) -> tuple[int, subprocess.Popen[by
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen([program, "server", *(f"-{name}={value}" for name, value in options.items())],
                                    stdout=log, stderr=log, cwd=folder, start_new_session=True,
-                                   preexec_fn=_end_with_parent if sys.platform == "linux" else None)
+                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
     return ports["s3.port"], process
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end this process with the test's, also where that is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     held = [socket.socket() for _ in range(count)]
     for one in held:
         one.bind(("127.0.0.1", 0))
@@ -254,7 +280,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/")

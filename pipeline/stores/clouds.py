@@ -36,11 +36,21 @@ MOST_PARTS = 10_000
 PARTS_AT_ONCE = 4
 _FAMILIES = ("AWS_", "GOOGLE_", "AZURE_")
 _SECRETS = ("SECRET", "TOKEN", "PASSWORD", "_KEY", "SAS", "SIGNATURE", "CREDENTIAL")
+_PATHS = ("_FILE", "_APPLICATION_CREDENTIALS")
+"""How variables end that have a file's path, which a message has to name."""
 _AWS_FILES = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
 """Variables that say where AWS's files are, and their names in ~/.aws otherwise."""
 _ADVICE = {
     "s3": "the keys and the address in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS", "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"}
+    "gs": "the file of the account's key that GOOGLE_APPLICATION_CREDENTIALS names",
+    "az": "the account in AZURE_STORAGE_ACCOUNT_NAME and its key in AZURE_STORAGE_ACCOUNT_KEY (or "
+          "AZURE_STORAGE_SAS_TOKEN)"}
+_ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
+            "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT"}
+"""What says where a store is, if it is not the cloud's own place."""
+_NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
+_MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
+"""Where a cloud's machines are asked for keys of their own, when the environment has none."""
 
 
 class Cloud:
@@ -48,6 +58,7 @@ class Cloud:
 
     def __init__(self, root: str) -> None:
         self._root, self._client = root, client(root)
+        self._kind = _kind(root)
 
     def list(self, prefix: str) -> list[Entry]:
         """All objects below a prefix that ends with a /, which need not be given."""
@@ -55,7 +66,7 @@ class Cloud:
         for left in reversed(range(LISTINGS)):
             try:
                 with self._told(prefix, "list"):
-                    return [_entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
+                    return [self._entry(about) for page in obstore.list(self._client, prefix or None, chunk_size=1000)
                             for about in page]
             except _BrokenOffError as error:
                 if not left:
@@ -69,7 +80,7 @@ class Cloud:
         import obstore
         try:
             with self._told(key, "look at"):
-                return _entry(obstore.head(self._client, key))
+                return self._entry(obstore.head(self._client, key))
         except Missing:
             return None
 
@@ -86,7 +97,7 @@ class Cloud:
         import obstore
         with self._told(key, "read"):
             answer = obstore.get(self._client, key, options={"range": asked, **({"if_match": etag} if etag else {})})
-            entry = _entry(answer.meta)
+            entry = self._entry(answer.meta)
             if answer.range[0] != start:
                 raise UserError(f"{self._root}/{key}: asked for the bytes from {start:,} on, the server sent those "
                                 f"from {answer.range[0]:,} on. It does not read ranges; use another server.")
@@ -129,6 +140,13 @@ class Cloud:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
+    def _entry(self, about: Any) -> Entry:
+        """What obstore tells of an object. Azure lists ETags without the quotation marks that they have elsewhere."""
+        etag = about["e_tag"] or ""
+        if self._kind == "az" and etag and not etag.endswith('"'):
+            etag = f'"{etag}"'
+        return Entry(about["path"], about["size"], etag, about["last_modified"].timestamp())
+
     @contextmanager
     def _told(self, key: str, operation: str) -> Iterator[None]:
         """Errors as UserError, without what the environment keeps secret."""
@@ -137,7 +155,7 @@ class Cloud:
         try:
             yield
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
+            if _NO_BUCKET.search(str(error)):
                 raise self._no_bucket() from None
             raise Missing(f"{url} is not there. Correct the URL, or put the object there.") from None
         except AlreadyExistsError:
@@ -148,23 +166,26 @@ class Cloud:
             raise self._failed(url, operation, str(error)) from None
 
     def _failed(self, url: str, operation: str, text: str) -> UserError:
-        if "NoSuchBucket" in text or "BucketNotFound" in text:
+        if _NO_BUCKET.search(text):
             return self._no_bucket()
-        reason = plainly(text)
-        scheme = self._root.partition(":")[0]
+        reason, advice = plainly(text), _ADVICE[self._kind]
+        if _MACHINES_OWN.search(text):
+            return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
+                             f"none of its own ({reason}). Set {advice}.")
         if re.search(r"\b(401|403)\b", text) or "privileges" in text or "credential" in text.lower():
-            return UserError(f"{url}: {operation} was refused: {reason}. Correct "
-                             f"{_ADVICE.get(scheme, _ADVICE['az'])}, or have these keys allowed to do that.")
+            return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or have these "
+                             f"keys allowed to do that.")
         if "ConditionalRequestConflict" in text:
             return Changed(f"{url} is being written by somebody else at this moment.")
         kind = _BrokenOffError if "list response body" in text else \
             _BeyondError if re.search(r"\b416\b|InvalidRange|Wanted range", text) else UserError
-        return kind(f"{url}: {operation} failed: {reason}. Look whether the store can be reached from this "
-                    f"machine and is well, and run it again.")
+        return kind(f"{url}: {operation} failed: {reason}. Look whether the store can be reached from this machine and "
+                    f"is well (its address is set by {_ADDRESS[self._kind]}), and run it again.")
 
     def _no_bucket(self) -> UserError:
-        return UserError(f"There is no bucket {self._root} at this store. Correct the URL, make the bucket, or set "
-                         f"the store's address (AWS_ENDPOINT_URL).")
+        bucket = "container" if self._kind == "az" else "bucket"
+        return UserError(f"There is no {bucket} {self._root} at this store. Correct the URL, make the {bucket}, or set "
+                         f"the store's address ({_ADDRESS[self._kind]}).")
 
 
 class _BrokenOffError(UserError):
@@ -173,6 +194,12 @@ class _BrokenOffError(UserError):
 
 class _BeyondError(UserError):
     """A range begins where the object has ended."""
+
+
+def _kind(root: str) -> str:
+    """Whose store it is: s3, gs or az, which has more schemes than one."""
+    scheme = root.partition(":")[0]
+    return "az" if scheme.startswith("abfs") else "s3" if scheme == "memory" else scheme
 
 
 def client(root: str) -> Any:
@@ -197,17 +224,18 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
     if root.startswith("memory:"):
         return obstore.store.MemoryStore()
     retries, first, longest, retry_s, request_s = limits
-    plain = any("ENDPOINT" in name and value.startswith("http://") for name, value in settings)
+    plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
+    more = {"s3": _shared_credentials, "az": _azures_other_names}.get(_kind(root), lambda settings: None)
     try:
         return obstore.store.from_url(
-            root, config=_shared_credentials(dict(settings)) if root.startswith("s3:") else None,
+            root, config=more(dict(settings)),
             client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
             retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
                           "backoff": {"init_backoff": timedelta(seconds=first),
                                       "max_backoff": timedelta(seconds=longest), "base": 2}})
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {plainly(str(error))}. Correct the URL, or "
-                        f"{_ADVICE.get(root.partition(':')[0], _ADVICE['az'])}.") from None
+                        f"{_ADVICE[_kind(root)]}.") from None
 
 
 def _aws_file(settings: dict[str, str], variable: str, usual: str) -> Path:
@@ -248,10 +276,19 @@ def _shared_credentials(settings: dict[str, str]) -> Any:
     return {ours: found[theirs] for theirs, ours in names.items() if theirs in found} or None
 
 
+def _azures_other_names(settings: dict[str, str]) -> Any:
+    """Account and key by the names that Azure's own program reads them from; obstore has others."""
+    names = {"account_name": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
+             "account_key": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")}
+    return {ours: settings[theirs] for ours, (theirs, usual) in names.items()
+            if theirs in settings and usual not in settings} or None
+
+
 def plainly(text: str) -> str:
     """What a library said as one short line, without anything that the environment keeps secret."""
     for name, value in os.environ.items():
-        if name.startswith(_FAMILIES) and any(part in name for part in _SECRETS) and len(value) >= 4:
+        if name.startswith(_FAMILIES) and any(part in name for part in _SECRETS) and len(value) >= 4 \
+                and not name.endswith(_PATHS):
             text = text.replace(value, "***")
     text = text.partition("\n\nDebug source")[0]
     code = re.search(r"<Code>([^<]*)</Code>", text)
@@ -261,6 +298,3 @@ def plainly(text: str) -> str:
     told = " ".join([text, *(found[1] for found in (code, message) if found)])
     return " ".join(told.split()).rstrip(".: ")[:600]
 
-
-def _entry(about: Any) -> Entry:
-    return Entry(about["path"], about["size"], about["e_tag"] or "", about["last_modified"].timestamp())

@@ -113,7 +113,7 @@ def test_an_earlier_process_of_the_same_folder_is_not_waited_for(locks, store):
     assert store.head(LOCK) is None
 
 
-@pytest.mark.parametrize("of", ["seaweed", "moto_server"])
+@pytest.mark.parametrize("of", ["seaweed", "moto_server", "google", "azurite"])
 def test_of_many_who_come_at_once_one_gets_it(of, request):
     bucket = request.getfixturevalue(of)
     made = [Lock(Store(bucket.url), str(number), lambda text: None, beat_s=0.2) for number in range(6)]
@@ -135,15 +135,17 @@ def test_of_many_who_come_at_once_one_gets_it(of, request):
     assert Store(bucket.url).head(LOCK) is None
 
 
-def test_a_store_that_stumbles_does_not_take_the_lock_away(moto_server):
-    lock = Lock(Store(moto_server.url), "a", lambda text: None, beat_s=0.05)
+@pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])
+def test_a_store_that_stumbles_does_not_take_the_lock_away(of, request):
+    bucket = request.getfixturevalue(of)
+    lock = Lock(Store(bucket.url), "a", lambda text: None, beat_s=0.05)
     lock.take()
-    before = Store(moto_server.url).head(LOCK).etag
-    refused = moto_server.fail("refuse", 3, method="PUT", path=LOCK)
-    cut = moto_server.fail("error", 3, method="PUT", path=LOCK)
+    before = Store(bucket.url).head(LOCK).etag
+    refused = bucket.fail("refuse", 3, method="PUT", path=LOCK)
+    cut = bucket.fail("error", 3, method="PUT", path=LOCK)
     wait_for(lambda: refused.met == 3 and cut.met == 3)
-    now = Store(moto_server.url).head(LOCK).etag
-    wait_for(lambda: Store(moto_server.url).head(LOCK).etag not in (before, now))
+    now = Store(bucket.url).head(LOCK).etag
+    wait_for(lambda: Store(bucket.url).head(LOCK).etag not in (before, now))
     assert not lock.lost
     lock.release()
 

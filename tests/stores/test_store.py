@@ -5,9 +5,11 @@ import fcntl
 import hashlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +24,25 @@ BIG = 2 * stores.BLOCK_BYTES + 12_345
 """More than two of the blocks in which objects are read, and than one part of an upload."""
 
 
-@pytest.fixture(params=["seaweed", "moto_server", "file", "memory"])
+@pytest.fixture(params=["seaweed", "moto_server", "google", "azurite", "file", "memory"])
 def store(request, tmp_path):
     if request.param == "file":
         return Store(f"file://{tmp_path}/deep/er")
     if request.param == "memory":
         return Store(f"memory://{tmp_path.name}")
     return Store(request.getfixturevalue(request.param).url_of("some/prefix"))
+
+
+@pytest.fixture(params=["seaweed", "google", "azurite"])
+def checking(request):
+    """A bucket at a server that compares signatures."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["moto_server", "google", "azurite"])
+def failing(request):
+    """A bucket at a server that fails on request."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -170,27 +184,67 @@ def test_a_store_is_its_url_in_every_process(seaweed):
 @pytest.mark.parametrize("call", [lambda store: list(store.list()), lambda store: store.head("x"),
                                   lambda store: store.read("x"), lambda store: store.put("x", b"1"),
                                   lambda store: store.delete(["x"]), preflight], ids=range(6))
-def test_a_wrong_secret_is_told_with_the_url_and_without_the_secret(seaweed, monkeypatch, call):
-    store = Store(seaweed.url)
+def test_a_wrong_secret_is_told_with_the_url_and_without_the_secret(checking, monkeypatch, call):
+    store = Store(checking.url)
     store.put("x", b"1")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"wrong-{SECRET}")
-    with pytest.raises(UserError, match=f"{seaweed.url}.*refused.*AWS_SECRET_ACCESS_KEY") as error:
+    name, wrong = checking.key
+    monkeypatch.setenv(name, wrong)
+    with pytest.raises(UserError, match=f"{checking.url}.*refused.*{name}") as error:
         call(store)
-    assert SECRET not in str(error.value) and "\n" not in str(error.value)
+    assert SECRET not in str(error.value) and wrong not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_bucket_that_is_not_there_is_named(seaweed):
-    store = Store("s3://no-such-bucket/x")
-    for call in (lambda: list(store.list()), lambda: store.put("a", b"1"), lambda: store.read("a")):
-        with pytest.raises(UserError, match="no bucket s3://no-such-bucket"):
+def test_a_bucket_that_is_not_there_is_named(checking):
+    store = Store(f"{checking.scheme}://no-such-bucket/x")
+    for call in (lambda: list(store.list()), lambda: store.put("a", b"1"), lambda: store.read("a"),
+                 lambda: store.put("a", b"1", only_new=True), lambda: preflight(store)):
+        with pytest.raises(UserError, match=rf"no (bucket|container) {checking.scheme}://no-such-bucket .*"
+                                            rf"\({'.*' * (checking.scheme == 'az')}{checking.address}\)") as error:
             call()
+        assert not isinstance(error.value, Missing)
 
 
-def test_a_store_that_cannot_be_reached_is_told(moto_server, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
+    monkeypatch.setenv(failing.address, "http://127.0.0.1:1")
     monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 2)
-    with pytest.raises(UserError, match=r"s3://.*failed.*can be reached"):
-        list(Store(moto_server.url).list())
+    with pytest.raises(UserError, match=rf"{failing.url}.*failed.*can be reached.*{failing.address}"):
+        list(Store(failing.url).list())
+
+
+@pytest.mark.parametrize("url, names", [("s3://bucket", "AWS_ACCESS_KEY_ID"), ("az://box", "AZURE_STORAGE_ACCOUNT_KEY"),
+                                        ("gs://bucket", "GOOGLE_APPLICATION_CREDENTIALS")])
+def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machine_has_some(url, names):
+    asked = "Error performing token request: Error performing GET http://169.254.169.254/x in 2s - HTTP error: timeout"
+    error = clouds.Cloud._failed(SimpleNamespace(_kind=clouds._kind(url)), f"{url}/x", "read", asked)
+    assert re.fullmatch(rf"{url}/x: read was refused: the environment has no keys.*Set .*{names}.*\.", str(error))
+
+
+def test_azures_keys_are_taken_by_the_names_of_its_own_program(azurite, monkeypatch):
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.setenv(name.replace("_ACCOUNT_NAME", "_ACCOUNT").replace("_ACCOUNT_KEY", "_KEY"), os.environ[name])
+        monkeypatch.delenv(name)
+    for scheme in ("az", "abfs", "abfss"):
+        assert Store(f"{scheme}://{azurite.name}").put(scheme, b"1").size == 1
+    assert len(list(Store(azurite.url).list())) == 3
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    with pytest.raises(UserError, match=r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"):
+        Store(azurite.url).head("az")
+
+
+def test_what_is_listed_can_be_read_as_it_was_listed(failing):
+    """Azure gives ETags with quotation marks, and lists them without."""
+    store = Store(failing.url)
+    store.put("a/b", b"1234")
+    [entry] = store.list("a")
+    assert entry == store.head("a/b") and store.read("a/b", 1, 3, etag=entry.etag) == b"23"
+    assert store.stream("a/b", entry=entry).read() == b"1234"
+    assert store.put("a/b", b"56789", replaces=entry.etag).size == 5
+
+
+def test_a_file_of_googles_keys_that_cannot_be_used_is_named(google, monkeypatch, tmp_path):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
+    with pytest.raises(UserError, match=rf"{google.url} cannot be opened.*{tmp_path}/absent\.json.*GOOGLE_APPL"):
+        Store(google.url).head("x")
 
 
 def test_keys_are_taken_from_the_files_of_other_programs(seaweed, monkeypatch, tmp_path):
@@ -263,11 +317,11 @@ def test_a_file_is_replaced_where_only_what_is_open_for_writing_can_be_locked(tm
     assert store.put("lock", b"22", replaces=first.etag).size == 2 and store.read("lock") == b"22"
 
 
-@pytest.mark.parametrize("kind", ["error", "slow down"])
-def test_a_server_that_is_overloaded_for_a_while_is_asked_again(moto_server, kind):
-    store = Store(moto_server.url)
+@pytest.mark.parametrize("kind", ["error", "slow down", "too many"])
+def test_a_server_that_is_overloaded_for_a_while_is_asked_again(failing, kind):
+    store = Store(failing.url)
     store.put("a/b", b"1234")
-    fault = moto_server.fail(kind, times=3)
+    fault = failing.fail(kind, times=3)
     assert store.read("a/b") == b"1234"
     fault.times = fault.met + 3
     assert [entry.path for entry in store.list()] == ["a/b"]
@@ -275,62 +329,62 @@ def test_a_server_that_is_overloaded_for_a_while_is_asked_again(moto_server, kin
     assert store.put("c", b"12").size == 2 and store.read("c") == b"12"
     assert fault.met == 9
     fault.times = 10_000
-    with pytest.raises(UserError, match=r"s3://.*/a/b: read failed.*(500|SlowDown)"):
+    with pytest.raises(UserError, match=rf"{failing.url}/a/b: read failed.*(500|SlowDown)"):
         store.read("a/b")
 
 
-def test_a_body_that_breaks_off_is_read_on(moto_server, big, tmp_path):
-    store = Store(moto_server.url)
+def test_a_body_that_breaks_off_is_read_on(failing, big, tmp_path):
+    store = Store(failing.url)
     store.put("big", big)
-    fault = moto_server.fail("cut", times=3, method="GET", path="big")
+    fault = failing.fail("cut", times=3, method="GET", path="big")
     assert store.fetch("big", tmp_path / "big") == hashlib.sha256(big).hexdigest()
     assert fault.met == 3
-    again = moto_server.fail("cut", times=2, method="GET", path="big")
+    again = failing.fail("cut", times=2, method="GET", path="big")
     assert store.stream("big").read() == big and again.met == 2
 
 
-def test_a_listing_that_breaks_off_is_begun_again_and_that_is_said(moto_server, capfd):
-    store = Store(moto_server.url)
+def test_a_listing_that_breaks_off_is_begun_again_and_that_is_said(failing, capfd):
+    store = Store(failing.url)
     for number in range(5):
         store.put(f"x{number}", b"1")
-    moto_server.fail("cut", times=1, method="GET", path="^/[^/]*/?$")
+    failing.fail("cut", times=1, method="GET", path=failing.listing)
     assert len(list(store.list())) == 5
     assert "Listing again" in capfd.readouterr().out
-    moto_server.fail("cut", times=10, method="GET", path="^/[^/]*/?$")
+    failing.fail("cut", times=10, method="GET", path=failing.listing)
     with pytest.raises(UserError, match="list failed"):
         list(store.list())
 
 
 @pytest.mark.parametrize("kind", ["cut", "truncate", "error", "refuse"])
-def test_what_did_not_come_whole_never_becomes_a_file(moto_server, big, tmp_path, kind):
-    store, target = Store(moto_server.url), tmp_path / "big"
+def test_what_did_not_come_whole_never_becomes_a_file(failing, big, tmp_path, kind):
+    store, target = Store(failing.url), tmp_path / "big"
     store.put("big", big)
-    fault = moto_server.fail(kind, times=10_000, method="GET", path="big", after=1)
-    with pytest.raises(UserError, match=r"s3://.*big"):
+    fault = failing.fail(kind, times=10_000, method="GET", path="big", after=1)
+    with pytest.raises(UserError, match=f"{failing.url}/big"):
         store.fetch("big", target)
     assert fault.met and list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match=r"s3://.*big"):
+    with pytest.raises(UserError, match=f"{failing.url}/big"):
         store.stream("big").read()
-    with pytest.raises(UserError, match=r"s3://.*big"):
+    with pytest.raises(UserError, match=f"{failing.url}/big"):
         store.read("big")
     fault.times = fault.met
     assert store.fetch("big", target) == hashlib.sha256(big).hexdigest()
 
 
-def test_a_server_that_hangs_is_given_up_and_told(moto_server, monkeypatch):
-    store = Store(moto_server.url)
+def test_a_server_that_hangs_is_given_up_and_told(failing, monkeypatch):
+    store = Store(failing.url)
     store.put("x", b"123")
     monkeypatch.setattr("pipeline.stores.clouds.REQUEST_S", 0.3)
     monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
-    moto_server.fail("delay", times=10, method="GET", path="x", seconds=3)
+    failing.fail("delay", times=10, method="GET", path="x", seconds=3)
     with pytest.raises(UserError, match="read failed"):
         store.read("x")
 
 
-def test_a_late_answer_is_waited_for(moto_server):
-    store = Store(moto_server.url)
+def test_a_late_answer_is_waited_for(failing):
+    store = Store(failing.url)
     store.put("x", b"123")
-    fault = moto_server.fail("delay", times=1, method="GET", path="x", seconds=0.5)
+    fault = failing.fail("delay", times=1, method="GET", path="x", seconds=0.5)
     assert store.read("x") == b"123" and fault.met == 1
 
 

@@ -36,7 +36,7 @@ def meant(folder, records):
         MANIFEST: manifest_bytes(records, COUNTS)}
 
 
-@pytest.mark.parametrize("kind", ["seaweed", "moto_server", "file"])
+@pytest.mark.parametrize("kind", ["seaweed", "moto_server", "google", "azurite", "file"])
 def test_what_is_there_is_not_sent_again(made, tmp_path, request, kind):
     folder, records = made
     url = f"file://{tmp_path}/there" if kind == "file" else request.getfixturevalue(kind).url_of("a/b")

@@ -1,0 +1,228 @@
+"""Object stores of other clouds for tests, on 127.0.0.1 only: `azurite` and `google`, used like those of
+tests/object_store.py.
+
+Azurite is Microsoft's own emulator, which checks signatures; it comes with `npm install --global azurite`, and tests
+that need it are left out where it is missing. Requests go to it through a server of this process, which fails on
+request.
+
+Nobody offers a server of what Google's store is asked here, its XML API: PyPI's gcp-storage-emulator (2026.7.19)
+answers 501 to HEAD, DELETE, listings and uploads in parts, and gives no ETag for what is written. `google` is a
+stand-in: moto's S3, whose XML Google's has too, with what is different there by Google's documentation.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.client
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+import pytest
+
+from tests.object_store import (
+    SECRET,
+    Bucket,
+    FaultyServer,
+    answers,
+    end_with_parent,
+    free_ports,
+    hurry,
+    moto_s3,
+    served,
+)
+from tests.waiting import wait_for
+
+ACCOUNT, AZURE_KEY = "drover", base64.b64encode(SECRET.encode()).decode()
+NO_AZURITE = "Azurite, Microsoft's emulator of Azure's object store, is not installed: npm install --global azurite"
+
+MOTOS = "AWS4-HMAC-SHA256 Credential=drover/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+"""What moto wants to see, which compares no signatures."""
+
+OF_NOTHING = "bytes 0--1/0"
+"""The range that Azurite (3.35.0) says to send of an empty object, with 206, where Azure answers 416 InvalidRange."""
+
+
+class Forwarded:
+    """A WSGI application whose requests are answered by Azurite at a port of this machine, but for those for a range of
+    an empty object, which Azure refuses."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        headers = {name.removeprefix("HTTP_").replace("_", "-"): value for name, value in environ.items()
+                   if name.startswith("HTTP_") or name in ("CONTENT_TYPE", "CONTENT_LENGTH")}
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection.request(environ["REQUEST_METHOD"], environ["REQUEST_URI"], body, headers)
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        given = {name: value for name, value in answer.getheaders()
+                 if name.lower() not in ("connection", "keep-alive", "transfer-encoding", "date")}
+        if given.get("content-range") == OF_NOTHING:
+            return _refused(start, "416 Range Not Satisfiable", "InvalidRange", "The range specified is invalid.")
+        if environ["REQUEST_METHOD"] != "HEAD":
+            given = {name: value for name, value in given.items() if name.lower() != "content-length"}
+            given["Content-Length"] = str(len(data))
+        start(f"{answer.status} {answer.reason}", list(given.items()))
+        return [data]
+
+
+@pytest.fixture(scope="session")
+def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer]]:
+    """The address of this worker's own Azurite, with the account's name, behind a server that fails on request."""
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip(NO_AZURITE)
+    folder, [port] = tmp_path_factory.mktemp("azurite"), free_ports(1)
+    options = ["--blobPort", str(port), "--inMemoryPersistence", "--disableTelemetry", "--silent"]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=folder, start_new_session=True,
+                                   env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{AZURE_KEY}"},
+                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
+    try:
+        wait_for(lambda: answers(port), lambda: f"Azurite answers; {folder}/log", of=process)
+        with served(Forwarded(port)) as (endpoint, server):
+            yield f"{endpoint}/{ACCOUNT}", server
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def azurite(azurite_server: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A new container on Azurite, and the environment for it, as a user sets it for an address of their own."""
+    endpoint, server = azurite_server
+    _environment(monkeypatch, AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY=AZURE_KEY,
+                 AZURE_STORAGE_ENDPOINT=endpoint)
+    hurry(monkeypatch)
+    wrong = base64.b64encode(f"wrong-{SECRET}".encode()).decode()
+    bucket = Bucket(_make_container(endpoint), endpoint, server, "az", r"^/[^/]*/[^/]*/?$",
+                    ("AZURE_STORAGE_ACCOUNT_KEY", wrong), "AZURE_STORAGE_ENDPOINT")
+    server.seen.clear()
+    yield bucket
+    server.faults.clear()
+
+
+def _make_container(endpoint: str) -> str:
+    """A new container's name. The request is signed by hand, which obstore cannot be asked to make."""
+    name = f"drover-{uuid.uuid4().hex[:12]}"
+    address = endpoint.removeprefix("http://").partition("/")[0]
+    own = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    signed = "\n".join(["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in own.items()),
+                        f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
+    signature = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256)).decode()
+    connection = http.client.HTTPConnection(address)
+    connection.request("PUT", f"/{ACCOUNT}/{name}?restype=container",
+                       headers={**own, "Authorization": f"SharedKey {ACCOUNT}:{signature}", "Content-Length": "0"})
+    answer = connection.getresponse()
+    assert answer.status == 201, answer.read()
+    connection.close()
+    return name
+
+
+class GoogleStandIn:
+    """Google's XML API as far as it is needed, over moto's S3: tokens that the account's key has signed are asked for,
+    each write has a generation, on which the next may depend, and what is not there cannot be deleted."""
+
+    def __init__(self, storage: Any, public_key: Any) -> None:
+        self._storage, self._key = storage, public_key
+        self._generations, self._numbers = dict[str, int](), itertools.count(1_700_000_000)
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if not self._signed(environ.get("HTTP_AUTHORIZATION", "")):
+            return _refused(start, "401 Unauthorized", "AuthenticationRequired", "Authentication required.")
+        environ["HTTP_AUTHORIZATION"] = MOTOS
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        asked = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+        environ["REQUEST_URI"] = environ["RAW_URI"] = f"{quote(path, encoding='latin-1')}?{environ['QUERY_STRING']}"
+        written = (method == "PUT" and "partNumber" not in asked) or (method == "POST" and "uploadId" in asked)
+        condition = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
+        deleted = method == "DELETE" and "uploadId" not in asked
+        with self._lock:
+            if condition is not None and int(condition) != self._generations.get(path, 0):
+                return _refused(start, "412 Precondition Failed", "PreconditionFailed",
+                                "At least one of the pre-conditions you specified did not hold.")
+            if deleted and path not in self._generations:
+                return _refused(start, "404 Not Found", "NoSuchKey", "The specified key does not exist.")
+            told: list[Any] = []
+            data = b"".join(self._storage(environ, lambda *answer: told.append(answer)))
+            status, headers = told[0][:2]
+            if status.startswith("2") and written:
+                self._generations[path] = next(self._numbers)
+            elif status.startswith("2") and deleted:
+                del self._generations[path]
+            if path in self._generations:
+                headers = [*headers, ("x-goog-generation", str(self._generations[path]))]
+        start(status, headers)
+        return [data]
+
+    def _signed(self, authorization: str) -> bool:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+        from cryptography.hazmat.primitives.hashes import SHA256
+        message, _, signature = authorization.removeprefix("Bearer ").rpartition(".")
+        try:
+            self._key.verify(base64.urlsafe_b64decode(signature + "=="), message.encode(), PKCS1v15(), SHA256())
+        except InvalidSignature:
+            return False
+        return True
+
+
+def _refused(start: Callable[..., Any], status: str, code: str, message: str) -> list[bytes]:
+    body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    start(status, [("Content-Type", "application/xml; charset=UTF-8"), ("Content-Length", str(len(body)))])
+    return [body.encode()]
+
+
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, FaultyServer, list[Path]]]:
+    """The stand-in's address and server, and two files of keys: its service account's, and one with another key."""
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    folder, keys = tmp_path_factory.mktemp("google"), [rsa.generate_private_key(65537, 2048) for _ in range(2)]
+    files = [folder / "account.json", folder / "other.json"]
+    for key, file in zip(keys, files, strict=True):
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+        file.write_text(json.dumps({"type": "service_account", "private_key": pem, "private_key_id": "1",
+                                    "client_email": "drover@example.com"}))
+    with served(GoogleStandIn(moto_s3(), keys[0].public_key())) as (endpoint, server):
+        yield endpoint, server, files
+
+
+@pytest.fixture
+def google(google_server: tuple[str, FaultyServer, list[Path]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A new bucket on the stand-in for Google's store, and the environment for it."""
+    from werkzeug.test import Client
+    endpoint, server, files = google_server
+    _environment(monkeypatch, GOOGLE_APPLICATION_CREDENTIALS=str(files[0]), GOOGLE_BASE_URL=endpoint)
+    hurry(monkeypatch)
+    name = f"drover-{uuid.uuid4().hex[:12]}"
+    assert Client(moto_s3()).put(f"/{name}", base_url="http://127.0.0.1").status_code == 200
+    server.seen.clear()
+    yield Bucket(name, endpoint, server, "gs", key=("GOOGLE_APPLICATION_CREDENTIALS", str(files[1])),
+                 address="GOOGLE_BASE_URL")
+    server.faults.clear()
+
+
+def _environment(patch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
+        patch.delenv(name)
+    for name, value in {**variables, "NO_PROXY": "127.0.0.1"}.items():
+        patch.setenv(name, value)
