@@ -225,10 +225,11 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
         return obstore.store.MemoryStore()
     retries, first, longest, retry_s, request_s = limits
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
-    more = {"s3": _shared_credentials, "az": _azures_other_names}.get(_kind(root), lambda settings: None)
+    more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
+        _azures_other_names(dict(settings), root) if _kind(root) == "az" else None
     try:
         return obstore.store.from_url(
-            root, config=more(dict(settings)),
+            root, config=more,
             client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
             retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
                           "backoff": {"init_backoff": timedelta(seconds=first),
@@ -276,12 +277,13 @@ def _shared_credentials(settings: dict[str, str]) -> Any:
     return {ours: found[theirs] for theirs, ours in names.items() if theirs in found} or None
 
 
-def _azures_other_names(settings: dict[str, str]) -> Any:
-    """Account and key by the names that Azure's own program reads them from; obstore has others."""
+def _azures_other_names(settings: dict[str, str], root: str) -> Any:
+    """Account, unless the URL has it, and key by the names that Azure's own program reads them from; obstore has
+    others."""
     names = {"account_name": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
              "account_key": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")}
     return {ours: settings[theirs] for ours, (theirs, usual) in names.items()
-            if theirs in settings and usual not in settings} or None
+            if theirs in settings and usual not in settings and not (ours == "account_name" and "@" in root)} or None
 
 
 def plainly(text: str) -> str:

@@ -99,16 +99,19 @@ def test_what_a_kill_left_of_a_copy_does_not_count_and_goes(fresh, moto_server):
     assert copies(url).found().whole == [12, 16] and not copies(url).found().unfinished and proven(fresh)
 
 
-def test_a_store_that_stumbles_costs_nothing_but_time(fresh, moto_server):
+@pytest.mark.parametrize("of", ["moto_server", pytest.param("google", marks=pytest.mark.soak),
+                                pytest.param("azurite", marks=pytest.mark.soak)])
+def test_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
     """Answers 500 and 503, and connections that are cut, while it is copied and while it is fetched."""
-    url = moto_server.url_of("runs/mini")
+    bucket = request.getfixturevalue(of)
+    url = bucket.url_of("runs/mini")
     run_stage("train", fresh, "name=whole", *SETTINGS)
-    faults = [moto_server.fail("error", 3, method="PUT", path="step-0"),
-              moto_server.fail("slow down", 3, method="PUT", path="step-0")]
+    faults = [bucket.fail("error", 3, method="PUT", path="step-0"),
+              bucket.fail("slow down", 3, method="PUT", path="step-0")]
     train_until_copied(fresh, url, 8, how=signal.SIGTERM, ranks=1)
     shutil.rmtree(train_folder(fresh))
-    faults += [moto_server.fail("cut", 2, method="GET", path="safetensors"),
-               moto_server.fail("error", 2, method="GET", path="safetensors")]
+    faults += [bucket.fail("cut", 2, method="GET", path="safetensors"),
+               bucket.fail("error", 2, method="GET", path="safetensors")]
     run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={url}")
     assert all(fault.met == fault.times for fault in faults)
     assert_equal_to_the_bit(fresh)
@@ -135,12 +138,15 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     assert_equal_to_the_bit(fresh)
 
 
-def test_a_wrong_secret_is_told_at_the_start(fresh, seaweed, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-Secret-987")
-    url = seaweed.url_of("runs/mini")
+@pytest.mark.parametrize("of", ["seaweed", "google", "azurite"])
+def test_a_wrong_secret_is_told_at_the_start(fresh, of, request, monkeypatch):
+    bucket = request.getfixturevalue(of)
+    name, wrong = bucket.key
+    monkeypatch.setenv(name, wrong)
+    url = bucket.url_of("runs/mini")
     result = run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={url}", ranks=2, expect=2)
-    assert result.stderr.count("stops here") == 1 and seaweed.url in result.stderr
-    assert "wrong-Secret-987" not in result.stdout + result.stderr
+    assert result.stderr.count("stops here") == 1 and bucket.url in result.stderr and name in result.stderr
+    assert wrong not in result.stdout + result.stderr
     assert not list((train_folder(fresh)).glob("checkpoints/*"))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from pipeline.contract.manifest import read_manifest
@@ -37,9 +38,12 @@ def tensors(config: Path) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.names()}
 
 
-def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local_one(corpus, seaweed: Bucket,
-                                                                                     tmp_path: Path):
+@pytest.mark.parametrize("kind", ["seaweed", pytest.param("google", marks=pytest.mark.soak),
+                                  pytest.param("azurite", marks=pytest.mark.soak)])
+def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local_one(corpus, kind: str, tmp_path: Path,
+                                                                                     request):
     """Killed on one rank, and continued on two by a machine that has not one file of the training."""
+    bucket: Bucket = request.getfixturevalue(kind)
     for place in ("local", "stored"):
         (tmp_path / place).mkdir()
     local = write_config(tmp_path / "local", corpus, train={"micro_batch": 8})
@@ -50,9 +54,9 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
     run_stage("convert", local, *SETTINGS)
 
     for path in corpus.iterdir():
-        Store(seaweed.url_of("texts")).put(path.name, path)
-    source = {"kind": "files", "name": "code", "paths": [f"{seaweed.url_of('texts')}/*.txt"]}
-    tokens, copies, models = (seaweed.url_of(name) for name in ("tokens", "checkpoints", "model"))
+        Store(bucket.url_of("texts")).put(path.name, path)
+    source = {"kind": "files", "name": "code", "paths": [f"{bucket.url_of('texts')}/*.txt"]}
+    tokens, copies, models = (bucket.url_of(name) for name in ("tokens", "checkpoints", "model"))
     cache = tmp_path / "cache"
     stored = write_config(
         tmp_path / "stored", corpus, shard={"sources": [source]}, encode={"copy_to": tokens},

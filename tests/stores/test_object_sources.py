@@ -36,6 +36,18 @@ TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(numb
          for number in range(1200)]
 
 
+@pytest.fixture(params=["seaweed", "google", "azurite"])
+def checking(request):
+    """A bucket at a server that compares signatures."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["moto_server", "google", "azurite"])
+def failing(request):
+    """A bucket at a server that fails on request."""
+    return request.getfixturevalue(request.param)
+
+
 def make_files(folder):
     """Files of every kind, some large beside a shard, one of them with a torn end, hidden ones and one in a folder."""
     rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
@@ -115,21 +127,21 @@ def same_outputs(one, other):
     return found
 
 
-def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, seaweed, small, capsys):
-    upload(files, Store(seaweed.url_of("raw/data")))
-    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", seaweed.url_of("raw/data"))
+def test_shards_are_those_of_the_same_files_on_a_disk(tmp_path, files, checking, small, capsys):
+    upload(files, Store(checking.url_of("raw/data")))
+    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", checking.url_of("raw/data"))
     assert run(local) == 0, capsys.readouterr().err
     assert run(remote) == 0, capsys.readouterr().err
     [here, there] = same_outputs(local, remote)
     assert here.counts["rejected"] >= 1 and any(own["sha256"].startswith(OF_BLOCKS) for own in there.files)
-    assert {own["path"] for own in there.files} == {seaweed.url_of(f"raw/data/{path.relative_to(files)}")
+    assert {own["path"] for own in there.files} == {checking.url_of(f"raw/data/{path.relative_to(files)}")
                                                     for path in files.rglob("*") if path.is_file()
                                                     and not path.name.startswith(".")}
     assert run(remote) == 0 and "up to date" in capsys.readouterr().out
     # Whoever touches them without changing them changes nothing; other content is a change.
-    upload(files, Store(seaweed.url_of("raw/data")))
+    upload(files, Store(checking.url_of("raw/data")))
     assert run(remote) == 0 and "up to date" in capsys.readouterr().out
-    Store(seaweed.url_of("raw/data/lines")).put("a.jsonl", b'{"text": "new"}\n')
+    Store(checking.url_of("raw/data/lines")).put("a.jsonl", b'{"text": "new"}\n')
     assert run(remote) == 2 and "a.jsonl" in capsys.readouterr().err
 
 
@@ -146,13 +158,13 @@ def test_shards_do_not_depend_on_processes(tmp_path, files, seaweed):
 FAULTS = ["error", "slow down", "cut"]
 
 
-def test_a_store_that_fails_now_and_then_gives_the_same_shards(tmp_path, files, moto_server, small, capsys):
-    upload(files, Store(moto_server.url))
-    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", moto_server.url)
+def test_a_store_that_fails_now_and_then_gives_the_same_shards(tmp_path, files, failing, small, capsys):
+    upload(files, Store(failing.url))
+    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", failing.url)
     assert run(local) == 0
-    faults = [moto_server.fail(kind, times=2, method="GET", path=pattern, after=after)
+    faults = [failing.fail(kind, times=2, method="GET", path=pattern, after=after)
               for after, kind in enumerate(FAULTS)
-              for pattern in ("a.jsonl$", "zst", "gz", "parquet", "arrow", "txt", "^/[^/]*/?$")]
+              for pattern in ("a.jsonl$", "zst", "gz", "parquet", "arrow", "txt", failing.listing)]
     assert run(remote) == 0, capsys.readouterr().err
     same_outputs(local, remote)
     assert sum(fault.met for fault in faults) >= len(faults) and "Listing again" in capsys.readouterr().out
@@ -238,32 +250,34 @@ def test_a_stage_whose_objects_change_under_way_reads_what_is_there_at_its_next_
     same_outputs(local, remote)
 
 
-def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files, seaweed, capsys):
+def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files, checking, capsys):
     from launch.submit import main as submit
-    upload(files, Store(seaweed.url))
+    scheme = checking.scheme
+    upload(files, Store(checking.url))
     config = write_config(tmp_path, [
-        files_source("absent", seaweed.url_of("nothing/*.jsonl")), files_source("nobucket", "s3://no-such-bucket/x"),
-        files_source("prefix", seaweed.url_of("not/there")), files_source("ending", seaweed.url_of("lines")),
-        files_source("odd", seaweed.url_of("odd")), files_source(
-            "mixed", seaweed.url_of("text/a.txt"), files / "text/a.txt")])
-    Store(seaweed.url).put("odd/_SUCCESS", b"")
+        files_source("absent", checking.url_of("nothing/*.jsonl")), files_source("nobucket", f"{scheme}://no-such-bucket/x"),
+        files_source("prefix", checking.url_of("not/there")), files_source("ending", checking.url_of("lines")),
+        files_source("odd", checking.url_of("odd")), files_source(
+            "mixed", checking.url_of("text/a.txt"), files / "text/a.txt")])
+    Store(checking.url).put("odd/_SUCCESS", b"")
     assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local"]) == 2
     said = capsys.readouterr().err
-    for part in ("source absent: s3://", "no object matches", "There is no bucket s3://no-such-bucket",
+    for part in (f"source absent: {scheme}://", "no object matches", f" {scheme}://no-such-bucket at this store",
                  "not/there: there is no", "(_SUCCESS) do not tell their format",
                  "source mixed: `paths` has files of this machine and objects"):
         assert part in said, said
     assert "source ending" not in said and not (tmp_path / "runs/a/shard/units").exists()
 
 
-def test_a_wrong_secret_is_refused_before_anything_is_queued(tmp_path, files, seaweed, capsys, monkeypatch):
+def test_a_wrong_secret_is_refused_before_anything_is_queued(tmp_path, files, checking, capsys, monkeypatch):
     from launch.submit import main as submit
-    upload(files, Store(seaweed.url))
-    config = config_for(tmp_path / "remote", seaweed.url)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"not-{SECRET}")
+    upload(files, Store(checking.url))
+    config = config_for(tmp_path / "remote", checking.url)
+    name, wrong = checking.key
+    monkeypatch.setenv(name, wrong)
     assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local"]) == 2
     said = capsys.readouterr().err
-    assert said.count("AWS_SECRET_ACCESS_KEY") == sum(map(len, PATTERNS.values())) and SECRET not in said
+    assert said.count(name) == sum(map(len, PATTERNS.values())) and wrong not in said and SECRET not in said
     assert not (folder_of(config) / "units").exists()
 
 
@@ -327,16 +341,16 @@ def test_wildcards_match_as_they_do_on_a_disk(files, pattern):
     assert [path for path in there if matches(path.split("/"), pattern.split("/"))] == expected
 
 
-def test_a_name_with_wildcards_that_is_there_is_meant(seaweed):
-    store = Store(seaweed.url)
+def test_a_name_with_wildcards_that_is_there_is_meant(checking):
+    store = Store(checking.url)
     for name in ("a[1].txt", "a1.txt", "b/x.txt", "b/.y.txt"):
         store.put(name, b"1")
-    assert [found.url for found in find(seaweed.url_of("a[1].txt"))] == [seaweed.url_of("a[1].txt")]
-    assert [found.name for found in find(seaweed.url_of("a[12].txt"))] == ["a1.txt"]
-    assert [found.name for found in find(seaweed.url_of("b"))] == ["x.txt"] == \
-        [found.name for found in find(seaweed.url_of("b/"))]
+    assert [found.url for found in find(checking.url_of("a[1].txt"))] == [checking.url_of("a[1].txt")]
+    assert [found.name for found in find(checking.url_of("a[12].txt"))] == ["a1.txt"]
+    assert [found.name for found in find(checking.url_of("b"))] == ["x.txt"] == \
+        [found.name for found in find(checking.url_of("b/"))]
     with pytest.raises(UserError, match="no object"):
-        find(seaweed.url_of("a"))
+        find(checking.url_of("a"))
 
 
 def test_the_number_of_a_content_follows_the_etag():

@@ -225,7 +225,9 @@ def test_azures_keys_are_taken_by_the_names_of_its_own_program(azurite, monkeypa
         monkeypatch.delenv(name)
     for scheme in ("az", "abfs", "abfss"):
         assert Store(f"{scheme}://{azurite.name}").put(scheme, b"1").size == 1
-    assert len(list(Store(azurite.url).list())) == 3
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "another")
+    assert Store(f"abfss://{azurite.name}@drover.dfs.core.windows.net").put("by name", b"1").size == 1
+    assert len(list(Store(f"abfss://{azurite.name}@drover.dfs.core.windows.net").list())) == 4
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
     with pytest.raises(UserError, match=r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"):
         Store(azurite.url).head("az")
