@@ -26,8 +26,11 @@ from pipeline.records.checkpoints import TrainingProgress, complete_checkpoints,
 from pipeline.stores.store import Store, preflight
 from pipeline.training.sinks.base import unusable
 
-CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"), "gs": ("GOOGLE_",),
-               "az": ("AZURE_",), "abfs": ("AZURE_",), "abfss": ("AZURE_",)}
+_AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
+          "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
+CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+               "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN"),
+               "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 """How variables begin that have credentials for a kind of object store. Folders need none."""
 
 

@@ -1,8 +1,11 @@
 """Addresses to copy to: wrong ones are found with all else that is wrong, unreachable ones before anything runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
+from launch.checks import refuse_unusable_stores
 from launch.submit import main
 from pipeline.config.checks import problems
 from pipeline.config.loading import load_config
@@ -39,16 +42,33 @@ def test_where_it_is_copied_to_is_no_part_of_what_is_made(place):
     assert identity(plain.train) == identity(copied.train) and identity(plain.convert) == identity(copied.convert)
 
 
-def test_addresses_that_cannot_be_written_to_are_refused_together_before_anything_runs(place, moto_server, capsys):
+@pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])
+def test_addresses_that_cannot_be_written_to_are_refused_together_before_anything_runs(place, of, request, capsys):
+    bucket = request.getfixturevalue(of)
     given = yaml.safe_load((place / "c.yaml").read_text())
-    given["train"] = {"checkpoint": {"copy_to": "s3://no-such-bucket-here/a"}}
-    given["convert"] = {"copy_to": moto_server.url_of("b")}
+    given["train"] = {"checkpoint": {"copy_to": f"{bucket.scheme}://no-such-bucket-here/a"}}
+    given["convert"] = {"copy_to": bucket.url_of("b")}
     (place / "c.yaml").write_text(yaml.safe_dump(given))
-    moto_server.fail("refuse", 100, method="PUT", path="/b/")
+    bucket.fail("refuse", 100, method="PUT", path="/b/")
     submitted = ["--stage", "shard,tokenizer,encode,train,convert", "--config", str(place / "c.yaml"),
                  "--cluster", "local"]
     assert main(submitted) == 2
     said = capsys.readouterr().err
-    assert "train.checkpoint.copy_to: " in said and "no-such-bucket-here" in said and "convert.copy_to: " in said
+    assert "train.checkpoint.copy_to: " in said and "convert.copy_to: " in said
+    assert f" {bucket.scheme}://no-such-bucket-here at this store" in said
     assert SECRET not in said and not (place / "runs").exists()
     assert main([*submitted, "--dry-run"]) == 0, "what is only shown contacts nobody"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "abfss"])
+def test_a_store_is_not_tried_from_where_there_are_no_keys_for_it(scheme, monkeypatch, capsys):
+    """Other variables of a cloud's tools are none."""
+    tried, url = [], f"{scheme}://bucket/a"
+    monkeypatch.setattr("launch.checks.preflight", tried.append)
+    config, jobs = Config.model_validate({"convert": {"copy_to": url}}), [SimpleNamespace(stage="convert", to_run=True)]
+    without = {"AWS_PAGER": "", "GOOGLE_CLOUD_PROJECT": "mine", "AZURE_STORAGE_ACCOUNT_NAME": "b"}
+    refuse_unusable_stores(config, jobs, without, here=False)
+    assert not tried and f"{url} is not tried from here" in capsys.readouterr().out
+    for keys in ("AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_SAS_TOKEN"):
+        refuse_unusable_stores(config, jobs, {**without, keys: "x"}, here=False)
+    assert len(tried) == 1
