@@ -335,6 +335,15 @@ def test_a_server_that_is_overloaded_for_a_while_is_asked_again(failing, kind):
         store.read("a/b")
 
 
+def test_a_part_that_fails_is_sent_again(failing, big, tmp_path):
+    store, file = Store(failing.url), tmp_path / "big"
+    file.write_bytes(big)
+    fault = failing.fail("error", times=2, method="PUT", path="big", after=1)
+    store.put("big", file)
+    assert fault.met == 2 and len([path for method, path, _ in failing.seen if method == "PUT"]) >= 5  # 3 parts
+    assert store.fetch("big", tmp_path / "copy") == hashlib.sha256(big).hexdigest()
+
+
 def test_a_body_that_breaks_off_is_read_on(failing, big, tmp_path):
     store = Store(failing.url)
     store.put("big", big)
