@@ -27,7 +27,7 @@ def training_section(facts: Facts) -> Section:
     if facts.updates:
         section.figures += _figures(facts)
         section.tables.append(_loss_table(facts))
-    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss", "phases")
+    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss", "phases", "planned")
     numbers = [*((words(key), shown(value)) for key, value in counts.items() if key not in left_out),
                *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
