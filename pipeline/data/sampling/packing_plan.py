@@ -145,11 +145,6 @@ def read(planning: Planning, say: Callable[[str], None]) -> Packing:
         Packing(planning.folder, planning.table, planning.length, *known)
 
 
-def read_packing(folder: Path, shards: OpenShards, length: int, say: Callable[[str], None]) -> Packing:
-    """The plan of all documents in a table's training shards: see `read`."""
-    return read(Planning.whole(folder, shards, length), say)
-
-
 def forget(packing: Packing) -> None:
     """Have the next start plan all anew: a shard turned out to be damaged, and what was planned of it may be wrong."""
     (packing.folder / INDEX).unlink(missing_ok=True)
