@@ -13,6 +13,7 @@ import yaml
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import run_in
 from pipeline.reporting.consumption import consumption_tables
+from pipeline.reporting.course import training_section
 from pipeline.reporting.facts import Facts
 from tests.conftest import run_stage, write_config
 from tests.stages.training import (
@@ -105,6 +106,9 @@ def _as_told(config: Path, counts: dict) -> None:
     facts = Facts(run.config, "", {name: run.finished(name) for name in ("encode", "train")},
                   events=events(config, "start") + events(config, "resume"))
     [table] = consumption_tables(facts)
+    section = training_section(facts)
+    told = {row[0]: row[1] for one in section.tables for row in one.rows if len(row) == 2}
+    assert told["packing 64"].startswith("sequences ") and "planned" not in told
     sums = [row for row in table.rows if row[1] == "all, without padding"]
     assert [row[4] for row in sums] == [f"{phase['learned']:,}" for phase in counts["phases"]]
 

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded, sample_numbers
 from pipeline.data.provenance import pieces, readings
 from pipeline.data.sampling.batch import IGNORED
@@ -23,6 +25,8 @@ from pipeline.data.sampling.consumption import plan_lines, planned_by
 from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
 from pipeline.data.sampling.packing_plan import INDEX, Alone, make, make_packing, read
 from pipeline.data.shard_table import OpenShards, Shards
+from pipeline.errors import UserError
+from pipeline.training.data.opening import refuse_beyond
 from tests.data.sampling.test_packing import SOURCES, data_of, make_shards
 from tools.audit import Audit, _packed_sequences
 
@@ -277,6 +281,23 @@ def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
     padding = sum(batch.padding)
     assert abs(found.padding[0] - padding) < 40, "planned by the mean of the sequences"
     assert batch.targets == int((batch.labels != IGNORED).sum())
+
+
+def test_more_epochs_than_allowed_are_refused(tmp_path):
+    """Tokens over all phases, whatever was left where the length changed."""
+    data = packed(tmp_path, make_shards(tmp_path, SOME), plan_of(RAMP))
+    epochs, said = data.order.epochs(data.order.end), []
+    assert sum(epochs[pool.name] * pool.tokens for pool in data.order.pools) == pytest.approx(
+        560 - sum(data.order.padding(data.order.end)))
+    sources = [FilesSource(kind="files", name=name, paths=["x"]) for name in SOURCES]
+
+    def config(limit):
+        return Config(shard=ShardConfig(sources=sources), train=TrainConfig(
+            packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64, max_epochs={"code": limit}))
+    with pytest.raises(UserError, match=rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes "):
+        refuse_beyond(config(epochs["code"] - 0.1), {}, data, said.append)
+    assert said[0].startswith("phase 1: steps 1 to 5, 160 tokens") and said[1].startswith("  web: ")
+    refuse_beyond(config(epochs["code"] + 0.1), {}, data, said.append)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again(tmp_path):
