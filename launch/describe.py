@@ -116,13 +116,12 @@ def consumption_lines(config: Config, run: Run) -> list[str]:
     train = config.train
     if not train.phases and train.mixture is None and train.max_epochs is None:
         return []
-    if train.packing != "concatenate":
-        return ["data      tokens and epochs of each source are known once training has planned the packing"]
-    made = run.manifest("encode")
-    if made is None or "splits" not in made.counts:
+    made, packed = run.manifest("encode"), train.packing != "concatenate"
+    if packed or made is None or "splits" not in made.counts:
         told = [str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None]
+        when = "training has planned the packing" if packed else "encode is done"
         return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(
-            [*told, "tokens and epochs of each source are known once encode is done"])]
+            [*told, f"tokens and epochs of each source are known once {when}"])]
     found = planned(config, train_tokens(config, made.counts))
     return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(plan_lines(train, found))]
 

@@ -24,7 +24,9 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import run_in
 from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
+from pipeline.data.sampling.loader import TrainingData
 from pipeline.data.sampling.order import SampleOrder
+from pipeline.data.sampling.packed_data import PackedData
 from pipeline.data.sampling.phases import PhasedOrder
 from pipeline.errors import UserError
 from pipeline.files import read_lines
@@ -119,13 +121,17 @@ def audit(folder: Path) -> Audit:
     tolerance, why = _tolerance(starts)
     replanned = sum(1 for _ in read_lines(path)) - len(lines)
     found = Audit(restarts=len(starts) - 1, replanned=replanned, tolerance=tolerance, why=why)
-    order = _order(folder)
-    rules = Rules(read_rollbacks(folder / "train"), order.links)
+    data = _data(folder)
+    rules = Rules(read_rollbacks(folder / "train"), data.order.links)
     final = _repeats(lines, rules, damages, found)
     _coverage(final, found)
     _left_out(final, rules, found)
     _checkpoints(folder, final, rules, found)
-    _sequences(order, rules.excluded().outside(0, found.samples), found)
+    used = rules.excluded().outside(0, found.samples)
+    if isinstance(data, PackedData):
+        _packed_sequences(data, used, found)
+    else:
+        _sequences(data.order, used, found)
     return found
 
 
@@ -265,11 +271,36 @@ def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) 
         found.faults.append(f"{who} counts {counted} {what}, the log {logged}")
 
 
-def _order(folder: Path) -> SampleOrder | PhasedOrder:
+def _data(folder: Path) -> TrainingData:
     run = run_in(folder)
     data = open_training_data(Work(run, "train", run.fingerprint("train")))
     data.leave_out(excluded_by(read_rollbacks(folder / "train"), data.order.links))
-    return data.order
+    return data
+
+
+def _packed_sequences(data: PackedData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
+    """Follow every used sample of packed phases to its sequence: within an epoch of a source no sequence of a plan may
+    come twice, nor a token in sequences of several plans."""
+    seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+    for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
+        located = data.order.locate(sample_numbers([part]))
+        for pool, epoch, plan in np.unique(np.stack(located[:3]), axis=1).T.tolist():
+            used = seen.setdefault((pool, epoch), {}).setdefault(plan, np.zeros(
+                data.bins(plan, pool).count, dtype=np.int64))
+            here = (located.pool == pool) & (located.epoch == epoch) & (located.plan == plan)
+            np.add.at(used, located.sequence[here], 1)
+    for (pool, epoch), plans in sorted(seen.items()):
+        name = data.order.pools[pool].name
+        for plan, used in plans.items():
+            found.faults += [f"sequence {sequence} of {name}, packed to {data.bins(plan, pool).length}, came "
+                             f"{used[sequence]} times in epoch {epoch}" for sequence in np.flatnonzero(used > 1)]
+        for index, shard in enumerate(data.streams[pool].shards if len(plans) > 1 else ()):
+            starts, stops = (np.concatenate(parts) for parts in zip(
+                *(data.bins(plan, pool).pieces_of(index, used > 0) for plan, used in plans.items()), strict=True))
+            ascending = np.argsort(starts)
+            again = np.flatnonzero(starts[ascending][1:] < stops[ascending][:-1])
+            found.faults += [f"tokens of {shard.name} from {starts[ascending][place + 1]} on came twice in epoch "
+                             f"{epoch}" for place in again]
 
 
 def _sequences(order: SampleOrder | PhasedOrder, used_ranges: Sequence[Range], found: Audit,

@@ -335,12 +335,6 @@ def _phases(config: Config) -> Iterator[str]:
     yield from plan_problems(config.train)
 
 
-def _packing(config: Config) -> Iterator[str]:
-    if config.train.packing != "concatenate" and config.train.phases:
-        yield (f"train.packing '{config.train.packing}' does not work with train.phases, which cut sequences from "
-               f"running text: leave out one of them.")
-
-
 def _max_epochs(config: Config) -> Iterator[str]:
     limit = config.train.max_epochs
     limits = limit if isinstance(limit, dict) else {} if limit is None else {"all sources": limit}
@@ -393,7 +387,7 @@ def place_problems(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model, _samples, _prompts, _evaluation, _shards, _pipeline, _activation_checkpointing, _attention, _fsdp2,
     _async_tensor_parallel, _timeout, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources,
-    _filters, _near_duplicates, _sinks, _phases, _packing, _max_epochs, store_problems, place_problems)
+    _filters, _near_duplicates, _sinks, _phases, _max_epochs, store_problems, place_problems)
 PHASE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sequence, _batch, _tensor_parallel, _context_parallel, _fp8, _mixture)
 """Of settings that phases may have for themselves."""

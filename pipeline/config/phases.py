@@ -170,7 +170,8 @@ class PhasePlan:
 
     @property
     def grain(self) -> int:
-        """Tokens of a grain, into which sources are cut: as set, or the longest sequence of any phase."""
+        """Tokens of a grain, into which sources are cut: as set, or the longest sequence of any phase. Packed
+        documents have none."""
         given = self.phases[0].train.grain_tokens
         return given or max(phase.train.sequence_length for phase in self.phases)
 
@@ -201,6 +202,9 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
         if train.grain_tokens is not None:
             yield "train.grain_tokens is set, but there are no train.phases; it says how they share sources."
         return
+    if train.grain_tokens is not None and train.packing != "concatenate":
+        yield (f"train.grain_tokens is set, but train.packing '{train.packing}' cuts no running text: what an epoch "
+               f"has left where the length changes is packed anew. Leave it out.")
     for phase, said in zip(plan.phases, train.phases, strict=True):
         if said.until <= phase.first_token:
             yield (f"{phase.name}.until {tokens_text(said.until)} is not after {tokens_text(phase.first_token)}, where "

@@ -68,8 +68,8 @@ class TrainConfig(Section):
     packing: Literal["concatenate", "best_fit"] = added("concatenate")
     """How documents become sequences. `concatenate`: one after another, cut wherever a sequence is full. `best_fit`:
     side by side so that none is cut unless it is longer than a sequence (Ding et al. 2024), with padding behind them
-    that nothing is learned from; how much that is, is said at the start. Planned once, into train/packing. Not with
-    `phases`."""
+    that nothing is learned from; how much that is, is said at the start. Planned once, into train/packing, in phases
+    for each length of sequences."""
     batch_tokens: int = Field(16384, gt=0)
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Accumulation is derived."""
     micro_batch: int = execution(8, gt=0)
@@ -164,7 +164,8 @@ class TrainConfig(Section):
     more can be added. docs/training.md."""
     grain_tokens: int | None = added(None, gt=0)
     """With phases: sources are cut into grains of so many tokens, of which each is used once before any is used again,
-    by phases of whatever length divides it; null: the longest sequence_length of the phases."""
+    by phases of whatever length divides it; null: the longest sequence_length of the phases. Not with packing, which
+    needs none."""
     stop_after_minutes: float | None = execution(None, gt=0)
     """Save and leave so many minutes after the start of the process; the same command goes on. For sites that stop a
     job without a warning signal; null: never."""

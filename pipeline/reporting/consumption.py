@@ -12,12 +12,11 @@ from pipeline.reporting.facts import Facts
 def consumption_tables(facts: Facts) -> list[Table]:
     """A row for each source of each phase; none where training had neither phases nor a mixture."""
     train, encoded = facts.config.train, facts.manifests["encode"].counts
-    if not (train.phases or train.mixture is not None) or "splits" not in encoded or train.packing != "concatenate":
-        return []  # of packed sequences the manifest has epochs
+    if not (train.phases or train.mixture is not None) or "splits" not in encoded:
+        return []
     available = train_tokens(facts.config, encoded)
-    try:
-        plan = planned(facts.config, available)
-    except UserError:  # what was trained was accepted under other settings (--accept-drift)
+    plan = _planned(facts, available)
+    if plan is None:
         return []
     consumed, left_out = _consumed(facts, available)
     rows: list[list[str]] = []
@@ -28,6 +27,9 @@ def consumption_tables(facts: Facts) -> list[Table]:
                 rows.append([f"{number + 1}", source, shown(phase.steps), shown(wanted), shown(took),
                              shown(left_out[number].get(source, 0)), _epochs(wanted, available[source]),
                              _epochs(took, available[source])])
+        if plan.padding:
+            rows.append([f"{number + 1}", "all, without padding", shown(phase.steps), *_without_padding(
+                facts, plan, number), "", "", ""])
     for source in available:
         rows.append(["all", source, "", shown(plan.tokens(source)), shown(consumed.tokens(source)),
                      shown(sum(phase.get(source, 0) for phase in left_out)), f"{plan.epochs(source):.3f}",
@@ -35,10 +37,33 @@ def consumption_tables(facts: Facts) -> list[Table]:
     over = [f"{shown(tokens)} of {source} after phase {number + 1}" for number, phase in enumerate(plan.passed_over)
             for source, tokens in phase.items() if tokens]
     note = (f" Left to the next epoch, where the length of sequences changes: {', '.join(over)}." if over else "")
+    note += (" Of packed documents a source's tokens are counted by the mean of its sequences; what all gave without "
+             "padding was counted." if plan.padding else "")
     return [Table("Tokens by phase and source, as planned and as trained on",
                   ["phase", "source", "steps", "planned", "trained on", "left out", "epochs planned",
                    "epochs trained on"], rows, labels=2,
                   note=f"An epoch is all training tokens of a source. Left out: by rollbacks.{note}")]
+
+
+def _planned(facts: Facts, available: dict[str, int]) -> Consumption | None:
+    """What was planned; None where that cannot be told. Of packed documents training says it: as it did when it first
+    went by the plan that it ended with."""
+    if facts.config.train.packing == "concatenate":
+        try:
+            return planned(facts.config, available)
+        except UserError:  # what was trained was accepted under other settings (--accept-drift)
+            return None
+    if (last := facts.manifests["train"].counts.get("planned")) is None:
+        return None  # without phases: the manifest has epochs
+    said = [event["planned"] for event in facts.events if "planned" in event]
+    first = next((one for one in said if one["plan_sha256"] == last["plan_sha256"]), last)
+    return Consumption(tuple(first["tokens"]), available, padding=tuple(first["padding"]))
+
+
+def _without_padding(facts: Facts, plan: Consumption, number: int) -> tuple[str, str]:
+    """The tokens of all sources in a phase, as planned and as they were counted."""
+    learned = facts.manifests["train"].counts["phases"][number].get("learned")
+    return shown(sum(plan.phases[number].values())), "–" if learned is None else shown(learned)
 
 
 def _epochs(tokens: int, available: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipeline.config.phases import PhasePlan
@@ -27,8 +27,8 @@ def training_section(facts: Facts) -> Section:
     if facts.updates:
         section.figures += _figures(facts)
         section.tables.append(_loss_table(facts))
-    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss", "phases")
-    numbers = [*((words(key), shown(value)) for key, value in counts.items() if key not in left_out),
+    left_out = ("checkpoint", "plan_sha256", "heldout_bpb", "loss", "phases", "planned")
+    numbers = [*((words(key), shown(value)) for key, value in _flat(counts) if key not in left_out),
                *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
         section.tables.append(Table("Training in numbers", ["", ""], numbers))
@@ -42,9 +42,19 @@ def training_section(facts: Facts) -> Section:
     return section
 
 
+def _flat(counts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Counts by name; of documents packed in phases those of each plan for itself."""
+    for key, value in counts.items():
+        plans = {name: found for name, found in value.items() if isinstance(found, dict)} if key == "packing" else {}
+        if plans:
+            yield from ((f"{key} {name}", found) for name, found in plans.items())
+        else:
+            yield key, value
+
+
 def _details(event: dict[str, Any]) -> str:
     """What an event tells; of a bad step its sentence says the numbers, and its first documents are enough."""
-    left_out = ("time", "event", *(("loss", "grad_norm", "outcome") if "text" in event else ()))
+    left_out = ("time", "event", "planned", *(("loss", "grad_norm", "outcome") if "text" in event else ()))
     found = {key: value for key, value in event.items() if key not in left_out and value}
     if isinstance(documents := found.get("documents"), list):
         names = [f"{document.get('source')}/{document.get('key')}" for document in documents[:3]]

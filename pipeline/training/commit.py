@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.sampling.consumption import trained_on
+from pipeline.data.sampling.packed_data import PackedData
 from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.files import output_record
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, read_marker
@@ -38,7 +39,7 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
         "checkpoint": name, "steps": session.progress.step, "tokens": session.progress.tokens,
         "samples": session.progress.samples, "targets": session.progress.targets, "restarts": session.progress.restarts,
         "parameters": session.model_config.parameter_count, "vocab_size": session.model_config.vocab_size,
-        **_consumed(session), "plan_sha256": session.data.order.plan_sha256,
+        **_consumed(session, metrics), "plan_sha256": session.data.order.plan_sha256,
         "precision": session.progress.precision, "ranks": session.ranks.world,
         "accumulation": session.batch.accumulation, "engine": session.config.parallel.engine,
         **packing_facts(session.data), **session.guard_runner.guards.counters(), "token_shards_checked": shards_checked,
@@ -47,12 +48,18 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
         "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 
 
-def _consumed(session: Session) -> dict[str, Any]:
+def _consumed(session: Session, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """How often each source was gone through, and what rollbacks left out; of a training in phases also what each has
-    trained on: tokens by source."""
+    trained on: tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was
+    counted, where the log has it."""
     data, samples = session.data, session.progress.samples
-    if not isinstance(data, PhasedData):
+    if not isinstance(data, PhasedData | PackedData):
         return trained_on(data.order, samples, session.guard_runner.excluded)
-    return {"epochs": data.order.epochs(samples), "phases": [
-        {"steps": phase.steps, "tokens": trained, "left_out": left_out} for phase, trained, left_out in
-        zip(data.order.plan.phases, data.order.consumed(samples), data.order.left_out(samples), strict=True)]}
+    phases = [{"steps": phase.steps, "tokens": trained, "left_out": left_out} for phase, trained, left_out in
+              zip(data.order.plan.phases, data.order.consumed(samples), data.order.left_out(samples), strict=True)]
+    if data.packings:
+        done = {0: 0, **{record["step"]: record["tokens"] for record in metrics}}
+        for phase, counted in zip(data.order.plan.phases, phases, strict=True):
+            if phase.first_step in done and phase.end_step in done:
+                counted["learned"] = done[phase.end_step] - done[phase.first_step]
+    return {"epochs": data.order.epochs(samples), "phases": phases}

@@ -18,8 +18,8 @@ from pipeline.training.engines.engine import Engine
 from pipeline.training.optimizers.schedule import planned_rate
 from pipeline.training.precision import choose_precision
 
-OF_A_PLAN = ("steps", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr", "min_lr_share",
-             "warmup_steps", "schedule", "decay_steps")
+OF_A_PLAN = ("steps", "packing", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr",
+             "min_lr_share", "warmup_steps", "schedule", "decay_steps")
 """The settings of train that make the plan."""
 FIXED = ("sequence_length", "batch_tokens", "mixture")
 CURVE = ("lr", "lr_end", "schedule", "warmup_steps")
@@ -73,7 +73,8 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
 
 def past_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
     """In what phases that have begun by `step` steps differ, with both values."""
-    found = [] if before.grain == now.grain else [
+    packed = now.phases[0].train.packing != "concatenate"
+    found = [] if packed or before.grain == now.grain else [
         f"the grains into which sources are cut had {before.grain:,} tokens, and would have {now.grain:,}: set "
         f"train.grain_tokens to {before.grain}; a phase of longer sequences then reads its sources anew"]
     for old in (phase for phase in before.phases if phase.first_step < step):

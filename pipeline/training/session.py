@@ -95,14 +95,16 @@ class Session:
             self.copies = Copying(work, self.ranks, self.checkpoints, self.say)
             found = self.copies.newest_valid()
         self.has_checkpoint = found is not None
+        self.plan_changes = list[str]()
         if self.plan.declared:
             rollbacks, links = self.ranks.by_leader(lambda: read_rollbacks(work.folder)), self.data.order.links
-            self.data.leave_out(excluded_by(rollbacks, links))
-        plan, self.plan_changes = self.data.plan_at(found[1].samples if found else 0), list[str]()
-        if found:
-            if self.plan.declared:
+            if found:
                 self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
                 self.plan_changes += no_longer_left_out(rollbacks, links) if self.plan_changes else []
+            with self.watchdog.paused(self.ranks.barrier):  # what epochs have left may have to be packed
+                self.data.leave_out(excluded_by(rollbacks, links))
+        plan = self.data.plan_at(found[1].samples if found else 0)
+        if found:
             self.progress = continued(*found, plan, bool(work.drift))
             self.say(f"continuing after step {self.progress.step} ({self.progress.samples:,} samples used) from "
                      f"{found[0].name}")
@@ -169,7 +171,8 @@ class Session:
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
-        self.guard_runner.begin(self.progress)
+        with self.watchdog.paused(self.ranks.barrier):
+            self.guard_runner.begin(self.progress)
         self._enter_phase()
         self.batches.begin(self.progress, self.guard_runner.excluded)
         self.step_began = time.perf_counter()

@@ -12,7 +12,9 @@ from model.kernels import chosen
 from pipeline.config.batch import BatchPlan
 from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
+from pipeline.data.sampling.consumption import planned_by
 from pipeline.data.sampling.loader import TrainingData
+from pipeline.data.sampling.packed_data import PackedData
 from pipeline.parallel.grid import Grid
 
 
@@ -25,12 +27,17 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
             f"{torch.get_num_threads()} threads each; {_layout(config, grid)}",
             f"{'first ' if plan.declared else ''}batch {batch}; {train.steps:,} steps = {plan.tokens:,} tokens, "
             f"{max(data.order.epochs(samples).values()):.2f} epochs",
-            *([] if data.packing is None else [str(data.packing)])]
+            *map(str, data.packings)]
 
 
 def packing_facts(data: TrainingData) -> dict[str, Any]:
-    """What is recorded of how documents are put into sequences; nothing where they are one after another."""
-    return {} if data.packing is None else {"packing": {"kind": "best_fit", **data.packing.figures()}}
+    """What is recorded of how documents are put into sequences, and in phases of the tokens that these are to take;
+    nothing where documents are one after another."""
+    planned = {}
+    if isinstance(data, PackedData):
+        found = planned_by(data.order)
+        planned = {"planned": {"plan_sha256": data.order.links[-1], "tokens": found.phases, "padding": found.padding}}
+    return {"packing": {"kind": "best_fit", **data.packing_facts()}, **planned} if data.packings else {}
 
 
 def kernel_lines(config: Config, attention: Choice, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -70,7 +70,7 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     expected = [SEQUENCES * LENGTH, SEQUENCES, LENGTH, ranks // tp, *groups, micro_batch,
                 SEQUENCES // (ranks // tp) // micro_batch]
     assert arithmetic(shown[0]) == expected, shown
-    data = SimpleNamespace(packing=None, order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
+    data = SimpleNamespace(packings=(), order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
     said, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
     assert arithmetic(said.partition(";")[0]) == expected

@@ -1,5 +1,5 @@
-"""Phases and packing, each with token shards or checkpoints in a store, damage, rollbacks and skipped steps: what one
-option promises holds beside the others, and the run equals the plain one to the last bit."""
+"""Phases and packing, each and both, with token shards or checkpoints in a store, damage, rollbacks and skipped steps:
+what one option promises holds beside the others, and the run equals the plain one to the last bit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ OPTIONS = {
     "phases": (["train.steps=null", f"train.phases={PHASES}", *SPIKES],
                "spike:rank=0,step=6,factor=60;nan:rank=1,step=8;spike:rank=0,step=12,factor=60"),
     "packing": (["train.packing=best_fit", *SPIKES], "spike:rank=1,step=9,factor=60;nan:rank=0,step=11")}
+OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OPTIONS["phases"][1]
 """Settings, and faults that rollbacks leave samples out for, and steps are skipped for."""
 
 
@@ -94,10 +95,10 @@ def test_from_a_store_it_is_as_from_files(fresh, short_documents, plain, tmp_pat
     assert weights(run) == weights(plain(option)) != [] and proven(fresh)
     took = ending(run)
     assert took["hits"] > 0 if read == "shards" else took["ranges"] > 0 and not (tmp_path / "cache").exists()
-    if option == "packing":
-        packed = "train/packing/64"
-        assert {path.name: path.read_bytes() for path in (run / packed).rglob("*.bins")} == {
-            path.name: path.read_bytes() for path in (plain(option) / packed).rglob("*.bins")} != {}
+    if option != "phases":
+        ours, theirs = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bins")}
+                        for folder in (run / "train/packing", plain(option) / "train/packing"))
+        assert ours == theirs != {}
 
 
 def lose(config: Path, copies: Path) -> None:
@@ -180,10 +181,11 @@ def test_damage_that_a_later_phase_reads_is_told_with_its_steps(fresh, short_doc
     assert event["first_step"] in (7, 8, 9) and event["step"] in (6, 8)
 
 
-@pytest.mark.parametrize("column", ["data", "offsets"])
-def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents, column):
+@pytest.mark.parametrize(("option", "column"), [("packing", "data"), ("packing", "offsets"),
+                                                ("packed-phases", "offsets")])
+def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents, option, column):
     """Where documents begin is read for the plan before the first step has anything compared."""
-    settings = ["train.packing=best_fit"]
+    settings, _ = OPTIONS[option]
     run_stage("train", fresh, "name=whole", *settings)
     with damaged(short_documents, "code", column) as path:
         told = run_stage("train", fresh, *settings, expect=2).stderr
@@ -191,4 +193,6 @@ def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_docum
     run_stage("train", fresh, *settings)
     run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
     assert metrics(run) == metrics(whole) and weights(run) == weights(whole)
-    assert (run / "train/packing/64/index.json").read_bytes() == (whole / "train/packing/64/index.json").read_bytes()
+    indexes = [path.relative_to(whole) for path in (whole / "train/packing").rglob("index.json")]
+    assert len(indexes) == (1 if option == "packing" else 3)
+    assert all((run / path).read_bytes() == (whole / path).read_bytes() for path in indexes)

@@ -76,6 +76,7 @@ def test_the_loader_is_measured_beside_rows_in_tokens(capsys, tmp_path, monkeypa
     assert main(["--mb", "0.1", "--rounds", "1", "--only", "loader", "--json", str(path)]) == 0
     told, rows = capsys.readouterr().out, json.loads(path.read_text())["rows"]
     assert [row["name"] for row in rows] == [f"{way}, batches of {batch}" for batch in (8, 32)
-                                             for way in ("concatenated", "packed", "memmap rows")]
+                                             for way in ("concatenated", "packed", "packed in a phase",
+                                                         "memmap rows")]
     assert all(row["unit"] == "M tokens" and row["wall_mb_per_s"] > 0 for row in rows)
     assert "M tokens/s" in told and "best-fit packing: " in told and "of memmap rows, batches of 32" in told

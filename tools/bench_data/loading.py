@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.config.phases import PhasePlan
+from pipeline.config.training import TrainConfig
 from pipeline.data.sampling.loader import Prefetcher, TrainingData
-from pipeline.data.sampling.packing_plan import Alone, make_packing
-from pipeline.data.shard_table import OpenShards, ShardTable, open_shards
+from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
+from pipeline.data.sampling.packing_plan import Alone, make_packing, read
+from pipeline.data.shard_table import OpenShards, Shards, ShardTable, open_shards
 from pipeline.data.token_shards import write_shard
 from pipeline.files import output_record
 from tools.bench_data.measuring import Row, alternated, rows_of, timed
@@ -37,7 +40,8 @@ def loader_section(texts: list[str], mb: float, place: Path, options: argparse.N
     packing = make_packing(place / "plan", OpenShards(folder, table), LENGTH, Alone(), lambda text: print(f"  {text}"))
     print(f"  {packing}")
     ways = {"concatenated": TrainingData(shards, LENGTH, 0, None, None, 1 << 16),
-            "packed": TrainingData(shards, LENGTH, 0, None, None, 1 << 16, packing)}
+            "packed": TrainingData(shards, LENGTH, 0, None, None, 1 << 16, packing),
+            "packed in a phase": _in_a_phase(place / "phases", shards)}
     rows = []
     for batch in BATCHES:
         beside = f"memmap rows, batches of {batch}"
@@ -48,6 +52,14 @@ def loader_section(texts: list[str], mb: float, place: Path, options: argparse.N
         found = rows_of("loader", alternated(contenders, options.rounds), SEQUENCES * (LENGTH + 1) / 1e6, beside)
         rows += [{**row, "unit": "M tokens"} for row in found]
     return rows
+
+
+def _in_a_phase(folder: Path, shards: dict[str, Shards]) -> PackedData:
+    """The same sequences as packed without phases, by the order over phases."""
+    plan = PhasePlan.of(TrainConfig.model_validate({
+        "sequence_length": LENGTH, "batch_tokens": LENGTH, "packing": "best_fit", "phases": [{"until": TOKENS}]}))
+    packings = PhasePackings(folder, shards, lengths_of(plan), lambda planning: read(planning, lambda text: None))
+    return PackedData(packings, plan, 0, None, 1 << 16)
 
 
 def _made(folder: Path, flat: Path) -> ShardTable:

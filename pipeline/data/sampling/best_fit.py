@@ -27,14 +27,42 @@ class Pieces(NamedTuple):
     goes_on: NDArray[np.bool_]
 
 
+class Runs(NamedTuple):
+    """Tokens of a shard that are to stay together, documents or parts of them; (runs,) each.
+
+    starts, ends: int64. goes_on: whether the document does, behind the run's end.
+    """
+
+    starts: Integers
+    ends: Integers
+    goes_on: NDArray[np.bool_]
+
+
 def pieces_of(offsets: Integers, length: int) -> Pieces:
     """The documents that begin at `offsets` (the end of the last is the last of them): whole, or of those that are
     longer than `length` a piece for each `length` tokens and one for the rest."""
-    counts = -(-np.diff(offsets) // length)
-    ends = offsets[1:].repeat(counts)
+    return cut_runs(Runs(offsets[:-1], offsets[1:], np.zeros(len(offsets) - 1, bool)), length)
+
+
+def cut_runs(runs: Runs, length: int) -> Pieces:
+    """Each run whole, or if it is longer than `length` a piece for each `length` tokens and one for the rest. A piece
+    goes on only where it fills a sequence: of any other the next token is no label of its last one."""
+    counts = -(-(runs.ends - runs.starts) // length)
+    ends, goes_on = runs.ends.repeat(counts), runs.goes_on.repeat(counts)
     within = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
-    starts = offsets[:-1].repeat(counts) + within * length
-    return Pieces(starts, np.minimum(length, ends - starts), starts + length < ends)
+    starts = runs.starts.repeat(counts) + within * length
+    lengths = np.minimum(length, ends - starts)
+    return Pieces(starts, lengths, (starts + length < ends) | (goes_on & (lengths == length)))
+
+
+def joined_runs(pieces: Pieces) -> Runs:
+    """Pieces, none twice, in the order of the shard, those joined that are neighbours in one document."""
+    order = np.argsort(pieces.starts)
+    starts, ends, goes_on = pieces.starts[order], (pieces.starts + pieces.lengths)[order], pieces.goes_on[order]
+    joins = goes_on[:-1] & (ends[:-1] == starts[1:])
+    first, last = np.ones(len(starts), bool), np.ones(len(starts), bool)
+    first[1:], last[:-1] = ~joins, ~joins
+    return Runs(starts[first], ends[last], goes_on[last])
 
 
 def best_fit(lengths: Integers, room: int) -> tuple[Integers, Integers]:

@@ -17,6 +17,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded, sample_numbers
 from pipeline.data.sampling.order import Pool, SampleOrder
+from pipeline.data.sampling.packed_phases import PackedOrder
 from pipeline.data.sampling.phases import PhasedOrder
 
 TOGETHER = "all sources"
@@ -33,11 +34,15 @@ class Consumption:
         phases: of each phase, tokens by source.
         available: tokens that there are, by source.
         passed_over: of each phase, tokens that it leaves to the next epoch, since the length changes after it.
+        carried: of each phase that is packed, tokens that the epoch had left when the length changed before it.
+        padding: of each phase that is packed, tokens of padding beside those of the sources.
     """
 
     phases: tuple[Mapping[str, int], ...]
     available: Mapping[str, int]
     passed_over: tuple[Mapping[str, int], ...] = field(default=())
+    carried: tuple[Mapping[str, int], ...] = field(default=())
+    padding: tuple[int, ...] = field(default=())
 
     def tokens(self, source: str) -> int:
         """Of a source, in all phases."""
@@ -69,6 +74,12 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
     simple = SampleOrder([Pool(name, tokens) for name, tokens in pools.items()], train.sequence_length, config.seed,
                          shares)
     return Consumption((consumed_by(simple, plan.sequences_between(0, plan.steps)),), pools)
+
+
+def planned_by(order: PackedOrder) -> Consumption:
+    """What the whole training will consume, documents packed, with what was left out so far beside it."""
+    return Consumption(tuple(order.consumed(order.end)), {pool.name: pool.tokens for pool in order.pools},
+                       carried=tuple(order.carried()), padding=tuple(order.padding(order.end)))
 
 
 def consumed_by(order: SampleOrder, samples: int) -> dict[str, int]:
@@ -122,6 +133,12 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
                 found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
+        carried = {name: left for name, left in (consumption.carried or ({},) * (number + 1))[number].items() if left}
+        found += [f"  of {name} the epoch has {tokens_text(left)} tokens left where the length changes: they come "
+                  f"first, packed anew" for name, left in carried.items()]
+        if consumption.padding:
+            found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
+                         f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
         over = {name: left for name, left in (consumption.passed_over or ({},) * (number + 1))[number].items() if left}
         found += [f"  left to the next epoch where the length changes: {tokens_text(left)} of {name}"
                   for name, left in over.items()]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,6 @@ class TrainingData:
         packing: how documents are put into sequences; None: one after another, cut wherever a sequence is full.
 
     Attributes:
-        packing: as given.
         order: which sequence is sample number g.
         streams: the sequences of each of its pools.
     """
@@ -56,7 +55,7 @@ class TrainingData:
     def __init__(self, shards: Mapping[str, Sequence[TokenShard]], length: int, seed: int,
                  mixture: dict[str, float] | None, content: object, vocabulary: int | None = None,
                  packing: Packing | None = None) -> None:
-        self.length, self.vocabulary, self.packing = length, vocabulary, packing
+        self.length, self.vocabulary, self._packing = length, vocabulary, packing
         parts = {"all": joined(list(shards.values()))} if mixture is None else shards
         shares = None if mixture is None else [mixture[name] for name in parts]
         plans = None if packing is None else Plans(packing)
@@ -65,6 +64,15 @@ class TrainingData:
         pools = [stream.pool(name) for name, stream in zip(parts, self.streams, strict=True)]
         self.order = SampleOrder(pools, length, seed, shares, content)
         self._lookahead = Lookahead(self._places)
+
+    @property
+    def packings(self) -> Sequence[Packing]:
+        """The plans of packings that sequences come from; none where documents lie one after another."""
+        return () if self._packing is None else (self._packing,)
+
+    def packing_facts(self) -> dict[str, Any]:
+        """Figures of the packing; empty without one."""
+        return {} if self._packing is None else self._packing.figures()
 
     def batch(self, first: int, count: int) -> Batch:
         """Samples [first, first + count) in order."""
@@ -113,12 +121,15 @@ class TrainingData:
             below: only samples with smaller numbers are given.
         """
         held = self.streams[pool].holding(index, begin, end)
-        return self._readings(held, *self.order.inverse(pool, held.numbers, below))
+        return self._readings(held, *self.order.inverse(pool, np.unique(held.numbers), below))
 
     def _readings(self, held: Held, samples: np.ndarray, sequences: np.ndarray) -> Readings:
         """What is read in samples that are sequences of those held."""
-        places = np.searchsorted(held.numbers, sequences)
-        return Readings(samples, self.order.locate(samples)[1], held.starts[places], held.stops[places])
+        first, stop = (np.searchsorted(held.numbers, sequences, side) for side in ("left", "right"))
+        times = stop - first
+        places = np.arange(int(times.sum())) + (first - (np.cumsum(times) - times)).repeat(times)
+        return Readings(samples.repeat(times), self.order.locate(samples)[1].repeat(times), held.starts[places],
+                        held.stops[places])
 
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
         """The rows, in the table of shards, of those that the samples with these numbers are read from; ascending, each

@@ -1,7 +1,8 @@
 """The plan of a best-fit packing in files, and its sequences: whole documents side by side, padding behind them.
 
-Each token shard is planned by itself (best_fit.py), once, into a file beside the run: where a sequence's pieces lie is
-then a few bytes to read, and nothing of it stays in memory. An index holds every file's hash; it is written last.
+Each token shard is planned by itself (best_fit.py), once for a length, into a file beside the run: where a sequence's
+pieces lie is then a few bytes to read, and nothing of it stays in memory. An index holds every file's hash; it is
+written last.
 
 A plan's file: bins + 1 numbers of 32 bits, where each sequence begins among the pieces, then a number of 64 bits a
 piece: 40 bits of where it begins in the shard, 23 of its length, 1 whether its document goes on. Little endian.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.sampling.best_fit import Pieces, best_fit, pieces_of
+from pipeline.data.sampling.best_fit import Pieces, best_fit, cut_runs, joined_runs, pieces_of
 from pipeline.data.sampling.order import Pool
 from pipeline.data.sampling.streams import Held, Span
 from pipeline.data.shard_table import Shards, ShardTable, most_open
@@ -37,11 +38,11 @@ _MEND = "Start training again: it compares the plan of the packing with its inde
 
 @dataclass(frozen=True)
 class Packing:
-    """The plan of all training shards of a table.
+    """The plan of training shards of a table: of all their documents, or of what is left of some.
 
     Attributes:
         folder: where the files are. table: of the shards. length: tokens of a sequence.
-        numbers: (shards, 5) int64, `PLANNED`, a row for each of the table; zeros for shards that are not trained on.
+        numbers: (shards, 5) int64, `PLANNED`, a row for each of the table; zeros for shards that it has nothing of.
         sha256: (shards, 32) uint8, of the plans' files.
     """
 
@@ -76,7 +77,26 @@ def plan_path(folder: Path, table: ShardTable, row: int) -> Path:
 def write_plan(path: Path, shard: TokenShard, length: int) -> tuple[list[int], bytes]:
     """Plan a shard, and write its file; the counts, `PLANNED`, and the file's sha256."""
     offsets = shard.read_offsets()
-    pieces = pieces_of(offsets, length)
+    return _write(path, shard, pieces_of(offsets, length), np.diff(offsets), length)
+
+
+def write_rest(path: Path, shard: TokenShard, plans: Plans, row: int, taken: NDArray[np.bool_],
+               length: int) -> tuple[list[int], bytes]:
+    """Plan what another plan's sequences leave of a shard: see `write_plan`; documents are counted as far as they are
+    left, each part that stands alone by itself.
+
+    Args:
+        plans, row: the other plan, and the shard's row in the table.
+        taken: (bins,) whether each of its sequences of the shard is used.
+    """
+    ends, pieces = plans.whole(row)
+    left = ~taken.repeat(np.diff(ends))
+    runs = joined_runs(Pieces(pieces.starts[left], pieces.lengths[left], pieces.goes_on[left]))
+    return _write(path, shard, cut_runs(runs, length), runs.ends - runs.starts, length)
+
+
+def _write(path: Path, shard: TokenShard, pieces: Pieces, sizes: NDArray[np.int64],
+           length: int) -> tuple[list[int], bytes]:
     if shard.token_count >> START_BITS or length >> LENGTH_BITS or len(pieces.starts) >> 8 * _BIN.itemsize:
         raise UserError(f"train.packing best_fit knows shards of up to {1 << START_BITS:,} tokens, {1 << 32:,} pieces "
                         f"and sequences of up to {1 << LENGTH_BITS:,}; {shard.name} has {shard.token_count:,} and "
@@ -87,9 +107,8 @@ def write_plan(path: Path, shard: TokenShard, length: int) -> tuple[list[int], b
     content = ends.astype(_BIN).tobytes() + word[order].tobytes()
     with atomic_file(path) as file:
         file.write(content)
-    documents = np.diff(offsets)
-    return [len(ends) - 1, len(order), int((documents > 0).sum()), int((documents > length).sum()),
-            shard.token_count], hashlib.sha256(content).digest()
+    return [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > length).sum()),
+            int(sizes.sum())], hashlib.sha256(content).digest()
 
 
 class Plans:
@@ -113,9 +132,12 @@ class Plans:
         return _unpacked(word)
 
     def whole(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
-        """All pieces of the shard in that row of the table, which must have some; and where each sequence begins among
-        them, with the end of the last."""
-        file, (bins, pieces) = self._file(row), self.packing.numbers[row, :2].tolist()
+        """All pieces of the shard in that row of the table, and where each sequence begins among them, with the end of
+        the last."""
+        bins, pieces = self.packing.numbers[row, :2].tolist()
+        if not bins:
+            return np.zeros(1, np.int64), _unpacked(np.empty(0, _PIECE))
+        file = self._file(row)
         ends = self._read(file, row, 0, _BIN, bins + 1).astype(np.int64)
         return ends, _unpacked(self._read(file, row, 4 * (bins + 1), _PIECE, pieces))
 
@@ -155,7 +177,8 @@ class Bins:
     def pool(self, name: str) -> Pool:
         """See Sequences."""
         digest = hashlib.sha256(self.plans.packing.sha256[self.shards.rows].tobytes()).hexdigest()
-        return Pool(name, int(self.shards.token_counts.sum()), int(self._bins.sum()), digest)
+        tokens = self.plans.packing.numbers[self.shards.rows, PLANNED.index("tokens")]
+        return Pool(name, int(tokens.sum()), self.count, digest)
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
         """See Sequences. Padding is of the id 0."""
@@ -190,16 +213,39 @@ class Bins:
         return span.shard, span.stop  # the last label of a document that goes on
 
     def holding(self, index: int, begin: int, end: int) -> Held:
-        """See Sequences. The shard's whole plan is read for it: a sequence has at most one piece of a document."""
+        """See Sequences. The shard's whole plan is read for it. Where that is of what is left of documents, a sequence
+        may have several parts of one, and comes as often."""
         if begin >= end:
             return Held(*(np.empty(0, np.int64) for _ in range(3)))
         ends, pieces = self.plans.whole(int(self.shards.rows[index]))
         stops = pieces.starts + pieces.lengths
         found = np.flatnonzero((pieces.starts < end) & (stops > begin))  # pieces are in the order of their sequences
-        numbers = ends.searchsorted(found, side="right") - 1 + int(self._ends[index] - self._bins[index])
+        numbers = ends.searchsorted(found, side="right") - 1 + self.first(index)
         return Held(numbers, np.maximum(pieces.starts[found], begin), np.minimum(stops[found], end))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self._bins.sum())
+
+    def numbers_in(self, row: int) -> np.ndarray:
+        """The numbers of the sequences of the shard in that row of the table, int64."""
+        [index] = np.flatnonzero(self.shards.rows == row).tolist()
+        return np.arange(self.first(index), int(self._ends[index]), dtype=np.int64)
+
+    def first(self, index: int) -> int:
+        """The number of the first sequence of shard number `index`."""
+        return int(self._ends[index] - self._bins[index])
+
+    def pieces_of(self, index: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of shard number `index`, [starts, stops), that are in sequences of which `taken`, (sequences,),
+        says so."""
+        ends, pieces = self.plans.whole(int(self.shards.rows[index]))
+        first = self.first(index)
+        mine = taken[first:first + len(ends) - 1].repeat(np.diff(ends))
+        return pieces.starts[mine], (pieces.starts + pieces.lengths)[mine]
 
     def _pieces(self, number: int) -> tuple[TokenShard, Pieces]:
         index = int(self._ends.searchsorted(number, side="right"))
-        place = number - int(self._ends[index] - self._bins[index])
+        place = number - self.first(index)
         return self.shards[index], self.plans.pieces(int(self.shards.rows[index]), place)

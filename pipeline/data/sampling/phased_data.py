@@ -29,7 +29,7 @@ class PhasedData(TrainingData):
 
     def __init__(self, shards: Mapping[str, Sequence[TokenShard]], plan: PhasePlan, seed: int, content: object,
                  vocabulary: int | None = None) -> None:
-        self.vocabulary, self.length, self.packing = vocabulary, plan.grain, None
+        self.vocabulary, self.length, self._packing = vocabulary, plan.grain, None
         whole = [Windows(part, plan.grain) for part in shards.values()]
         self.streams: list[Sequences] = list(whole)
         # A sequence begins at a multiple of its own length, so it is one of the windows of that length.

@@ -24,8 +24,8 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Sequences that hold parts of a document: their numbers, ascending, each once; and the first token of the shard
-    that each holds of it, and the one after its last, int64 of one length."""
+    """Parts of a document in sequences: the sequences' numbers, ascending; and the first token of the shard of each
+    part, and the one after its last, int64 of one length. A sequence comes as often as it has parts."""
 
     numbers: np.ndarray
     starts: np.ndarray

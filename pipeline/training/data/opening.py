@@ -3,7 +3,9 @@ store (`train.tokens_from`)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from pipeline.data.sampling.consumption import (
     excesses,
     plan_lines,
     planned,
+    planned_by,
     train_tokens,
 )
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packing import Packing
-from pipeline.data.sampling.packing_plan import make_packing, read_packing
+from pipeline.data.sampling.packed_data import PackedData, PhasePackings, Planner, lengths_of
+from pipeline.data.sampling.packing_plan import Planning, read
 from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.data.shard_table import Opener, OpenShards, ShardTable, open_by_source, size_problems
 from pipeline.errors import UserError, listed
@@ -36,41 +39,33 @@ def read_shard_table(work: Work) -> ShardTable:
     return ShardTable.of(work.input("encode")[1].outputs)
 
 
-def plan_packing(work: Work, table: ShardTable, ranks: Ranks, say: Callable[[str], None],
-                 opener: Opener | None = None) -> Packing | None:
-    """How documents are put into sequences, planned by all ranks where it is not yet; None: one after another."""
-    train = work.config.train
-    if train.packing == "concatenate":
-        return None
-    return make_packing(_packing_folder(work), OpenShards(work.input("encode")[0], table, opener=opener),
-                        train.sequence_length, ranks, say)
-
-
 def open_training_data(work: Work, table: ShardTable | None = None, opener: Opener | None = None,
-                       packing: Packing | None = None) -> TrainingData:
+                       planner: Planner | None = None) -> TrainingData:
     """The training split of the encode stage, in the order of the configuration's sources.
 
     Args:
         table: its shards, where they are known (`read_shard_table`). No shard is looked at before it is read.
         opener: see `OpenShards`.
-        packing: where it is known (`plan_packing`); None: as its index has it, if the configuration asks for one.
+        planner: makes the plans of a packing, on all ranks alike; None: they are read as their indexes have them, and
+            what has none is made, which is said on stderr: for tools, whose output is something else.
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
-    if packing is None and work.config.train.packing != "concatenate":
-        packing = read_packing(_packing_folder(work), OpenShards(folder, table, opener=opener),
-                               work.config.train.sequence_length, work.say)
+    planner = planner or (lambda planning: read(planning, partial(print, file=sys.stderr)))
     train, sources = work.config.train, [source.name for source in work.config.shard.sources]
     shards = open_by_source(folder, table, "train", sources, opener)
-    if train.phases:
-        return PhasedData(shards, PhasePlan.of(train), work.config.seed, table.content("train"),
-                          manifest.counts.get("vocab_size"))
-    return TrainingData(shards, train.sequence_length, work.config.seed, train.mixture, table.content("train"),
-                        manifest.counts.get("vocab_size"), packing)
-
-
-def _packing_folder(work: Work) -> Path:
-    return work.folder / "packing" / str(work.config.train.sequence_length)
+    seed, content, vocabulary = work.config.seed, table.content("train"), manifest.counts.get("vocab_size")
+    packed, place, plan = train.packing != "concatenate", work.folder / "packing", PhasePlan.of(train)
+    if packed and plan.declared:
+        packings = PhasePackings(place, shards, lengths_of(plan), planner)
+        return PackedData(packings, plan, seed, content, vocabulary)
+    if plan.declared:
+        return PhasedData(shards, plan, seed, content, vocabulary)
+    packing = None
+    if packed:
+        opened = OpenShards(folder, table, opener=opener)
+        packing = planner(Planning.whole(place / str(train.sequence_length), opened, train.sequence_length))
+    return TrainingData(shards, train.sequence_length, seed, train.mixture, content, vocabulary, packing)
 
 
 def refuse_beyond(config: Config, counts: Mapping[str, Any], data: TrainingData, say: Callable[[str], None]) -> None:
@@ -82,8 +77,10 @@ def refuse_beyond(config: Config, counts: Mapping[str, Any], data: TrainingData,
     train = config.train
     if not train.phases and train.mixture is None and train.max_epochs is None:
         return
-    if data.packing is None:
+    if not data.packings:
         found = planned(config, train_tokens(config, counts))
+    elif isinstance(data, PackedData):
+        found = planned_by(data.order)
     else:  # of as many sequences as the packing makes
         samples = PhasePlan.of(train).sequences_between(0, train.steps)
         taken, held = consumed_by(data.order, samples), {pool.name: pool.tokens for pool in data.order.pools}

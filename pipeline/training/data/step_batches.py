@@ -14,10 +14,11 @@ from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded
 from pipeline.data.sampling.batch import Batch
 from pipeline.data.sampling.loader import Prefetcher
+from pipeline.data.sampling.packing_plan import make
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.data.opening import open_training_data, plan_packing, read_shard_table, refuse_cut_shards
+from pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
 from pipeline.training.data.stored_data import StoredData
 
 
@@ -45,8 +46,7 @@ class StepBatches:
         if self.stored is None:
             refuse_cut_shards(work.input("encode")[0], self.table, ranks)
         self.opener = self.stored.tokens if self.stored else None
-        packing = plan_packing(work, self.table, ranks, say, self.opener)
-        self.data = open_training_data(work, self.table, self.opener, packing)
+        self.data = open_training_data(work, self.table, self.opener, lambda planning: make(planning, ranks, say))
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
@@ -67,7 +67,7 @@ class StepBatches:
 
     def fields(self, tokens: int, padding: int) -> dict[str, Any]:
         """What a step's line in the log says of its batch of so many tokens."""
-        share = {} if self.data.packing is None else {"padding_share": round(padding / tokens, 6)}
+        share = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
         return share | (self.stored.figures() if self.stored is not None else {})
 
     def finish(self) -> dict[str, Any]:

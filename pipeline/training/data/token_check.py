@@ -59,7 +59,7 @@ class TokenCheck:
         self.work, self.ranks, self.began, self.say, self._event = work, ranks, began.step, say, event
         self.checked = 0
         folder, manifest = work.input("encode")
-        self._of, self._over, self._packing = manifest.digest, False, data.packing
+        self._of, self._over, self._packings = manifest.digest, False, data.packings
         self._saved = began.step, began.samples
         self._sound: Sound = ranks.same(self._read(self._saved) if ranks.leads else None)
         self._checks, how = None, work.config.train.shard_checks
@@ -106,8 +106,9 @@ class TokenCheck:
         if damaged and self._checks is not None:
             found = [one for one in self.ranks.gather(self._checks.damage) if one is not None]
             settle()
-            if self.ranks.leads and self._packing is not None:
-                forget(self._packing)
+            if self.ranks.leads:
+                for packing in self._packings:
+                    forget(packing)
             raise UserError("\n".join([*(one.text for one in found), *self.ranks.same(
                 self._go_back(found) if self.ranks.leads else None)]))
 

@@ -25,7 +25,7 @@ from pipeline.config.tree import Config
 from pipeline.data.provenance import pieces, readings
 from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packing_plan import INDEX, Alone, make_packing, read_packing
+from pipeline.data.sampling.packing_plan import INDEX, Alone, Planning, make_packing, read
 from pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from pipeline.errors import UserError
 from pipeline.files import output_record
@@ -57,6 +57,10 @@ def said_by(folder, table, length=16, make=make_packing):
     said: list[str] = []
     group = [Alone()] if make is make_packing else []
     return make(folder / "plan", OpenShards(folder, table), length, *group, said.append), said
+
+
+def read_packing(folder, shards, length, say):
+    return read(Planning.whole(folder, shards, length), say)
 
 
 def data_of(folder, table, packing, mixture=None):
