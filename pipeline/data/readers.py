@@ -18,20 +18,23 @@ import io
 import json
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.config.data import FilesSource
-from pipeline.data.columnar import arrow_records, check_columns, parquet_records
+from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns
 from pipeline.data.file_kinds import mistaken
 from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
 from pipeline.data.quick_json import UNSURE, parsed
-from pipeline.data.records import Limit, PlainText, Records, Unreadable
-from pipeline.data.streams import COMPRESSIONS, Input
+from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
+from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
 
 SPACE = " \t\r\n"
 """What JSON lets stand between values."""
+COLUMNAR = ("csv", "parquet", "arrow")
+"""Formats that say once for a whole file which fields its records have."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -61,6 +64,22 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield Unreadable(None, instead, lost=True)
         return
     yield from FORMATS[kind](file, source, limit)
+
+
+def column_names(path: Path, kind: str) -> list[str] | None:
+    """The columns that a file says it has, without reading what is in them; None where that cannot be seen so: it is
+    damaged, packed or something else than its name says."""
+    if mistaken(path, kind) is not None:
+        return None
+    if kind == "csv":
+        with suppress(*damage()), Input(Piece.of(path)).open() as stream:
+            return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
+        return None
+    if kind not in ("parquet", "arrow") or path.suffix.lower() in COMPRESSIONS:
+        return None
+    with suppress(*damage()), map_file(path) as data:
+        return stored_columns(data, kind)
+    return None
 
 
 def python_records(file: Input, limit: Limit) -> Records:
