@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.data.zstd_frames import MAGIC, RLE, SKIPPABLE, block, frame_header
+from pipeline.data.zstd_frames import MAGIC, RLE, block, frame_header, is_skippable
 
 PACKED = 1 << 18
 """Packed bytes taken at a time: two blocks of the largest size."""
@@ -60,7 +60,7 @@ class Unzstd(io.RawIOBase):
     def _unpacked(self) -> Iterator[bytes]:
         """The content of all blocks; an OSError without a number at damage."""
         while start := self._seen(8):
-            if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5f and len(start) == 8:
+            if is_skippable(start) and len(start) == 8:
                 self._skip(8 + int.from_bytes(start[4:], "little"))
             else:
                 yield from self._frame(start)

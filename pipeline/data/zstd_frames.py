@@ -60,7 +60,7 @@ def walked(data: Bytes) -> list[int]:
         if data[at:at + 4] == MAGIC:
             found.append(at)
             at = _end_of_frame(data, at)
-        elif data[at + 1:at + 4] == SKIPPABLE and 0x50 <= data[at] <= 0x5f:
+        elif is_skippable(data[at:at + 4]):
             at += 8 + int.from_bytes(data[at + 4:at + 8], "little")
         else:
             break  # whoever unpacks it finds what is wrong
@@ -79,6 +79,11 @@ def _end_of_frame(data: Bytes, at: int) -> int:
         if last:
             return at + checksum
     return len(data)
+
+
+def is_skippable(start: bytes) -> bool:
+    """Whether a frame without data begins with these bytes, as `pzstd` writes one before each frame."""
+    return start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5f
 
 
 def frame_header(about: int) -> tuple[int, int]:
