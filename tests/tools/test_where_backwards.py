@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 
 import pytest
 
@@ -180,3 +181,13 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
     assert main(["--run", str(whole.folder), *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
+    recorded = Recorded(tmp_path / "mini", traced, settings=("train.packing=best_fit",))
+    shutil.rmtree(recorded.train / "packing")
+    before = sorted(tmp_path.rglob("*"))
+    for question in (["--step", "3"], ["--find", "the"]):
+        told = asked(capsys, recorded, *question, expect=2)
+        assert "they were not planned before" in told and "--stage train" in told
+    assert sorted(tmp_path.rglob("*")) == before

@@ -87,11 +87,18 @@ def make_packing(folder: Path, shards: OpenShards, length: int, group: Group,
     return own
 
 
-def read_packing(folder: Path, shards: OpenShards, length: int, say: Callable[[str], None]) -> Packing:
-    """The plan as its index has it, files not looked at; made where there is no index. For tools."""
-    known, _ = _read_index(folder, shards.table, length)
-    return make_packing(folder, shards, length, Alone(), say) if known is None else \
-        Packing(folder, shards.table, length, *known)
+def read_packing(folder: Path, shards: OpenShards, length: int) -> Packing:
+    """The plan as its index has it, files not looked at. For tools, which write nothing into a run.
+
+    Raises:
+        UserError: there is no index of these shards' plans.
+    """
+    known, why = _read_index(folder, shards.table, length)
+    if known is None:
+        raise UserError(f"The plan of the best-fit packing, which says which documents are in which sample, cannot be "
+                        f"read in {folder}: {why}. Training plans it when it starts (launch/submit.py --stage train "
+                        f"with the run's settings); start it, and ask again once it has said its first step.")
+    return Packing(folder, shards.table, length, *known)
 
 
 def forget(packing: Packing) -> None:
