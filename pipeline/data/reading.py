@@ -101,7 +101,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
-                    kept_aside.write(left.line())
+                    kept_aside.write(left.line(item[0].place))  # as it was read: a filter may forget it
                 continue
             document, member = left
             card.add(document, changed=document is not item[0] and document != item[0])

@@ -149,6 +149,9 @@ def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, 
 
     [gone] = asked(capsys, whole, "--find", "too short\u00e9")["documents"]
     assert (gone["split"], gone["id"], gone["filter"]) == ("dropped", "p20", "length")
+    assert (gone["file"], gone["record"]) == ("pages.jsonl", 21)
+    assert [{**gone, "found": ""}] == [{**own, "found": ""} for own in
+                                       asked(capsys, whole, "--id", "pages.jsonl:21")["documents"]]
     [copy, kept] = asked(capsys, whole, "--id", "p70")["documents"]
     assert (copy["split"], copy["kept_id"], copy["kept_key"]) == ("duplicate", "p3", kept["key"])
     assert kept["id"] == "p3" and kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
