@@ -21,7 +21,7 @@ from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State
 from pipeline.contract.stages import STAGES, before
 from pipeline.data.filters.base import unusable as unusable_filters
-from pipeline.data.sources import absent_columns
+from pipeline.data.readers import absent_columns
 from pipeline.errors import UserError, listed
 from pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from pipeline.stores.store import Store, preflight

@@ -38,8 +38,9 @@ from pipeline.data.planning.origins import ORIGINS
 from pipeline.data.planning.passes import Decided, decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import signature_settings
+from pipeline.data.readers import absent_columns
 from pipeline.data.reading import DROPPED, STAGING, stage_unit, staged
-from pipeline.data.sources import absent_columns, input_files, reading_units
+from pipeline.data.sources import input_files, reading_units
 from pipeline.data.text_shards import SPLITS
 from pipeline.errors import UnusableInputError, UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file

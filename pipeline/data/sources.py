@@ -17,8 +17,7 @@ from urllib.parse import unquote
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from pipeline.config.tree import Config
 from pipeline.contract.content_hash import BLOCK_BYTES
-from pipeline.data.columnar import wanted_columns
-from pipeline.data.readers import COLUMNAR, FORMATS, column_names, divisible, file_format
+from pipeline.data.readers import FORMATS, divisible, file_format
 from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
 from pipeline.stores.object_files import InputFile, ObjectFile, find
@@ -85,35 +84,6 @@ def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
             units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
                                  "pieces": [_fields(piece) for piece in group]}))
     return units
-
-
-def absent_columns(config: ShardConfig, files: Sequence[tuple[str, InputFile]]) -> list[str]:
-    """What sources name as columns and none of their files has, as sentences.
-
-    Only where all files of a source have columns that can be seen without reading them (CSV, Parquet, Arrow on this
-    machine): as many are looked at as it takes to find each column once.
-    """
-    problems = []
-    for source in config.sources:
-        own = [path for name, path in files if name.partition("/")[0] == source.name]
-        if not isinstance(source, FilesSource) or not own:
-            continue
-        missing, present = set(wanted_columns(source)), list[str]()
-        for path in own:
-            kind = file_format(path, source.format) if isinstance(path, Path) else None
-            names = column_names(path, kind) if isinstance(path, Path) and kind in COLUMNAR else None
-            if names is None:
-                break
-            missing.difference_update(names)
-            present = names
-            if not missing:
-                break
-        else:
-            absent = [name for name in wanted_columns(source) if name in missing]
-            problems.append(f"source {source.name}: none of its {len(own):,} files has a column named "
-                            f"{', '.join(absent)}; the columns of {_pure(own[-1]).name} are "
-                            f"{', '.join(present) or 'none'}. Correct text_field, id_field or meta_fields.")
-    return problems
 
 
 def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
