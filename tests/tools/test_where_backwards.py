@@ -188,9 +188,11 @@ def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, t
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
     recorded = Recorded(tmp_path / "mini", traced, settings=("train.packing=best_fit",))
+    questions = (["--step", "3"], ["--find", "says", "--limit", "3"])
+    answers = [asked(capsys, recorded, *question) for question in questions]
     shutil.rmtree(recorded.train / "packing")
     before = sorted(tmp_path.rglob("*"))
-    for question in (["--step", "3"], ["--find", "the"]):
-        told = asked(capsys, recorded, *question, expect=2)
-        assert "they were not planned before" in told and "--stage train" in told
+    assert [asked(capsys, recorded, *question) for question in questions] == answers
+    main(["--run", str(recorded.folder), "--step", "3"])
+    assert "they were not planned before. It is made for this time alone" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before

@@ -6,8 +6,10 @@ not give what the index says, the shard is not the one that was planned, and tra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,18 +89,22 @@ def make_packing(folder: Path, shards: OpenShards, length: int, group: Group,
     return own
 
 
-def read_packing(folder: Path, shards: OpenShards, length: int) -> Packing:
-    """The plan as its index has it, files not looked at. For tools, which write nothing into a run.
+def read_packing(folder: Path, shards: OpenShards, length: int, say: Callable[[str], None]) -> Packing:
+    """The plan as its index has it, files not looked at. For tools, which write nothing into a run: where there is no
+    index, the same plan is made in a temporary folder that goes with it, which is said.
 
     Raises:
-        UserError: there is no index of these shards' plans.
+        UserError: a shard cannot be read.
     """
     known, why = _read_index(folder, shards.table, length)
-    if known is None:
-        raise UserError(f"The plan of the best-fit packing, which says which documents are in which sample, cannot be "
-                        f"read in {folder}: {why}. Training plans it when it starts (launch/submit.py --stage train "
-                        f"with the run's settings); start it, and ask again once it has said its first step.")
-    return Packing(folder, shards.table, length, *known)
+    if known is not None:
+        return Packing(folder, shards.table, length, *known)
+    say(f"the plan of the best-fit packing is not in {folder}: {why}. It is made for this time alone, in a temporary "
+        f"folder, for which all shards are read; training makes it when it starts, and keeps it.")
+    aside = TemporaryDirectory(prefix="packing-")
+    made = make_packing(Path(aside.name), shards, length, Alone(), lambda text: None)
+    weakref.finalize(made, aside.cleanup)
+    return made
 
 
 def forget(packing: Packing) -> None:

@@ -3,6 +3,7 @@ store (`train.tokens_from`)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,14 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
     Args:
         table: its shards, where they are known (`read_shard_table`). No shard is looked at before it is read.
         opener: see `OpenShards`.
-        packing: where it is known (`plan_packing`); None: as its index has it, if the configuration asks for one.
-
-    Raises:
-        UserError: it asks for one, and there is no plan of it.
+        packing: where it is known (`plan_packing`); None: as its index has it, or as it would be, if the
+            configuration asks for one.
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
     if packing is None and work.config.train.packing != "concatenate":
         packing = read_packing(_packing_folder(work), OpenShards(folder, table, opener=opener),
-                               work.config.train.sequence_length)
+                               work.config.train.sequence_length, lambda text: print(text, file=sys.stderr))
     train, sources = work.config.train, [source.name for source in work.config.shard.sources]
     shards = open_by_source(folder, table, "train", sources, opener)
     if train.phases:
