@@ -21,6 +21,7 @@ from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State
 from pipeline.contract.stages import STAGES, before
 from pipeline.data.filters.base import unusable as unusable_filters
+from pipeline.data.readers import absent_columns
 from pipeline.errors import UserError, listed
 from pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from pipeline.stores.store import Store, preflight
@@ -228,10 +229,13 @@ def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
     found = []
     for stage in dict.fromkeys(job.stage for job in jobs if job.to_run):
         try:
-            found += [f"{stage}: the input file {path} is not there." for _, path in
-                      STAGES[stage].all_input_files(config) if not path.is_file()]
+            files = STAGES[stage].all_input_files(config)
         except UserError as error:
             found.append(f"{stage}: {error}")
+            continue
+        found += [f"{stage}: the input file {path} is not there." for _, path in files if not path.is_file()]
+        if stage == "shard":
+            found += [f"{stage}: {problem}" for problem in absent_columns(config.shard, files)]
     if found:
         raise UserError(f"What the stages read is not there:\n{listed(found)}" if len(found) > 1 else found[0])
 

@@ -38,6 +38,7 @@ from pipeline.data.planning.origins import ORIGINS
 from pipeline.data.planning.passes import Decided, decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import signature_settings
+from pipeline.data.readers import absent_columns
 from pipeline.data.reading import DROPPED, STAGING, stage_unit, staged
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.text_shards import SPLITS
@@ -52,6 +53,8 @@ def shard(work: Work) -> None:
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
     files = input_files(work.config)
+    if problems := absent_columns(config, files):
+        raise UserError(listed(problems))
     _warn_of_unpinned(work)
 
     near = signature_settings(config.near_duplicates)
@@ -124,7 +127,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
-        cards[source.name] = source_card(records, config.dropped_examples)
+        cards[source.name] = {**source_card(records, config.dropped_examples), **_fields(records)}
         kept = dict(zip(SPLITS, (pieces[number] for pieces in decided.pieces), strict=True))
         duplicates = decided.summary.dropped[units].sum(axis=0).tolist()
         empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
@@ -147,6 +150,16 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
     return {**total(of_source.values()), "sources": of_source, "cards": cards}
 
 
+def _fields(records: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Of each meta field that a source names, in how many of its documents it is and how many there are; nothing where
+    it names none, or a version that did not count it has read a part of them."""
+    if not records or not all("fields" in record for record in records):
+        return {}
+    documents = sum(record["read"] - record["rejected"] for record in records)
+    return {"fields": {name: {"in": count, "of": documents}
+                       for name, count in total(record["fields"] for record in records).items()}}
+
+
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
     with atomic_file(folder / REJECTED, keep_equal=True) as out:
         for unit, record in zip(units, read, strict=True):
@@ -164,6 +177,11 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
                             f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
                             f"{_near(own)}{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. "
                             f"Correct the source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
+        fields = counts["cards"][source].get("fields", {})
+        if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
+            problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
+                            f"a field named {', '.join(absent)}. Correct the source's meta_fields, or take it out "
+                            f"there; the source is then read again.")
     limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
     advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
               f"same command then goes on")
@@ -227,6 +245,8 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
             if not own[split]:
                 work.say(f"warning: source {source} has no {word} document ({own['train']} train, "
                          f"{own['heldout']} held out); shard.heldout_share is {work.config.shard.heldout_share:g}")
+        for field, found in counts["cards"][source].get("fields", {}).items():
+            work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
     if counts["rejected"]:
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")

@@ -92,12 +92,16 @@ class NearDuplicates(Section):
     11 rows, for 0.80; Olmo's shingles are of 5 tokens, ours of 5 words."""
     ngram: int | None = Field(None, ge=1)
     """Words of a shingle; null: the preset's. A document with fewer words is like no other."""
+    words: Literal["runs", "characters"] = added("runs")
+    """What a word is. `runs`: letters and digits in a row. `characters`: the same, but in scripts that are written
+    without spaces (Chinese and Japanese characters, Thai, Lao, Khmer, Burmese) each character is one, so that
+    near-copies are found there too; for all other text both are the same."""
     bands: int | None = Field(None, ge=1)
     """Bands of a signature, of 8 bytes each on the disk while the stage works; null: the preset's."""
     rows: int | None = Field(None, ge=1)
     """Numbers of a band, which have to agree all; null: the preset's."""
     verify: float | None = Field(None, gt=0, le=1)
-    """Drop a document only if the Jaccard similarity of its runs of 3 words with those of the one that is kept is at
+    """Drop a document only if the Jaccard similarity of its runs of 3 `words` with those of the one that is kept is at
     least this; null: drop all that are alike but the kept one. Those that stay are in one split, with
     `heldout_rule: hash`."""
 

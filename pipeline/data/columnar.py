@@ -34,7 +34,7 @@ KeyError), broken UTF-8 inside of a list."""
 
 def check_columns(present: list[str], source: FilesSource) -> list[str]:
     """The columns that the source names; UnusableColumnsError if one is not there, or there twice."""
-    wanted = _wanted(source)
+    wanted = wanted_columns(source)
     if missing := [name for name in wanted if name not in present]:
         raise UnusableColumnsError(f"no column named {', '.join(missing)}; the columns are "
                                    f"{', '.join(present) or 'none'}")
@@ -42,6 +42,17 @@ def check_columns(present: list[str], source: FilesSource) -> list[str]:
         raise UnusableColumnsError(f"more than one column named {', '.join(unclear)}; the columns are "
                                    f"{', '.join(present)}")
     return wanted
+
+
+def stored_columns(data: Any, kind: str) -> list[str]:
+    """The columns of a Parquet or Arrow file, by its schema; one of `damage()` where it has none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    if kind == "parquet":
+        return list(pq.ParquetFile(data).schema_arrow.names)
+    is_file = data.read(6) == b"ARROW1"
+    data.seek(0)
+    return list((pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)).schema.names)
 
 
 def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -163,7 +174,7 @@ def _place(number: int, prefix: str) -> Place:
 
 def _batch_records(batch: Any, first: int, source: FilesSource, limit: Limit, prefix: str = "") -> Records:
     """The rows of an Arrow record batch, numbered from `first` + 1; with a prefix, their places begin with it."""
-    names = _wanted(source)
+    names = wanted_columns(source)
     for start in range(0, batch.num_rows, ROWS):
         part = batch.slice(start, ROWS)
         wrong: dict[int, str] = {}
@@ -247,6 +258,7 @@ def _decoded(column: Any) -> list[str | None]:
     return [None if value is None else value.decode("utf-8", "surrogateescape") for value in column.to_pylist()]
 
 
-def _wanted(source: FilesSource) -> list[str]:
+def wanted_columns(source: FilesSource) -> list[str]:
+    """The columns that a source names, each once."""
     names = [source.text_field, *([source.id_field] if source.id_field else []), *source.meta_fields]
     return list(dict.fromkeys(names))

@@ -7,6 +7,7 @@ import io
 from pathlib import Path, PurePath
 
 from pipeline.data.streams import COMPRESSIONS, unpacked
+from pipeline.data.zstd_frames import is_skippable
 from pipeline.stores.object_files import ObjectReader
 
 HEAD = 4096
@@ -40,7 +41,7 @@ def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
-        what = _signature(head)
+        what = "zstd" if compression == "zstd" and is_skippable(head) else _signature(head)
         if what != compression and head:
             return f"its name ends in {ending}, but it is {_told(head) or f'no {compression} data; rename it'}"
         with unpacked(_opened(path), compression) as stream:

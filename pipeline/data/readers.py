@@ -17,21 +17,25 @@ import csv
 import io
 import json
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from pipeline.config.data import FilesSource
-from pipeline.data.columnar import arrow_records, check_columns, parquet_records
+from pipeline.config.data import FilesSource, ShardConfig
+from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
 from pipeline.data.file_kinds import mistaken
 from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
 from pipeline.data.quick_json import UNSURE, parsed
-from pipeline.data.records import Limit, PlainText, Records, Unreadable
-from pipeline.data.streams import COMPRESSIONS, Input
+from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
+from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
+from pipeline.stores.object_files import InputFile
 
 SPACE = " \t\r\n"
 """What JSON lets stand between values."""
+COLUMNAR = ("csv", "parquet", "arrow")
+"""Formats that say once for a whole file which fields its records have."""
 LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
@@ -61,6 +65,52 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield Unreadable(None, instead, lost=True)
         return
     yield from FORMATS[kind](file, source, limit)
+
+
+def column_names(path: Path, kind: str) -> list[str] | None:
+    """The columns that a file says it has, without reading what is in them; None where that cannot be seen so: it is
+    damaged, packed or something else than its name says."""
+    if mistaken(path, kind) is not None:
+        return None
+    if kind == "csv":
+        with suppress(*damage()), Input(Piece.of(path)).open() as stream:
+            return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
+        return None
+    if kind not in ("parquet", "arrow") or path.suffix.lower() in COMPRESSIONS:
+        return None
+    with suppress(*damage()), map_file(path) as data:
+        return stored_columns(data, kind)
+    return None
+
+
+def absent_columns(config: ShardConfig, files: Sequence[tuple[str, InputFile]]) -> list[str]:
+    """What sources name as columns and none of their files has, as sentences.
+
+    Only where all files of a source have columns that can be seen without reading them (CSV, Parquet, Arrow on this
+    machine): as many are looked at as it takes to find each column once.
+    """
+    problems = []
+    for source in config.sources:
+        if not isinstance(source, FilesSource):
+            continue
+        missing, present, looked, last = set(wanted_columns(source)), list[str](), 0, ""
+        for path in (path for name, path in files if name.startswith(f"{source.name}/")):
+            kind = file_format(path, source.format) if isinstance(path, Path) else None
+            names = column_names(path, kind) if isinstance(path, Path) and kind in COLUMNAR else None
+            if names is None:
+                break
+            missing.difference_update(names)
+            present, looked, last = names, looked + 1, path.name
+            if not missing:
+                break
+        else:
+            if not looked:
+                continue
+            absent = [name for name in wanted_columns(source) if name in missing]
+            problems.append(f"source {source.name}: none of its {looked:,} files has a column named "
+                            f"{', '.join(absent)}; the columns of {last} are {', '.join(present) or 'none'}. Correct "
+                            f"text_field, id_field or meta_fields.")
+    return problems
 
 
 def python_records(file: Input, limit: Limit) -> Records:

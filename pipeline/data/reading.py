@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -66,8 +67,9 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
-    whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), and the files as
-    `outputs`, the staged documents first.
+    whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), the files as
+    `outputs`, the staged documents first, and where the source names meta fields `fields`: in how many of the documents
+    that could be read each of them is.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
@@ -77,12 +79,13 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
     inputs: list[dict[str, Any]] = []
+    fields = Counter[str]()
     places: list[str] | None = [] if payload["source"].get("id_field") else None
     card = DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
-        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES):
+        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES, fields):
             if isinstance(item, Rejection):
                 counts["read"] += item.documents
                 counts["rejected"] += item.documents
@@ -98,7 +101,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
-                    kept_aside.write(left.line())
+                    kept_aside.write(left.line(item[0].place))  # as it was read: a filter may forget it
                 continue
             document, member = left
             card.add(document, changed=document is not item[0] and document != item[0])
@@ -120,8 +123,10 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
+    meta = {name: fields[name] for name in payload["source"].get("meta_fields") or ()}
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
-            "card": card.record(), **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
+            **({"fields": meta} if meta else {}), "card": card.record(),
+            **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
 
 
 def index_row(text: str, offset: int, length: int) -> bytes:
@@ -133,11 +138,12 @@ def index_row(text: str, offset: int, length: int) -> bytes:
 
 
 def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,
-                   cache: Path | None = None) -> Iterator[Item]:
+                   cache: Path | None = None, fields: Counter[str] | None = None) -> Iterator[Item]:
     """The documents of one unit in order: by file name, then place in the file.
 
     seen: called with the record of each file or part, when it has been read (see `Input.record`).
     cache: a folder for what is found out about a file once for all its parts.
+    fields: where it is counted in how many documents each of the source's meta fields is, null or not.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; the dataset of a `kind: hf` source
@@ -146,9 +152,10 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     source: Source = TypeAdapter(Source).validate_python(payload["source"])
     limit = Limit(payload["max_document_mb"])
     pieces = [Piece(**piece) for piece in payload["pieces"]]
+    fields = Counter() if fields is None else fields
     if isinstance(source, HubSource):
         for number, row in hub_rows(source):
-            yield _document(source, source.split, number, row, limit)
+            yield _document(source, source.split, number, row, limit, fields)
         for piece in pieces:  # its own library knows which of them it read
             seen(_opened(source, piece).record())
         return
@@ -157,7 +164,7 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
             file = _opened(source, piece, cache)
             records = python_records(file, limit) if isinstance(source, StdlibSource) else \
                 file_records(file, source, limit)
-            yield from _file_documents(source, piece.file, records, limit)
+            yield from _file_documents(source, piece.file, records, limit, fields)
             seen(_record(source, file))
         except (Missing, Changed) as error:
             raise UserError(f"source {source.name}: {error} It was another when the stage shard began. Let nobody "
@@ -184,7 +191,7 @@ def _unreadable(source: Source, file: str, error: OSError) -> UserError:
 
 
 def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records, limit: Limit,
-                    ) -> Iterator[Item]:
+                    fields: Counter[str]) -> Iterator[Item]:
     place: Place = None
     try:
         for record in records:
@@ -192,7 +199,7 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
                 yield Rejection(source.name, file, record.place, record.reason, record.documents, record.lost)
             else:
                 place = record[0]
-                yield _document(source, file, *record, limit)
+                yield _document(source, file, *record, limit, fields)
     except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
         told = f" ({error})" if str(error) else ""
         raise UserError(f"source {source.name}: {file} needs more memory than this process can have{told}. Give the "
@@ -205,8 +212,8 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
         yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
 
 
-def _document(source: Source, file: str, place: Place, record: Any, limit: Limit) -> Item:
-    """A record as a document, or why it is none."""
+def _document(source: Source, file: str, place: Place, record: Any, limit: Limit, fields: Counter[str]) -> Item:
+    """A record as a document, of which `fields` counts the meta fields, or why it is none."""
     where = place_in(file, place)
     try:
         if isinstance(source, StdlibSource) or isinstance(record, PlainText):
@@ -215,7 +222,10 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
             document = _from_fields(source, where, record)
         if not limit.allows(document.text):
             return Rejection(source.name, file, place, limit.reason)
-        return document, to_json(document)
+        member = to_json(document)
+        if document.meta and not isinstance(source, StdlibSource):
+            fields.update({name for name in source.meta_fields if name in record})
+        return document, member
     except UnicodeEncodeError:
         if isinstance(record, PlainText) and "\0" in record:
             return Rejection(source.name, file, place, "binary data, not text: NUL bytes and broken UTF-8")

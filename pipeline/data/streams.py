@@ -18,6 +18,7 @@ from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.framing import Span
 from pipeline.data.gzip_members import Gunzipped
 from pipeline.data.objects import Spool, object_frames
+from pipeline.data.zstd_blocks import Unzstd
 from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
 from pipeline.stores.object_files import ObjectReader, content_number
@@ -26,8 +27,6 @@ from pipeline.stores.store import Changed, is_url
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
-STEP = 1 << 13
-"""Bytes of zstd unpacked at a time: so much, at most, is lost of what stands before damage."""
 Seen = Callable[[int, memoryview], None]
 """Called with the offset of what was read, and what was."""
 Opened = Callable[[int, int | None], Any]
@@ -242,49 +241,13 @@ class _Watched(io.RawIOBase):
         super().close()
 
 
-class _Unzstd(io.RawIOBase):
-    """Zstd data as what it holds. Damage is told after what stands before it was given; zstandard's own reader ends
-    without an error where the data breaks off."""
-
-    def __init__(self, raw: io.RawIOBase | io.BufferedReader) -> None:
-        import pyarrow as pa
-        self._raw, self._stream = raw, pa.input_stream(raw, compression="zstd")
-        self._damage: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self._damage is not None:
-            raise self._damage
-        done = 0
-        while done < len(buffer):
-            try:
-                data = self._stream.read(min(STEP, len(buffer) - done))
-            except (OSError, EOFError) as error:
-                if not done:
-                    raise
-                self._damage = error
-                break
-            if not data:
-                break
-            buffer[done:done + len(data)] = data
-            done += len(data)
-        return done
-
-    def close(self) -> None:
-        self._stream.close()
-        self._raw.close()
-        super().close()
-
-
 class _Frames(io.RawIOBase):
     """What the zstd frames of a part hold, and then those behind it; sets the span's stop where the part's end."""
 
     def __init__(self, opened: Opened, start: int, behind: int | None, seen: Seen, span: Span) -> None:
-        self._own = _Unzstd(_Watched(opened, start, seen, behind))
+        self._own = Unzstd(_Watched(opened, start, seen, behind))
         self._opened, self._behind, self._seen, self._span, self._given = opened, behind, seen, span, 0
-        self._next: _Unzstd | None = None
+        self._next: Unzstd | None = None
 
     def readable(self) -> bool:
         return True
@@ -298,7 +261,7 @@ class _Frames(io.RawIOBase):
         self._span.stop = self._given
         if self._behind is None:
             return 0
-        self._next = _Unzstd(_Watched(self._opened, self._behind, self._seen, ahead=self._behind))
+        self._next = Unzstd(_Watched(self._opened, self._behind, self._seen, ahead=self._behind))
         return self._next.readinto(buffer)
 
     def close(self) -> None:
@@ -310,7 +273,7 @@ class _Frames(io.RawIOBase):
 
 def unpacked(raw: io.RawIOBase | io.BufferedReader, compression: str) -> io.RawIOBase:
     """What compressed bytes hold; damage is an OSError without a number."""
-    return Gunzipped(raw) if compression == "gzip" else _Unzstd(raw)
+    return Gunzipped(raw) if compression == "gzip" else Unzstd(raw)
 
 
 def map_file(path: str | Path) -> Any:

@@ -20,7 +20,8 @@ SKIPPABLE = b"\x2a\x4d\x18"
 """After a first byte of 0x50 to 0x5f: a frame without data."""
 Bytes = Any
 """What has a length and gives slices, as `bytes` do."""
-_RAW, _RLE, _COMPRESSED = 0, 1, 2
+RAW, RLE, COMPRESSED = 0, 1, 2
+"""Kinds of blocks; there is a fourth, which is reserved."""
 _DICTIONARY_BYTES, _SIZE_BYTES = (0, 1, 2, 4), (0, 2, 4, 8)
 
 
@@ -59,7 +60,7 @@ def walked(data: Bytes) -> list[int]:
         if data[at:at + 4] == MAGIC:
             found.append(at)
             at = _end_of_frame(data, at)
-        elif data[at + 1:at + 4] == SKIPPABLE and 0x50 <= data[at] <= 0x5f:
+        elif is_skippable(data[at:at + 4]):
             at += 8 + int.from_bytes(data[at + 4:at + 8], "little")
         else:
             break  # whoever unpacks it finds what is wrong
@@ -68,16 +69,32 @@ def walked(data: Bytes) -> list[int]:
 
 def _end_of_frame(data: Bytes, at: int) -> int:
     """Where the frame at `at` ends; the file's end, where it breaks off or is damaged."""
-    about = data[at + 4]
+    size, checksum = frame_header(data[at + 4])
+    at += size
+    while at + 3 <= len(data):
+        last, kind, length = block(data[at:at + 3])
+        if kind not in (RAW, RLE, COMPRESSED):
+            break
+        at += 3 + (1 if kind == RLE else length)
+        if last:
+            return at + checksum
+    return len(data)
+
+
+def is_skippable(start: bytes) -> bool:
+    """Whether a frame without data begins with these bytes, as `pzstd` writes one before each frame."""
+    return start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5f
+
+
+def frame_header(about: int) -> tuple[int, int]:
+    """By a frame's fifth byte: the bytes of its header, from its first on, and those of the checksum at its end."""
     single = about >> 5 & 1
     size = _SIZE_BYTES[about >> 6] or single
-    at += 5 + (not single) + _DICTIONARY_BYTES[about & 3] + size
-    while at + 3 <= len(data):
-        header = int.from_bytes(data[at:at + 3], "little")
-        last, kind, length = header & 1, header >> 1 & 3, header >> 3
-        if kind not in (_RAW, _RLE, _COMPRESSED):
-            break
-        at += 3 + (1 if kind == _RLE else length)
-        if last:
-            return at + 4 * (about >> 2 & 1)
-    return len(data)
+    return 5 + (not single) + _DICTIONARY_BYTES[about & 3] + size, 4 * (about >> 2 & 1)
+
+
+def block(start: bytes) -> tuple[bool, int, int]:
+    """What the first three bytes of a block say: whether it is its frame's last, its kind, and the bytes of what
+    stands in it (of RLE: is made of it)."""
+    header = int.from_bytes(start, "little")
+    return bool(header & 1), header >> 1 & 3, header >> 3

@@ -155,7 +155,7 @@ def _cards(section: Section, counts: Mapping[str, Any], encoded: Mapping[str, An
         note="Of the documents that the filters kept, before duplicates were dropped; tokens are those of both splits. "
              "Changed: by a filter. Duplicates: near ones included, where they were looked for."))
     section.tables.append(_lengths(cards))
-    section.tables += _languages(cards)
+    section.tables += _fields(cards) + _languages(cards)
     if text := "\n\n".join(_examples(cards)):
         section.folds.append(Fold("Documents that filters dropped: the first for each reason, as the filter saw them",
                                   text))
@@ -174,6 +174,14 @@ def _lengths(cards: Mapping[str, Mapping[str, Any]]) -> Table:
     left = len(cards) - len(largest)
     return Table("Lengths of documents", ["text", *shown_of], rows, note="Shares of documents."
                  + (f" The {left} sources with fewer documents are only in all." if left else ""))
+
+
+def _fields(cards: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """In how many documents each meta field is that a source names."""
+    rows = [[source, name, shown(found["in"]), shown(found["of"]), _share(found["in"], found["of"])]
+            for source, card in cards.items() for name, found in card.get("fields", {}).items()]
+    return [Table("Meta fields", ["source", "field", "documents with it", "of", "share"], rows, labels=2,
+                  note="Of the documents that could be read. Others have null there.")] if rows else []
 
 
 def _languages(cards: Mapping[str, Mapping[str, Any]]) -> list[Table]:

@@ -100,6 +100,14 @@ def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path)
 ODD = b"caf\xe9 \xff.%s"
 
 
+def test_zstd_may_begin_with_a_frame_without_data(tmp_path):
+    """As pzstd writes one before each frame."""
+    before = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + bytes(4)
+    (tmp_path / "a.jsonl.zst").write_bytes((before + zstandard.compress(LINES)) * 2)
+    documents, rejections = read(tmp_path / "a.jsonl.zst")
+    assert rejections == [] and len(documents) == 2 * LINES.count(b"\n")
+
+
 @pytest.mark.parametrize(("ending", "data"), [
     (b"txt", b"one"), (b"jsonl", b'{"text": "one"}\n{]\n'), (b"csv.gz", gzip.compress(b"text\none\n", mtime=0)),
     (b"parquet", parquet()), (b"parquet.zst", zstandard.compress(parquet())), (b"json", b"[1]")])

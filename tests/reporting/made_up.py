@@ -32,9 +32,12 @@ def source_counts(scale: int) -> dict:
             "documents_with_u2581": 1}
 
 
+FIELDS = {"fields": {"url": {"in": 1370, "of": 1479}}}
+
+
 def data_card(scale: int) -> dict:
     return {"documents": 1459 * scale, "changed": 146 * scale, "bytes": 13_600_000 * scale,
-            "characters": 13_400_000 * scale, "lengths": {"8": 100 * scale, "10": 1359 * scale},
+            "characters": 13_400_000 * scale, **FIELDS, "lengths": {"8": 100 * scale, "10": 1359 * scale},
             "examples": {"length": {"fewer than 20 words": [{"id": f"a.jsonl:{scale}", "text": f"too\nshort {EVIL}"}]}}}
 
 

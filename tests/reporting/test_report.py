@@ -105,7 +105,8 @@ def test_each_source_has_its_data_card(complete, page):
                 "| stdlib | 2,918 | 10.0 % | 2.8 % | 27.2 MB | 26,800,000 | 1.015 | 9,321 | 7,722,428 | 3.5 |",
                 "| text | stdlib | prose | all |", "| 128 B to 256 B | 6.9 % | 6.9 % | 6.9 % |",
                 "| 256 B to 512 B | 0.0 % | 0.0 % | 0.0 % |", "| 512 B to 1.02 kB | 93.1 % | 93.1 % | 93.1 % |",
-                "| prose | language | de | 88 | 5.9 % |", "| decontamination | gsm8k | 41 | 33 | 1,319 | 7 |"):
+                "| prose | language | de | 88 | 5.9 % |", "| prose | url | 1,370 | 1,479 | 92.6 % |",
+                "| decontamination | gsm8k | 41 | 33 | 1,319 | 7 |"):
         assert row in complete[1].replace("**", ""), row
     for form in (complete[1], page.text):
         assert "decontamination: 13 words in a row, or a whole item of 8 to 13 words; such documents were dropped" \

@@ -23,7 +23,7 @@ from pipeline.tokenizer import make_tokenizer
 from pipeline.train import train
 from pipeline.training.data.token_check import COMPARED
 from tests.conftest import run_stage
-from tests.stages.test_evaluate import TASK
+from tests.stages.small_run import TASK
 from tests.stages.training import curve
 from tests.waiting import wait_for
 

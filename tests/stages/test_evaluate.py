@@ -4,90 +4,34 @@ import gzip
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from launch.plan import Options, plan
-from model.llama import Llama, initialise
 from pipeline.config.loading import load_config
-from pipeline.contract.entry import INTERRUPTED, stage_main
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.contract.entry import stage_main
+from pipeline.contract.run import Run
+from pipeline.contract.stages import REPOSITORY
 from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.encode import encode
 from pipeline.evaluate import evaluate
-from pipeline.files import output_record
 from pipeline.report import report
-from pipeline.shard import shard
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.kinds import load_tokenizer
-from pipeline.tokenizer import make_tokenizer
-from tests.formats.exporting import write_model
+from tests.stages.small_run import copy_of, make_small_run, told_of
 from tests.waiting import HANG_S
-
-TASK = """
-task: words
-dataset_path: json
-dataset_kwargs: {data_files: {test: words.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{query}}"
-doc_to_choice: choices
-doc_to_target: gold
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-
-
-def settings(folder):
-    return {"name": "small", "runs_dir": str(folder / "runs"),
-            "shard": {"heldout_share": 0.4, "shard_mb": 0.002, "sources": [
-                {"kind": "files", "name": name, "paths": [str(folder / f"{name}.txt")], "separator": "\n\n"}
-                for name in ("code", "prose")]},
-            "tokenizer": {"kind": "byte"}, "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2,
-                                                     "context_length": 64},
-            "evaluate": {"tasks": ["words"], "task_folders": [str(folder)], "batch": 3, "prompts": ["def ", "x"],
-                         "prompt_tokens": 12},
-            "train": {"sequence_length": 64, "sample_tokens": 16}, "launch": {"processes": 1}}
 
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
-    """Everything up to convert; returns the configuration's file."""
-    folder = tmp_path_factory.mktemp("small")
-    for name, template in (("code", "def function_{0}(x):\n    return x * {0} + {0}"),
-                           ("prose", "Paragraph {0} tells of number {0}, größer than the last. " + "So it goes. " * 9)):
-        (folder / f"{name}.txt").write_text("\n\n".join(template.format(number) for number in range(30)))
-    (folder / "words.yaml").write_text(TASK)
-    (folder / "words.jsonl").write_text("".join(json.dumps(
-        {"query": f"Item {number}:", "choices": ["yes", "no", "perhaps"], "gold": number % 3}) + "\n"
-        for number in range(7)))
-    config = folder / "small.yaml"
-    config.write_text(yaml.safe_dump(settings(folder)))
-    for name, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):
-        assert stage_main(name, body, ["--config", str(config)]) == 0
-    fake_training(Run(load_config(config)))
-    return config
+    """The configuration of a run with everything up to convert."""
+    return make_small_run(tmp_path_factory.mktemp("small"))
 
 
-def fake_training(run):
-    """Manifests of train and convert around a model of random weights."""
-    shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
-    model = Llama(shape)
-    initialise(model, shape, seed=5)
-    write_model(run.own_folder("convert") / "hf", model, dtype=torch.float32, bos_id=None, eos_id=None)
-    write_hugging_face(load_tokenizer(run.stage_folder("tokenizer")), run.own_folder("convert") / "hf")
-    for name, counts in (("train", {"steps": 3, "tokens": 999, "parameters": shape.parameter_count}), ("convert", {})):
-        folder = run.own_folder(name)
-        outputs = [output_record(folder, path) for path in sorted(folder.glob("hf/*"))]
-        Manifest(stage=name, fingerprint=run.fingerprint(name), outputs=outputs, counts=counts, config_sha256="",
-                 code=code_hashes(STAGES[name]), finished="2026-03-01T10:00:00+00:00").write(folder)
+@pytest.fixture
+def copied(small_run, tmp_path):
+    """Arguments for a stage of another run that is at the same point, before evaluate."""
+    return copy_of(small_run, tmp_path)
 
 
 def run_ranks(config, world, *arguments):
@@ -108,15 +52,6 @@ def evaluated(small_run):
         torch.set_num_threads(threads)
     folder = Run(load_config(small_run)).own_folder("evaluate")
     return folder, json.loads((folder / "results.json").read_text())
-
-
-@pytest.fixture
-def copied(small_run, tmp_path):
-    """Arguments for a stage of another run that is at the same point, before evaluate."""
-    run = Run(load_config(small_run))
-    shutil.copytree(run.folder, tmp_path / "copy", ignore=lambda folder, names: {
-        name for name in names if Path(folder) == run.folder and name.startswith(("evaluate", "report"))})
-    return ["--config", str(small_run), f"runs_dir={tmp_path}", "name=copy"]
 
 
 def test_what_is_measured(small_run, evaluated):
@@ -269,136 +204,3 @@ def test_evaluate_imports_nothing_heavy_for_the_launcher():
     found = subprocess.run([sys.executable, "-c", code, str(REPOSITORY), str(REPOSITORY / "configs" / "demo.yaml")],
                            capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
-
-
-
-
-@pytest.fixture
-def tasks(copied, tmp_path):
-    """Function: run the stage of a run of its own with these tasks; they are `one`, `two` and `broken`."""
-    for number, name in enumerate(("one", "two", "broken")):
-        (tmp_path / f"{name}.yaml").write_text(TASK.replace("words", name))
-        gold = ["yes", "no"] if name == "broken" else number
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(
-            {"query": f"Item {item}:", "choices": ["yes", "no", "perhaps"], "gold": gold}) + "\n" for item in range(4)))
-
-    def run(*names, stage="evaluate", body=evaluate):
-        return stage_main(stage, body, [*copied, f"evaluate.task_folders=[{tmp_path}]",
-                                        f"evaluate.tasks=[{', '.join(names)}]"])
-    return run
-
-
-def told_of(output, part):
-    """What the stage said of one of its parts: whether it was kept."""
-    line, = (line for line in output.splitlines() if line.startswith(f"evaluate  {part}: "))
-    return "kept" if line.endswith("measured before, kept") else "measured"
-
-
-def test_other_tasks_cost_only_themselves(tasks, tmp_path, capsys):
-    """Taking tasks out and in needs no --force and measures nothing again; the report follows."""
-    assert tasks("one") == 0 and tasks("one", stage="report", body=report) == 0
-    changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[two, one]"])
-    jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
-    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
-    first = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    capsys.readouterr()
-    assert tasks("two", "one") == 0
-    told = capsys.readouterr().out
-    assert "changed: evaluate.tasks.0" in told and "changed: input file two/two.yaml is new" in told
-    assert [told_of(told, part) for part in ("held-out text", "continuations", "task one")] == ["kept"] * 3
-    assert told_of(told, "task two") == "measured"
-    both = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    assert list(both["tasks"]) == ["two", "one"] and both["tasks"]["one"] == first["tasks"]["one"]
-    assert tasks("two", "one", stage="report", body=report) == 0
-    assert "| two |" in (tmp_path / "copy/report.md").read_text()
-    assert tasks() == 0
-    none = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    assert none == {**first, "tasks": {}}
-    capsys.readouterr()
-    assert tasks("one") == 0
-    assert told_of(capsys.readouterr().out, "task one") == "kept"
-    assert json.loads((tmp_path / "copy/evaluate/results.json").read_text()) == first
-
-
-def test_what_other_code_measured_is_measured_again(tasks, capsys, monkeypatch):
-    """Else the manifest would name code that did not make it."""
-    assert tasks("one") == 0
-    monkeypatch.setattr("pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
-    capsys.readouterr()
-    assert tasks("one", "two") == 0
-    told = capsys.readouterr().out
-    assert {told_of(told, part) for part in ("held-out text", "task one", "task two")} == {"measured"}
-
-
-def test_items_in_the_training_text_are_told_apart(tasks, copied, tmp_path, capsys):
-    """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
-    run = Run(load_config(copied[1], copied[2:]))
-    texts = [document.text for record in shard_records(run.finished("shard"), "train")
-             for document in read_shard(run.stage_folder("shard"), record) if document.source == "prose"]
-    items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
-              "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    assert tasks("one") == 0
-    before = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    assert "contamination" not in before["tasks"]["one"]
-    capsys.readouterr()
-    assert stage_main("evaluate", evaluate, [*copied, f"evaluate.task_folders=[{tmp_path}]", "evaluate.tasks=[one]",
-                                             "evaluate.contamination=true"]) == 0
-    told = capsys.readouterr().out
-    assert told_of(told, "task one") == told_of(told, "held-out text") == "kept"
-    assert told_of(told, "contamination") == "measured"
-    results = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    parts = results["tasks"]["one"].pop("contamination")
-    assert results == before, "nothing else changed"
-    assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
-    whole = before["tasks"]["one"]["metrics"]["acc"]["value"]
-    assert (parts["clean"]["metrics"]["acc"]["value"] + parts["dirty"]["metrics"]["acc"]["value"]) / 2 == \
-        pytest.approx(whole, abs=1e-6)
-    assert "### Contamination" in (tmp_path / "copy/evaluate/results.md").read_text()
-
-
-def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
-    assert tasks("one", "broken", "two") == 2
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
-    assert "kept (held-out text, continuations, task one, task two)" in said.err
-    assert read_manifest(tmp_path / "copy/evaluate") is None
-    assert "Traceback" in (tmp_path / "copy/evaluate/lm_eval.log").read_text()
-    assert tasks("one", "two") == 0, "taken out without --force"
-    told = capsys.readouterr().out
-    assert {told_of(told, part) for part in ("held-out text", "continuations", "task one", "task two")} == {"kept"}
-
-
-def test_a_task_that_is_mended_is_the_only_one_that_is_measured(tasks, tmp_path, capsys):
-    assert tasks("one", "broken") == 2
-    (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    capsys.readouterr()
-    assert tasks("one", "broken") == 0
-    told = capsys.readouterr().out
-    assert told_of(told, "task one") == "kept" and told_of(told, "task broken") == "measured"
-
-
-def test_a_kill_costs_the_task_that_it_hit(tasks, capsys, monkeypatch):
-    from pipeline.evaluation.running import TaskRunner
-    original = TaskRunner.measure
-
-    def measure(self, task_file):
-        if task_file.name == "two":
-            raise KeyboardInterrupt
-        return original(self, task_file)
-    monkeypatch.setattr(TaskRunner, "measure", measure)
-    assert tasks("one", "two") == INTERRUPTED
-    monkeypatch.undo()
-    capsys.readouterr()
-    assert tasks("one", "two") == 0
-    told = capsys.readouterr().out
-    assert [told_of(told, f"task {name}") for name in ("one", "two")] == ["kept", "measured"]
-
-
-def test_a_task_whose_content_changed_is_refused(tasks, tmp_path, capsys):
-    """What is renewed in silence is the list of tasks; what a finished one was made of is not."""
-    assert tasks("one", "two") == 0
-    (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
-    assert tasks("one") == 2
-    assert "input file one/one.jsonl has other content" in capsys.readouterr().err
-    assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["one", "two"]

@@ -74,7 +74,7 @@ def test_a_packed_run_says_its_waste_and_goes_on_on_other_ranks(fresh, capsys):
     told = capsys.readouterr().out
     shutil.rmtree(plan)
     assert where.main(["--run", str(train_folder(fresh).parent), "--step", "3"]) == 0
-    assert capsys.readouterr().out.endswith(told) and {path for path in plan.rglob("*") if path.is_file()} == set(files)
+    assert capsys.readouterr().out == told and not plan.exists(), "a tool only reads"
 
 
 def test_a_run_is_not_packed_otherwise_in_its_midst(fresh):

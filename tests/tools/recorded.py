@@ -10,10 +10,11 @@ from pipeline.config.loading import load_config, save_config
 from pipeline.config.phases import PhasePlan
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
+from pipeline.data.sampling.packing_plan import Alone, make
 from pipeline.files import write_json
 from pipeline.records.checkpoints import FORMAT, MARKER
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.data.opening import open_training_data
+from pipeline.training.data.opening import open_training_data, read_shard_table
 
 STEPS, EVERY = 30, 5
 
@@ -35,7 +36,10 @@ class Recorded:
         self.train.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
         run = Run(config)
-        self.plan = open_training_data(Work(run, "train", {})).order.plan_sha256
+        work = Work(run, "train", {})
+        table = read_shard_table(work)
+        data = open_training_data(work, table, planner=lambda planning: make(planning, Alone(), print))
+        self.plan = data.order.plan_sha256
         self.lines: list[dict[str, Any]] = []
         self.events, self.checkpoints = ["start"], {0: (0, 0)}
         self.place: dict[str, Any] = {"ranks": 1}

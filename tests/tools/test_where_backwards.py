@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 
 import pytest
 
@@ -151,6 +152,9 @@ def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, 
 
     [gone] = asked(capsys, whole, "--find", "too short\u00e9")["documents"]
     assert (gone["split"], gone["id"], gone["filter"]) == ("dropped", "p20", "length")
+    assert (gone["file"], gone["record"]) == ("pages.jsonl", 21)
+    assert [{**gone, "found": ""}] == [{**own, "found": ""} for own in
+                                       asked(capsys, whole, "--id", "pages.jsonl:21")["documents"]]
     [copy, kept] = asked(capsys, whole, "--id", "p70")["documents"]
     assert (copy["split"], copy["kept_id"], copy["kept_key"]) == ("duplicate", "p3", kept["key"])
     assert kept["id"] == "p3" and kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
@@ -183,3 +187,15 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
     assert main(["--run", str(whole.folder), *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
+    recorded = Recorded(tmp_path / "mini", traced, settings=("train.packing=best_fit",))
+    questions = (["--step", "3"], ["--find", "says", "--limit", "3"])
+    answers = [asked(capsys, recorded, *question) for question in questions]
+    shutil.rmtree(recorded.train / "packing")
+    before = sorted(tmp_path.rglob("*"))
+    assert [asked(capsys, recorded, *question) for question in questions] == answers
+    main(["--run", str(recorded.folder), "--step", "3"])
+    assert "they were not planned before. It is made for this time alone" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

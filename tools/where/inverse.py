@@ -129,7 +129,8 @@ class Tracer:
 
     def _dropped(self, hit: Hit) -> dict[str, Any]:
         assert hit.dropped is not None
-        origin = self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
+        origin = self.corpus.placed(hit.source, hit.place) if hit.place else \
+            self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
                 "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}),
                 **_origin_fields(origin, hit.source, hit.id)}

@@ -71,6 +71,7 @@ class Hit:
 
     shard: the text shard's path inside its stage's folder; number: of the document in it, from 0.
     dropped: by which filter and why, of one that no shard holds.
+    place: its file and record, where that was kept beside an id of its own.
     """
 
     shard: str
@@ -79,6 +80,7 @@ class Hit:
     id: str
     excerpt: str = ""
     dropped: tuple[str, str] | None = None
+    place: str = ""
 
 
 def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | None, processes: int, limit: int,
@@ -108,27 +110,30 @@ def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int, bool]) -> list[Hit]:
     folder, record, wanted, limit, placed = job
     places = read_origins(folder, record["path"]) if placed else None
     found: list[Hit] = []
-    for number, source, own, text, dropped in _texts(folder, record):
-        names = (own,) if places is None else (own, places[number])
+    for number, source, own, text, dropped, place in _texts(folder, record):
+        beside = place if places is None else places[number]
+        names = (own, beside) if beside else (own,)
         if (at := wanted.place(source, names, text)) is not None:
             start = max(0, at - AROUND)
             excerpt = text[start:at + len(wanted.text) + AROUND] if wanted.text else ""
-            found.append(Hit(record["path"], number, source, own, excerpt, dropped))
+            found.append(Hit(record["path"], number, source, own, excerpt, dropped, place))
             if len(found) > limit:
                 break
     return found
 
 
-def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[int, str, str, str, tuple[str, str] | None]]:
+def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[int, str, str, str, tuple[str, str] | None, str]]:
+    """Of each document of a file its number, source, id, text, who dropped it and why, and its place if that is kept
+    with it: what older versions dropped has none."""
     if record["split"] != DROPPED:
         for number, document in enumerate(read_documents(folder / record["path"])):
-            yield number, document.source, document.id, document.text, None
+            yield number, document.source, document.id, document.text, None, ""
         return
     if not (folder / record["path"]).is_file():
         raise UserError(f"{folder / record['path']} is missing. Run the stage shard again: it makes only what is "
                         f"missing.")
     for number, line in enumerate(read_lines(folder / record["path"])):
-        yield number, line["source"], line["id"], line["text"], (line["filter"], line["reason"])
+        yield number, line["source"], line["id"], line["text"], (line["filter"], line["reason"]), line.get("place", "")
 
 
 def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, processes: int) -> list[tuple[int, int]]:

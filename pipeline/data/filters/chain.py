@@ -26,11 +26,12 @@ class Dropped:
     filter: str
     reason: str
 
-    def line(self) -> bytes:
-        """It as a line of JSON, which a `files` source reads."""
+    def line(self, place: str = "") -> bytes:
+        """It as a line of JSON, which a `files` source reads. place: where it was read, if its id does not say so."""
         document = self.document
         return (json.dumps({"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
-                            "filter": self.filter, "reason": self.reason}, ensure_ascii=False) + "\n").encode()
+                            **({"place": place} if place else {}), "filter": self.filter, "reason": self.reason},
+                           ensure_ascii=False) + "\n").encode()
 
 
 class Chain:

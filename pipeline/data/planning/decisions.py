@@ -57,8 +57,8 @@ def decide_payload(layout: Layout, group: int, settings: dict[str, Any], matches
     Args:
         settings: `drop`, `heldout` (see `heldout_below`; None: not decided here), `target` (bytes of a shard), `near`
             (whether there are labels of near-duplicates), `verify` (the least similarity of one that is dropped, or
-            None), `name_kept` (whether to write which document is kept instead of each that is dropped) and then
-            `documents` (a hash of all staged documents).
+            None), `words` (what is a word in that; absent: runs), `name_kept` (whether to write which document is kept
+            instead of each that is dropped) and then `documents` (a hash of all staged documents).
         matches: a hash of all runs, matches and labels.
     """
     units = layout.units(group)
@@ -146,7 +146,7 @@ class Group:
         if self.payload["verify"] is not None:
             documents = StagedDocuments(self.folder)
             like = alike(documents, labels["place"].astype(np.int64) + self.begin, labels["kept"],
-                         self.payload["verify"])
+                         self.payload["verify"], self.payload.get("words", "runs"))
             firsts = np.array([documents.row(int(kept))[1]["high"] for kept in labels["kept"][~like]], np.uint64)
         places = labels["place"][like]
         fate[places[fate[places] == TRAIN]] = NEAR_DUPLICATE

@@ -52,9 +52,9 @@ class StagedDocuments:
             return from_json(file.read(int(row["length"])), "")
 
 
-def shingles(text: str) -> set[tuple[str, ...]]:
-    """All runs of `NGRAM` words of a text, or its words where they are fewer."""
-    own = words(text)
+def shingles(text: str, kind: str = "runs") -> set[tuple[str, ...]]:
+    """All runs of `NGRAM` words of a text, or its words where they are fewer; kind: see `words`."""
+    own = words(text, kind)
     return {tuple(own[place:place + NGRAM]) for place in range(max(1, len(own) - NGRAM + 1))}
 
 
@@ -64,14 +64,17 @@ def similarity(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
     return shared / (len(one) + len(other) - shared)
 
 
-def alike(documents: StagedDocuments, numbers: np.ndarray, kept: np.ndarray, least: float) -> np.ndarray:
-    """Which documents have a Jaccard similarity of at least `least` with the one that is kept instead of them."""
+def alike(documents: StagedDocuments, numbers: np.ndarray, kept: np.ndarray, least: float,
+          kind: str = "runs") -> np.ndarray:
+    """Which documents have a Jaccard similarity of at least `least` with the one that is kept instead of them; kind: of
+    words."""
     found, last, of_last = np.zeros(len(numbers), bool), -1, set[tuple[str, ...]]()
     for place in np.argsort(kept, kind="stable"):
         if int(kept[place]) != last:
             last = int(kept[place])
-            of_last = shingles(documents.document(last).text)
-        found[place] = similarity(shingles(documents.document(int(numbers[place])).text), of_last) >= least
+            of_last = shingles(documents.document(last).text, kind)
+        own = shingles(documents.document(int(numbers[place])).text, kind)
+        found[place] = similarity(own, of_last) >= least
     return found
 
 

@@ -19,7 +19,7 @@ from pipeline.data.planning.matches import match_name, match_partition, match_pa
 from pipeline.data.planning.near import band_name, band_payload, match_band, sort_bands
 from pipeline.data.planning.runs import Layout, group_name, layout, sort_group, sort_payload
 from pipeline.data.planning.shards import Pieces, pieces_by_hash, plan_shards
-from pipeline.data.planning.signatures import banding
+from pipeline.data.planning.signatures import banding, words_setting
 from pipeline.data.planning.tails import Cuts, cut, find_borders, pieces_by_tail
 from pipeline.files import sha256_json
 
@@ -59,7 +59,8 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     settings: dict[str, Any] = {
         "drop": config.drop_duplicates, "target": target, "near": near is not None,
         "verify": None if near is None else near.verify, "name_kept": config.keep_dropped or near is not None,
-        "heldout": None if tail else heldout_below(config.heldout_share)}
+        "heldout": None if tail else heldout_below(config.heldout_share),
+        **(words_setting(near) if near is not None else {})}
     if settings["name_kept"]:
         write_units(work.folder, groups)
         # The units name and compare documents of any group.

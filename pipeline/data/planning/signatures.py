@@ -2,8 +2,9 @@
 
 Two texts whose sets of shingles (runs of words) have a Jaccard similarity of J agree in one of b bands of r rows with
 a probability of 1 - (1 - J^r)^b. Words are runs of letters, digits and `_` of the text in lower case, as this Python's
-Unicode has them (its version is in the manifest); a text with fewer words than a shingle has no signature and is like
-no other. The permutations are rensa's, whose version is among the settings.
+Unicode has them (its version is in the manifest); where that is asked for, also single characters of scripts that are
+written without spaces, whose runs are whole clauses. A text with fewer words than a shingle has no signature and is
+like no other. The permutations are rensa's, whose version is among the settings.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
 0.80, with shingles of 5 tokens of its own tokenizer where ours are of 5 words."""
 NONE = 0
 """In every band of a text without a signature."""
-WORD = re.compile(r"\w+")
-_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 2_000_000
+_WITHOUT_SPACES = ("\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece"      # Thai, Lao
+                   "\u1000-\u103f\u1050-\u109f\u1780-\u17d3"        # Burmese, Khmer
+                   "\u3005-\u3007\u3041-\u3096\u309d-\u309f"        # iteration marks and zero, hiragana
+                   "\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # katakana
+                   "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fffd")  # Han
+"""Letters of scripts that put no spaces between words, with the vowel signs and marks that stand beside them."""
+WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{_WITHOUT_SPACES}]|[^\\W{_WITHOUT_SPACES}]+")}
+_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, {"runs": 2_000_000, "characters": 500_000}
 _SEED = 1
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -52,13 +59,18 @@ def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
         raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install --editable "
                         "'.[clean]'` (or `pip install rensa`), or set shard.near_duplicates to null.") from None
     ngram, bands, rows = banding(config)
-    return {"ngram": ngram, "bands": bands, "rows": rows,
+    return {"ngram": ngram, "bands": bands, "rows": rows, **words_setting(config),
             "library": f"rensa {metadata.version('rensa')}, algorithm {RMinHash.ALGORITHM_VERSION}"}
 
 
-def words(text: str) -> list[str]:
-    """The words of a text, for shingles."""
-    return WORD.findall(text.lower())
+def words_setting(config: NearDuplicates) -> dict[str, str]:
+    """What is said of words where they are not what they were before there was a choice."""
+    return {"words": config.words} if config.words != "runs" else {}
+
+
+def words(text: str, kind: str = "runs") -> list[str]:
+    """The words of a text, for shingles; kind: one of `WORDS`."""
+    return WORDS[kind].findall(text.lower())
 
 
 class Signer:
@@ -67,13 +79,13 @@ class Signer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.found = settings, [np.zeros((0, settings["bands"]), np.uint64)]
         self.texts: list[str] = []
-        self.characters = 0
+        self.characters, self.most = 0, _CHARACTERS_AT_ONCE[settings.get("words", "runs")]
 
     def add(self, text: str) -> None:
         """Take one more text."""
         self.texts.append(text)
         self.characters += len(text)
-        if len(self.texts) == _TEXTS_AT_ONCE or self.characters > _CHARACTERS_AT_ONCE:
+        if len(self.texts) == _TEXTS_AT_ONCE or self.characters > self.most:
             self._sign()
 
     def _sign(self) -> None:
@@ -96,7 +108,8 @@ def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
     """
     from rensa import RMinHash
     ngram, bands, rows = settings["ngram"], settings["bands"], settings["rows"]
-    own = [words(text) for text in texts]
+    kind = settings.get("words", "runs")
+    own = [words(text, kind) for text in texts]
     hashed = np.array(RMinHash.hash_token_sets([list(chain.from_iterable(own))])[0], np.uint64)
     lengths = np.array([len(text) for text in own], np.int64)
     shingles = np.maximum(lengths - ngram + 1, 0)

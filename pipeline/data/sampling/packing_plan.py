@@ -9,9 +9,11 @@ not give what the index says, the shard is not the one that was planned, and tra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,10 +141,21 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
 
 
 def read(planning: Planning, say: Callable[[str], None]) -> Packing:
-    """The plan as its index has it, files not looked at; made where there is no index. For tools."""
-    known, _ = _read_index(planning)
-    return make(planning, Alone(), say) if known is None else \
-        Packing(planning.folder, planning.table, planning.length, *known)
+    """The plan as its index has it, files not looked at. For tools, which write nothing into a run: where there is no
+    index, the same plan is made in a temporary folder that goes with it, which is said.
+
+    Raises:
+        UserError: a shard cannot be read.
+    """
+    known, why = _read_index(planning)
+    if known is not None:
+        return Packing(planning.folder, planning.table, planning.length, *known)
+    say(f"the plan of {planning} is not in {planning.folder}: {why}. It is made for this time alone, in a temporary "
+        f"folder, for which its shards are read; training makes it when it starts, and keeps it.")
+    aside = TemporaryDirectory(prefix="packing-")
+    made = make(replace(planning, folder=Path(aside.name) / planning.folder.name), Alone(), lambda text: None)
+    weakref.finalize(made, aside.cleanup)
+    return made
 
 
 def forget(packing: Packing) -> None:

@@ -47,7 +47,7 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
         table: its shards, where they are known (`read_shard_table`). No shard is looked at before it is read.
         opener: see `OpenShards`.
         planner: makes the plans of a packing, on all ranks alike; None: they are read as their indexes have them, and
-            what has none is made, which is said on stderr: for tools, whose output is something else.
+            what has none is made aside, which is said on stderr: for tools, whose output is something else.
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table

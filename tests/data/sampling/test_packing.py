@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -52,11 +53,10 @@ def make_shards(folder, documents):
     return ShardTable.of(records)
 
 
-def said_by(folder, table, length=16, make=make_packing):
+def said_by(folder, table, length=16):
     """The packing, and what was said."""
     said: list[str] = []
-    group = [Alone()] if make is make_packing else []
-    return make(folder / "plan", OpenShards(folder, table), length, *group, said.append), said
+    return make_packing(folder / "plan", OpenShards(folder, table), length, Alone(), said.append), said
 
 
 def read_packing(folder, shards, length, say):
@@ -146,11 +146,10 @@ def test_a_plan_is_made_once_and_read_again(tmp_path):
     assert said == ["planned the best-fit packing of 3 of 3 token shards: they were not planned before"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "plan").rglob("*") if path.is_file()}
     assert len(files) == 4
-    for make in (make_packing, read_packing):
-        again, said = said_by(tmp_path, table, make=make)
-        assert said == [] and np.array_equal(again.numbers, first.numbers)
-        assert np.array_equal(again.sha256, first.sha256)
-    assert files == {path: path.stat().st_mtime_ns for path in files}
+    again, said = said_by(tmp_path, table)
+    for found in (again, read_packing(tmp_path / "plan", OpenShards(tmp_path, table), 16, said.append)):
+        assert np.array_equal(found.numbers, first.numbers) and np.array_equal(found.sha256, first.sha256)
+    assert said == [] and files == {path: path.stat().st_mtime_ns for path in files}
 
 
 @pytest.mark.parametrize(("mixture", "limits", "refused"), [
@@ -167,6 +166,27 @@ def test_limits_of_epochs_hold_for_packed_sequences_too(tmp_path, mixture, limit
     with pytest.raises(UserError, match=re.escape(refused)) if refused else nullcontext():
         refuse_beyond(config, {}, data, said.append)
     assert said[0].startswith("  web: " if mixture else "  all sources: ")
+
+
+@pytest.mark.parametrize(("harm", "said"), [("none", "they were not planned before"), ("torn", "is torn"),
+                                            ("other", "is of other shards")])
+def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path, harm, said):
+    table = make_shards(tmp_path, [[30, 5, 9, 16, 3], [7, 40]])
+    if harm != "none":
+        said_by(tmp_path, table, length=16 if harm == "torn" else 32)
+        index = tmp_path / "plan" / INDEX
+        index.write_bytes(index.read_bytes()[:40 if harm == "torn" else None])
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    told = []
+    own = read_packing(tmp_path / "plan", OpenShards(tmp_path, table), 16, told.append)
+    assert said in told[0] and "made for this time alone" in told[0]
+    read, place = data_of(tmp_path, table, own).batch(0, 4).tokens, own.folder
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    del own
+    gc.collect()
+    assert not place.exists()
+    kept, _ = said_by(tmp_path, table)
+    assert torch.equal(read, data_of(tmp_path, table, kept).batch(0, 4).tokens)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])

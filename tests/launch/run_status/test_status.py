@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import RunStatus, judge, wanted_ids
+from launch.run_status.run_status import judge, wanted_ids
 from launch.slurm.scheduler import JobInfo
-from launch.status import find_run, main, overview, show
-from pipeline.contract.stages import REPOSITORY
 from pipeline.contract.state import STOP
-from pipeline.errors import UserError
 from pipeline.files import append_line, write_json, write_text
-from tests.launch.recorded_slurm import NO_JOB, FakeSlurm
 from tests.launch.run_folders import NOW, SETTINGS, HandMade, ago
+from tests.launch.run_status.judged import DEPENDENTS, standing, states, text, training
 
-DEPENDENTS = {id: JobInfo(id, "PENDING", "Dependency") for id in ("17", "18", "19")}
 RUNNING = """\
 run       runs/demo, submitted 2026-11-21 11:10 UTC from commit 61ec0478c8 with changes
 
@@ -41,8 +34,10 @@ evaluations of checkpoints: 1 done, 1 queued (step 200), 1 owed (step 300); last
 
 ! train crashed before and was started again: rank 2 on n3 was killed by signal 9
 ! node n3 failed at 2026-11-21T11:51: failed preflight: no write access to /scratch"""
+
 RUNNING_WIDE = """\
 train      running  16   n[1-4]  10 m 00 s  320/500 64%  5 m 38 s  4.8000    11,860         1    93.4%"""
+
 FAILED = """\
 run       runs/demo, submitted 2026-11-21 11:45 UTC from commit 61ec0478c8 with changes
 
@@ -60,6 +55,7 @@ report     removed  19
   cancelled
 ! to go on, once the cause is mended: python launch/submit.py --stage all --config configs/demo.yaml
   --nodes 4"""
+
 ARRAY = """\
 run       runs/demo, submitted 2026-11-21 11:45 UTC from commit 61ec0478c8 with changes
 
@@ -78,6 +74,7 @@ report     removed  19
   ended badly or was cancelled
 ! to go on, once the cause is mended: python launch/submit.py --stage all --config configs/demo.yaml
   --nodes 4"""
+
 LOCAL = """\
 run       runs/demo
 
@@ -89,34 +86,6 @@ train      running            320/500 64%  5 m 38 s  4.8000    11,860
 convert    to do
 evaluate   to do
 report     to do"""
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HandMade:
-    """The run folder runs/demo of the current folder."""
-    monkeypatch.chdir(tmp_path)
-    return HandMade(Path("runs/demo"))
-
-
-def standing(run: HandMade, jobs: dict[str, JobInfo] | None) -> RunStatus:
-    return judge(read_run(run.folder), jobs, NOW)
-
-
-def states(run: HandMade, jobs: dict[str, JobInfo] | None) -> dict[str, str]:
-    return {row.stage: row.state for row in standing(run, jobs).rows}
-
-
-def text(run: HandMade, jobs: dict[str, JobInfo] | None, columns: int = 100) -> str:
-    return "\n".join(show(standing(run, jobs), columns))
-
-
-def training(run: HandMade, **more: Any) -> HandMade:
-    """A chain that came to train, job 16."""
-    run.submitted(*run.whole_chain())
-    run.done("shard", "tokenizer", "encode", until=700)
-    run.state("train", "running", job="16", **more)
-    run.trained(320)
-    return run
 
 
 def test_running_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,72 +189,6 @@ def test_done_chain(run: HandMade) -> None:
     assert wanted_ids(read_run(run.folder)) == [], "Slurm need not be asked"
 
 
-@pytest.mark.parametrize("status, info, expected, said", [
-    ("running", JobInfo("16", "RUNNING"), "running", ""),
-    ("running", JobInfo("16", "RUNNING", restarts=1), "starting", ""),
-    ("preempted", JobInfo("16", "COMPLETING"), "ending", ""),
-    ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "requeued", "after about two minutes"),
-    ("preempted", JobInfo("16"), "stopped", "train was stopped after step 300: why"),
-    ("running", JobInfo("16"), "gone", "its job 16 is not known to Slurm any more (crashed, or cancelled)"),
-    ("running", JobInfo("16", "NODE_FAIL"), "gone", "its job 16 ended NODE_FAIL"),
-    ("running", JobInfo("16", "CANCELLED"), "cancelled", "train was cancelled"),
-    ("failed", JobInfo("16", "CANCELLED"), "failed", "train failed: why (after step 300)"),
-    ("running", JobInfo("16", "PENDING", "launch failed requeued held"), "held", "`scontrol release 16`")])
-def test_state_and_queue_together(run: HandMade, status: str, info: JobInfo, expected: str, said: str) -> None:
-    training(run)
-    run.state("train", status, job="16", step=300, reason="why", again=True)
-    assert states(run, {"16": info, **DEPENDENTS})["train"] == expected
-    assert said in text(run, {"16": info, **DEPENDENTS}, 1000)
-
-
-@pytest.mark.parametrize("info, expected, said", [
-    (JobInfo("16", "PENDING", "Dependency"), "waiting", ""),
-    (JobInfo("16", "PENDING", "Resources"), "queued", "train (job 16) waits for free nodes (Resources)"),
-    (JobInfo("16", "PENDING", "QOSMaxJobsPerUserLimit"), "queued", "(QOSMaxJobsPerUserLimit)"),
-    (JobInfo("16", "PENDING", "DependencyNeverSatisfied"), "stuck", "will never run"),
-    (JobInfo("16", "RUNNING"), "starting", ""), (JobInfo("16", "CANCELLED"), "cancelled", "train was cancelled"),
-    (JobInfo("16", "FAILED", "NonZeroExitCode"), "failed", "Slurm's job 16 ended FAILED (NonZeroExitCode)"),
-    (JobInfo("16", "COMPLETED"), "failed", "has ended, but the stage has no manifest"),
-    (JobInfo("16"), "gone", "it never began")])
-def test_queue_alone(run: HandMade, info: JobInfo, expected: str, said: str) -> None:
-    run.submitted(*run.whole_chain())
-    run.done("shard", "tokenizer", "encode", until=700)
-    assert states(run, {"16": info, **DEPENDENTS})["train"] == expected
-    assert said in text(run, {"16": info, **DEPENDENTS}, 1000)
-
-
-def test_what_is_stuck_ends_the_watch(run: HandMade) -> None:
-    run.submitted(*run.whole_chain())
-    run.done("shard", "tokenizer", "encode", until=700)
-    waiting = {"16": JobInfo("16", "PENDING", "Dependency"), **DEPENDENTS}
-    assert standing(run, waiting).outcome is None
-    seen = standing(run, {**waiting, "16": replace(waiting["16"], reason="DependencyNeverSatisfied")})
-    assert seen.outcome == "failed" and "submit.py --cancel runs/demo" in " ".join(seen.remarks)
-
-
-def test_slurm_does_not_answer(run: HandMade) -> None:
-    training(run)
-    seen = standing(run, None)
-    assert [row.state for row in seen.rows] == ["done", "done", "done", "running?", *["submitted?"] * 3]
-    assert seen.remarks[0].startswith("Slurm does not answer") and seen.outcome is None
-
-
-def test_state_of_an_earlier_submission_is_no_news(run: HandMade) -> None:
-    training(run)
-    run.state("train", "failed", job="5", seconds=5000, reason="long ago")
-    jobs = {"16": JobInfo("16", "PENDING", "Resources"), **DEPENDENTS}
-    assert states(run, jobs)["train"] == "queued" and "long ago" not in text(run, jobs)
-
-
-def test_forced_rebuild_is_not_done_until_it_is(run: HandMade) -> None:
-    run.submitted(*run.whole_chain(), seconds=100)
-    run.done("train", until=1000)
-    jobs = {"16": JobInfo("16", "PENDING", "Dependency")}
-    assert "16" in wanted_ids(read_run(run.folder)) and states(run, jobs)["train"] == "waiting"
-    run.done("train", until=50)
-    assert states(run, jobs)["train"] == "done"
-
-
 def test_links_of_training(run: HandMade) -> None:
     run.submitted(*(run.job(id, "train", "link") for id in ("21", "22", "23")))
     run.state("train", "preempted", job="21", again=True)
@@ -357,69 +260,3 @@ def test_empty_run_folder(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     seen = judge(read_run(tmp_path), {}, NOW)
     assert {row.state for row in seen.rows} == {"to do"} and seen.outcome is None
-
-
-def test_overview(run: HandMade, tmp_path: Path) -> None:
-    training(run)
-    HandMade(Path("runs/new"))
-    finished = HandMade(Path("runs/old"))
-    finished.done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
-    slurm = FakeSlurm(tmp_path / "bin")
-    slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"), *((id, "PENDING", "Dependency") for id in DEPENDENTS))
-    shown = overview(Path("runs"), slurm.scheduler())
-    assert shown == ["run   done  now            job  progress          ETA    loss",
-                     "demo  3/7   train running  16   320/500 64%  5 m 38 s  4.8000",
-                     "new   0/0   to do",
-                     "old   7/7   done"]
-    assert len(slurm.calls()) == 1, "Slurm is asked once for all runs"
-    run.state("train", "preempted", job="16")
-    slurm.say("squeue", error=NO_JOB, status=1)
-    assert overview(Path("runs"), slurm.scheduler())[1].split() == ["demo", "3/7", "train", "stopped", "16", "320/500",
-                                                                    "64%", "4.8000"], "not what it took along"
-    assert overview(Path("nothing"), slurm.scheduler()) == ["no runs in nothing"]
-
-
-def test_run_is_found_by_name_or_folder(run: HandMade) -> None:
-    assert find_run("demo") == find_run("runs/demo") == Path("runs/demo")
-    assert main(["--run", "dmo"]) == 2 and main(["--watch"]) == 2
-    with pytest.raises(UserError, match=r"There is no run dmo\. The runs in runs are: demo\."):
-        find_run("dmo")
-
-
-def test_watch_ends_with_the_chain(run: HandMade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen running, then done; and, of another run, failed."""
-    training(run)
-    slurm = FakeSlurm(tmp_path / "bin")
-    manifest = tmp_path / "manifest.json"
-    ready = HandMade(tmp_path / "other")
-    ready.done("train", until=1)
-    (ready.folder / "train/manifest.json").rename(manifest)
-    later = " ".join(f"{run.folder.absolute()}/{stage}" for stage in ("train", "convert", "evaluate", "report"))
-    slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"))
-    # The second look finds everything done.
-    script = (slurm.folder / "squeue").read_text().replace("exit 0", f"[ -e {tmp_path}/seen ] && for stage in {later}; "
-                                                           f"do mkdir -p $stage; cp {manifest} $stage/; done\n"
-                                                           f"touch {tmp_path}/seen\nexit 0")
-    (slurm.folder / "squeue").write_text(script)
-    monkeypatch.setenv("PATH", str(slurm.folder))
-    assert main(["--run", "demo", "--watch", "0.01"]) == 0
-    seen = capsys.readouterr().out
-    assert seen.count("train      running") == 1 and seen.count("train      done") == 1
-    run.state("train", "failed", job="16", reason="why")
-    (run.folder / "train/manifest.json").unlink()
-    slurm.say("squeue", error=NO_JOB, status=1)
-    assert main(["--run", "demo", "--watch", "0.01"]) == 1
-    assert "train failed: why" in capsys.readouterr().out
-
-
-def test_as_a_program_without_slurm_or_torch(run: HandMade, tmp_path: Path) -> None:
-    training(run)
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    environment = {**os.environ, "PATH": str(tmp_path / "nothing"), "COLUMNS": "80"}
-    result = subprocess.run([sys.executable, "-X", "importtime", REPOSITORY / "launch/status.py", "--run", "demo"],
-                            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and "running?" in result.stdout and "! Slurm does not answer" in result.stdout
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
-    assert "yaml" in imported and not imported & {"torch", "numpy", "submitit", "rich", "transformers"}
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before, "it only reads"

@@ -1,0 +1,16 @@
+"""A run folder made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.run_folders import HandMade
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HandMade:
+    """The run folder runs/demo of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return HandMade(Path("runs/demo"))

@@ -1,0 +1,83 @@
+"""The status command: the overview of all runs, finding one, watching, and as a program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.status import find_run, main, overview
+from pipeline.contract.stages import REPOSITORY
+from pipeline.errors import UserError
+from tests.launch.recorded_slurm import NO_JOB, FakeSlurm
+from tests.launch.run_folders import HandMade
+from tests.launch.run_status.judged import DEPENDENTS, training
+
+
+def test_overview(run: HandMade, tmp_path: Path) -> None:
+    training(run)
+    HandMade(Path("runs/new"))
+    finished = HandMade(Path("runs/old"))
+    finished.done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
+    slurm = FakeSlurm(tmp_path / "bin")
+    slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"), *((id, "PENDING", "Dependency") for id in DEPENDENTS))
+    shown = overview(Path("runs"), slurm.scheduler())
+    assert shown == ["run   done  now            job  progress          ETA    loss",
+                     "demo  3/7   train running  16   320/500 64%  5 m 38 s  4.8000",
+                     "new   0/0   to do",
+                     "old   7/7   done"]
+    assert len(slurm.calls()) == 1, "Slurm is asked once for all runs"
+    run.state("train", "preempted", job="16")
+    slurm.say("squeue", error=NO_JOB, status=1)
+    assert overview(Path("runs"), slurm.scheduler())[1].split() == ["demo", "3/7", "train", "stopped", "16", "320/500",
+                                                                    "64%", "4.8000"], "not what it took along"
+    assert overview(Path("nothing"), slurm.scheduler()) == ["no runs in nothing"]
+
+
+def test_run_is_found_by_name_or_folder(run: HandMade) -> None:
+    assert find_run("demo") == find_run("runs/demo") == Path("runs/demo")
+    assert main(["--run", "dmo"]) == 2 and main(["--watch"]) == 2
+    with pytest.raises(UserError, match=r"There is no run dmo\. The runs in runs are: demo\."):
+        find_run("dmo")
+
+
+def test_watch_ends_with_the_chain(run: HandMade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen running, then done; and, of another run, failed."""
+    training(run)
+    slurm = FakeSlurm(tmp_path / "bin")
+    manifest = tmp_path / "manifest.json"
+    ready = HandMade(tmp_path / "other")
+    ready.done("train", until=1)
+    (ready.folder / "train/manifest.json").rename(manifest)
+    later = " ".join(f"{run.folder.absolute()}/{stage}" for stage in ("train", "convert", "evaluate", "report"))
+    slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"))
+    # The second look finds everything done.
+    script = (slurm.folder / "squeue").read_text().replace("exit 0", f"[ -e {tmp_path}/seen ] && for stage in {later}; "
+                                                           f"do mkdir -p $stage; cp {manifest} $stage/; done\n"
+                                                           f"touch {tmp_path}/seen\nexit 0")
+    (slurm.folder / "squeue").write_text(script)
+    monkeypatch.setenv("PATH", str(slurm.folder))
+    assert main(["--run", "demo", "--watch", "0.01"]) == 0
+    seen = capsys.readouterr().out
+    assert seen.count("train      running") == 1 and seen.count("train      done") == 1
+    run.state("train", "failed", job="16", reason="why")
+    (run.folder / "train/manifest.json").unlink()
+    slurm.say("squeue", error=NO_JOB, status=1)
+    assert main(["--run", "demo", "--watch", "0.01"]) == 1
+    assert "train failed: why" in capsys.readouterr().out
+
+
+def test_as_a_program_without_slurm_or_torch(run: HandMade, tmp_path: Path) -> None:
+    training(run)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    environment = {**os.environ, "PATH": str(tmp_path / "nothing"), "COLUMNS": "80"}
+    result = subprocess.run([sys.executable, "-X", "importtime", REPOSITORY / "launch/status.py", "--run", "demo"],
+                            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "running?" in result.stdout and "! Slurm does not answer" in result.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "yaml" in imported and not imported & {"torch", "numpy", "submitit", "rich", "transformers"}
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before, "it only reads"

@@ -1,0 +1,152 @@
+"""Tasks of the stage evaluate: each is measured by itself, kept, measured again, or refused."""
+
+import json
+
+import pytest
+
+from launch.plan import Options, plan
+from pipeline.config.loading import load_config
+from pipeline.contract.entry import INTERRUPTED, stage_main
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run
+from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.evaluate import evaluate
+from pipeline.report import report
+from tests.stages.small_run import TASK, copy_of, make_small_run, told_of
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """The configuration of a run with everything up to convert."""
+    return make_small_run(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def copied(small_run, tmp_path):
+    """Arguments for a stage of another run that is at the same point, before evaluate."""
+    return copy_of(small_run, tmp_path)
+
+
+@pytest.fixture
+def tasks(copied, tmp_path):
+    """Function: run the stage of a run of its own with these tasks; they are `one`, `two` and `broken`."""
+    for number, name in enumerate(("one", "two", "broken")):
+        (tmp_path / f"{name}.yaml").write_text(TASK.replace("words", name))
+        gold = ["yes", "no"] if name == "broken" else number
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(
+            {"query": f"Item {item}:", "choices": ["yes", "no", "perhaps"], "gold": gold}) + "\n" for item in range(4)))
+
+    def run(*names, stage="evaluate", body=evaluate):
+        return stage_main(stage, body, [*copied, f"evaluate.task_folders=[{tmp_path}]",
+                                        f"evaluate.tasks=[{', '.join(names)}]"])
+    return run
+
+
+def test_other_tasks_cost_only_themselves(tasks, tmp_path, capsys):
+    """Taking tasks out and in needs no --force and measures nothing again; the report follows."""
+    assert tasks("one") == 0 and tasks("one", stage="report", body=report) == 0
+    changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[two, one]"])
+    jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
+    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
+    first = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    capsys.readouterr()
+    assert tasks("two", "one") == 0
+    told = capsys.readouterr().out
+    assert "changed: evaluate.tasks.0" in told and "changed: input file two/two.yaml is new" in told
+    assert [told_of(told, part) for part in ("held-out text", "continuations", "task one")] == ["kept"] * 3
+    assert told_of(told, "task two") == "measured"
+    both = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    assert list(both["tasks"]) == ["two", "one"] and both["tasks"]["one"] == first["tasks"]["one"]
+    assert tasks("two", "one", stage="report", body=report) == 0
+    assert "| two |" in (tmp_path / "copy/report.md").read_text()
+    assert tasks() == 0
+    none = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    assert none == {**first, "tasks": {}}
+    capsys.readouterr()
+    assert tasks("one") == 0
+    assert told_of(capsys.readouterr().out, "task one") == "kept"
+    assert json.loads((tmp_path / "copy/evaluate/results.json").read_text()) == first
+
+
+def test_what_other_code_measured_is_measured_again(tasks, capsys, monkeypatch):
+    """Else the manifest would name code that did not make it."""
+    assert tasks("one") == 0
+    monkeypatch.setattr("pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
+    capsys.readouterr()
+    assert tasks("one", "two") == 0
+    told = capsys.readouterr().out
+    assert {told_of(told, part) for part in ("held-out text", "task one", "task two")} == {"measured"}
+
+
+def test_items_in_the_training_text_are_told_apart(tasks, copied, tmp_path, capsys):
+    """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
+    run = Run(load_config(copied[1], copied[2:]))
+    texts = [document.text for record in shard_records(run.finished("shard"), "train")
+             for document in read_shard(run.stage_folder("shard"), record) if document.source == "prose"]
+    items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
+              "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    assert tasks("one") == 0
+    before = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    assert "contamination" not in before["tasks"]["one"]
+    capsys.readouterr()
+    assert stage_main("evaluate", evaluate, [*copied, f"evaluate.task_folders=[{tmp_path}]", "evaluate.tasks=[one]",
+                                             "evaluate.contamination=true"]) == 0
+    told = capsys.readouterr().out
+    assert told_of(told, "task one") == told_of(told, "held-out text") == "kept"
+    assert told_of(told, "contamination") == "measured"
+    results = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    parts = results["tasks"]["one"].pop("contamination")
+    assert results == before, "nothing else changed"
+    assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
+    whole = before["tasks"]["one"]["metrics"]["acc"]["value"]
+    assert (parts["clean"]["metrics"]["acc"]["value"] + parts["dirty"]["metrics"]["acc"]["value"]) / 2 == \
+        pytest.approx(whole, abs=1e-6)
+    assert "### Contamination" in (tmp_path / "copy/evaluate/results.md").read_text()
+
+
+def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
+    assert tasks("one", "broken", "two") == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
+    assert "kept (held-out text, continuations, task one, task two)" in said.err
+    assert read_manifest(tmp_path / "copy/evaluate") is None
+    assert "Traceback" in (tmp_path / "copy/evaluate/lm_eval.log").read_text()
+    assert tasks("one", "two") == 0, "taken out without --force"
+    told = capsys.readouterr().out
+    assert {told_of(told, part) for part in ("held-out text", "continuations", "task one", "task two")} == {"kept"}
+
+
+def test_a_task_that_is_mended_is_the_only_one_that_is_measured(tasks, tmp_path, capsys):
+    assert tasks("one", "broken") == 2
+    (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
+    capsys.readouterr()
+    assert tasks("one", "broken") == 0
+    told = capsys.readouterr().out
+    assert told_of(told, "task one") == "kept" and told_of(told, "task broken") == "measured"
+
+
+def test_a_kill_costs_the_task_that_it_hit(tasks, capsys, monkeypatch):
+    from pipeline.evaluation.running import TaskRunner
+    original = TaskRunner.measure
+
+    def measure(self, task_file):
+        if task_file.name == "two":
+            raise KeyboardInterrupt
+        return original(self, task_file)
+    monkeypatch.setattr(TaskRunner, "measure", measure)
+    assert tasks("one", "two") == INTERRUPTED
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert tasks("one", "two") == 0
+    told = capsys.readouterr().out
+    assert [told_of(told, f"task {name}") for name in ("one", "two")] == ["kept", "measured"]
+
+
+def test_a_task_whose_content_changed_is_refused(tasks, tmp_path, capsys):
+    """What is renewed in silence is the list of tasks; what a finished one was made of is not."""
+    assert tasks("one", "two") == 0
+    (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
+    assert tasks("one") == 2
+    assert "input file one/one.jsonl has other content" in capsys.readouterr().err
+    assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["one", "two"]

@@ -1,0 +1,33 @@
+"""A saver and its copier on a group of one."""
+
+import pytest
+
+from pipeline.parallel.ranks import stop_ranks
+from tests.training.copies.copying import Gate, parts_of
+
+
+@pytest.fixture()
+def made(tmp_path, monkeypatch):
+    """From a store's address to (saver, copier, copies, said), the saver telling the copier, on a group of one."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield lambda url, lock=None: parts_of(tmp_path, url, lock)
+    stop_ranks()
+
+
+@pytest.fixture()
+def setting(made, tmp_path, monkeypatch):
+    """The same for a folder as the store, and a gate before it."""
+    return *made(f"file://{tmp_path}/store"), Gate(monkeypatch)
+
+
+@pytest.fixture()
+def events(tmp_path):
+    """The train folder's log, which goes on with a checkpoint; a function that has it grow."""
+    (tmp_path / "train").mkdir()
+
+    def grow(text):
+        with (tmp_path / "train" / "events.jsonl").open("a") as file:
+            file.write(f'"{text}"\n')
+    grow("begun")
+    return grow

@@ -1,0 +1,80 @@
+"""A saver and its copier, and a store that can be held back, for the tests of copies."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config.training import CheckpointConfig
+from pipeline.copies.checkpoints import CopiedCheckpoints
+from pipeline.copies.claim import LOCK
+from pipeline.errors import UserError
+from pipeline.formats.sharded_tensors import whole
+from pipeline.parallel.ranks import start_ranks
+from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
+from pipeline.stores.store import Store
+from pipeline.training.async_saver import AsyncSaver
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.copies.beside import take_up
+from pipeline.training.copies.copier import Copier
+from tests.waiting import HANG_S
+
+
+class Gate:
+    """Holds back what is put into a store; `failing` makes it fail."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.failing, self.reached, self.before = threading.Event(), False, threading.Event(), ""
+        self.open.set()
+        put = Store.put
+
+        def gated(store, path, data, **condition):
+            if path.endswith(self.before):
+                self.reached.set()
+                self.open.wait()
+            if self.failing:
+                raise UserError("the store is away.")
+            return put(store, path, data, **condition)
+        monkeypatch.setattr(Store, "put", gated)
+
+
+def parts_of(tmp_path, url, lock=None):
+    ranks, said = start_ranks(), []
+    config = CheckpointConfig(keep=1, attempts=2)
+    copies = CopiedCheckpoints(Store(url))
+    checkpoints = Checkpoints(tmp_path / "train" / CHECKPOINTS, ranks, said.append, lambda step: copier.needs(step))
+    copier = Copier(copies, lock, ranks, config, tmp_path / "train", checkpoints.path, said.append, -1)
+    saver = AsyncSaver(checkpoints, ranks, config, {}, said.append, copier.submit)
+    return saver, copier, copies, said
+
+
+def save(saver, *steps):
+    for step in steps:
+        saver.save({"model.a": [whole(torch.full((3, 5), float(step)))]}, TrainingProgress(step=step))
+        saver.wait()
+
+
+def kept(saver):
+    return sorted(int(path.name[5:]) for path in saver.checkpoints.folder.iterdir())
+
+
+def take_up_of(found, fetched, train):
+    for folder in (fetched, train):
+        folder.mkdir()
+    for name, data in found.items():
+        (fetched / name).write_bytes(data)
+    take_up(fetched, train, lambda text: pytest.fail(text))
+
+
+def store_put_as_another(store):
+    """Beside the gate, which holds back what goes through the store."""
+    (Path(store.url.removeprefix("file://")) / LOCK).write_text('{"token": "b"}')
+
+
+def waiting_for_the_end(copier, step):
+    """A thread that waits for the copy of the last checkpoint, longer than any test, and what it was told."""
+    told = []
+    thread = threading.Thread(target=lambda: told.append(copier.finish(step, 10.0 * HANG_S)), daemon=True)
+    thread.start()
+    return thread, told
