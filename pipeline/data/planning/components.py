@@ -6,9 +6,9 @@ stretch are joined along the edges among them; of all that its joined documents 
 the first is what they hang on, and the others get an edge with that one, which is a matter of earlier stretches alone.
 So what is left of the graph says the same of what is left of the documents, and it becomes no larger: an edge is
 written once a stretch at most. Then, from the first stretch to the last, each learns the label of what it hangs on.
-These are two sweeps whatever the graph, with no rounds that a long chain could make more of; on the disk, at most 12
-bytes an edge and 32 a document that has one. (Removing nodes from the last on: Dementiev, Sanders, Schultes and Sibeyn,
-Engineering an External Memory Minimum Spanning Tree Algorithm, 2004.)
+These are two sweeps whatever the graph, with no rounds that a long chain could make more of, and at most 24 bytes an
+edge on the disk, mostly 12. (Removing nodes from the last on: Dementiev, Sanders, Schultes and Sibeyn, Engineering an
+External Memory Minimum Spanning Tree Algorithm, 2004.)
 """
 
 from __future__ import annotations

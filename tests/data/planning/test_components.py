@@ -187,7 +187,7 @@ def test_a_chain_takes_two_sweeps_in_any_order_and_few_rounds_in_a_stretch(tmp_p
                      *(("label", number) for number in range(stretches))]
     # Of the roots that a join begins with, every two of its rounds leave half at most.
     assert max(rounds, default=0) / 2 <= 2 * log2(min(stretch, 2 * rows)) + 2
-    assert added[0] < 12 * nodes  # shuffled 2.9 times, zigzag 1 time ...
+    assert added[0] < 2 * nodes
 
 
 def test_memory_follows_from_the_stretch_and_not_from_edges_or_documents(tmp_path):
@@ -207,9 +207,9 @@ def test_memory_follows_from_the_stretch_and_not_from_edges_or_documents(tmp_pat
         small, _ = peak(0, 200_000, 30_000)
         more_edges, in_memory = peak(1, 200_000, 400_000)
         more_documents, _ = peak(2, 800_000, 400_000)
-    open_files = 3 * 40 * 2**17  # whose buffers Python may make so large
-    assert more_edges < 1.2 * small + 2**20 and more_edges < in_memory / 4
-    assert more_documents < 1.2 * small + 2**20 + open_files / 4
+    # Small, 0.8 MB; more edges, 1.0; of more documents are more stretches, and so more open files, 1.2; in memory, 18.
+    assert more_edges < 1.5 * small + 2**19 and more_documents < 1.5 * small + 2**20
+    assert max(more_edges, more_documents) < in_memory / 4
 
 
 def test_the_stretch_is_of_the_payload_and_bounds_how_many_there_are(monkeypatch):
@@ -256,7 +256,8 @@ def test_what_is_put_aside_goes_when_the_stage_is_stopped(tmp_path, monkeypatch)
         pass
 
     def stopped(graph, stretch):
-        assert list((tmp_path / "staging").glob("components.*.tmp/*"))
+        left = {path.name.split("-")[0] for path in (tmp_path / "staging").glob("components.*.tmp/*")}
+        assert left == {"hung", "asks"}  # of the edges nothing is needed any more
         raise Stopped
     payload = payload_of([0, 100], 10)
     write_edges(tmp_path, payload, path_of(100))
