@@ -1,12 +1,14 @@
 """The shard stage's passes between reading and writing, on digests alone: rows a second and memory of each process.
 
     python -m benchmarks.planning_at_scale --documents 200000000 --folder /scratch/planning
-    python -m benchmarks.planning_at_scale --components 100000000 --folder /scratch/planning
+    python -m benchmarks.planning_at_scale --components 100000000 --graph near --folder /scratch/planning
 
 The first stages the indexes of so many documents (49 bytes each, no texts; a quarter of them drawn from few, a
 hundredth all one page) and sorts, matches, decides and plans them, each unit in a process of its own, whose peak memory
-the kernel says. It takes 80 bytes a document on the disk. The second labels the components of so many random edges, 16
-bytes each. The folder must not exist, and goes at the end.
+the kernel says. It takes 80 bytes a document on the disk. The second labels the components of so many edges, 16 bytes
+each, of a graph: `near`, from a random document to one some hundred after it, of 10 times as many documents; `pairs`,
+of any two of as many documents: one component holds most; `tens`, stars of ten over the whole corpus, of all documents.
+The folder must not exist, and goes at the end.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=0)
     parser.add_argument("--components", type=int, default=0, metavar="EDGES")
+    parser.add_argument("--graph", choices=["near", "pairs", "tens"], default="near")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=1)
     asked = parser.parse_args()
@@ -49,7 +52,7 @@ def main() -> None:
         if asked.documents:
             plan(asked.folder, asked.documents, asked.processes)
         if asked.components:
-            join_components(asked.folder, asked.components)
+            join_components(asked.folder, asked.components, asked.graph)
     finally:
         shutil.rmtree(asked.folder)
 
@@ -128,9 +131,9 @@ def scrambled(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def join_components(folder: Path, edges: int) -> None:
-    """Random edges of 10 times as many documents: components of all sizes, one of most nodes."""
-    documents, rng = 10 * edges, np.random.default_rng(1)
+def join_components(folder: Path, edges: int, graph: str) -> None:
+    """Label the components of one of the graphs."""
+    documents = {"near": 10 * edges, "pairs": edges, "tens": edges // 9 * 10}[graph]
     unit = 4_000_000
     counts = [min(unit, documents - start) for start in range(0, documents, unit)]
     groups = layout([f"web-{number:05d}" for number in range(len(counts))], [0] * len(counts), counts)
@@ -140,9 +143,9 @@ def join_components(folder: Path, edges: int) -> None:
         edges_path(folder, name).touch()
     with open(edges_path(folder, band_name(0, 0)), "wb") as file:
         for start in range(0, edges, unit):
-            rows = np.empty(min(unit, edges - start), EDGE)
-            rows["first"] = rng.integers(0, documents, len(rows))
-            rows["other"] = np.minimum(rows["first"] + rng.geometric(1e-2, len(rows)).astype(np.uint64), documents - 1)
+            ends = edges_of(graph, np.arange(start, min(start + unit, edges)), documents)
+            rows = np.empty(len(ends[0]), EDGE)
+            rows["first"], rows["other"] = np.minimum(*ends), np.maximum(*ends)
             rows.tofile(file)
     begin = time.monotonic()
     with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:
@@ -150,6 +153,18 @@ def join_components(folder: Path, edges: int) -> None:
     wall = time.monotonic() - begin
     print(f"components  {edges:,} edges of {record['nodes']:,} documents among {documents:,}: "
           f"{record['components']:,} components, {wall:.1f} s, {edges / wall / 1e6:.2f} M edges/s, {peak:.0f} MB")
+
+
+def edges_of(graph: str, edges: np.ndarray, documents: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of the edges of these numbers."""
+    rng = np.random.default_rng(edges[0])
+    if graph == "tens":
+        tenth, star, ray = documents // 10, edges // 9, edges % 9 + 1
+        return star % tenth, (star * 7919 + ray * 104_729) % tenth + ray * tenth
+    one = rng.integers(0, documents, len(edges))
+    if graph == "pairs":
+        return one, rng.integers(0, documents, len(edges))
+    return one, np.minimum(one + rng.geometric(1e-2, len(edges)), documents - 1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.data.planning import runs
+from pipeline.data.planning import components, runs
 from tests.data.planning.test_near_duplicates import planted
 from tests.stages.test_shard import REPOSITORY, documents, files_source, folder_of, hashes, run, write_config
 from tests.waiting import HANG_S, wait_for
@@ -19,8 +19,8 @@ from tests.waiting import HANG_S, wait_for
 PHASES = {"read": 5, "sort": 2, "match": 20, "components": 1, "decide": 2, "write": 4}
 SMALL = """
 import sys
-from pipeline.data.planning import runs
-runs.GROUP_UNITS, runs.PARTITION_ROWS = 2, 200
+from pipeline.data.planning import components, runs
+runs.GROUP_UNITS, runs.PARTITION_ROWS, components.STRETCH = 2, 200, 50
 from pipeline.contract.entry import stage_main
 from pipeline.shard import shard
 if __name__ == "__main__":
@@ -54,6 +54,7 @@ def kept(config, name):
 def test_killed_in_every_phase_with_other_processes_it_ends_with_the_same_bytes(corpus, monkeypatch):
     monkeypatch.setattr(runs, "GROUP_UNITS", 2)
     monkeypatch.setattr(runs, "PARTITION_ROWS", 200)
+    monkeypatch.setattr(components, "STRETCH", 50)
     assert run(corpus) == 0
     rng, folder, killed = random.Random(6), folder_of(corpus, "b"), 0
     for processes, (phase, goal) in enumerate(PHASES.items()):

@@ -8,12 +8,9 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.config.data import NearDuplicates
 from pipeline.data.planning import components, runs
-from pipeline.data.planning.components import Nodes, flatten, join
 from pipeline.data.planning.kept import alike, shingles, similarity
 from pipeline.data.planning.signatures import NONE, signature_settings, signatures
 from pipeline.data.planning.signatures import words as words_of
@@ -153,11 +150,11 @@ def test_nothing_depends_on_groups_partitions_order_or_being_done_again(tmp_path
     corpus = planted(seed=3)
     config = config_of(corpus, 0.7)
     whole = passes(tmp_path / "0", corpus, config)
-    for number, (documents, units, rows, edges) in enumerate([(50, 1, 10, 7), (200, 2, 100, 50), (10**6, 4, 40, 10**6)],
-                                                             1):
+    for number, (documents, units, rows, stretch) in enumerate([(50, 1, 10, 7), (200, 2, 100, 50),
+                                                                (10**6, 4, 40, 100)], 1):
         for name, value in (("GROUP_DOCUMENTS", documents), ("GROUP_UNITS", units), ("PARTITION_ROWS", rows)):
             monkeypatch.setattr(runs, name, value)
-        monkeypatch.setattr(components, "EDGES_AT_ONCE", edges)
+        monkeypatch.setattr(components, "STRETCH", stretch)
         cut = passes(tmp_path / str(number), corpus, config, seed=number)
         assert cut.shards == whole.shards and cut.kept == whole.kept and len(cut.done) > len(whole.done)
         again = passes(tmp_path / str(number), corpus, config, seed=number + 9)
@@ -173,28 +170,6 @@ def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypa
     assert len(bands) == 4 and all(size <= 14 * 100 * 12 for size in bands)
     edges = sum(path.stat().st_size // 16 for path in (tmp_path / "staging/edges").iterdir())
     assert edges < 14 * (4 * 100 + 4 * 100)  # of 800 documents; pairs would be 319,600 a band
-
-
-EDGES = st.lists(st.tuples(st.integers(0, 199), st.integers(0, 199)), max_size=300)
-
-
-@settings(max_examples=150, deadline=None)
-@given(edges=EDGES, chain=st.booleans(), at_once=st.sampled_from([1, 7, 1000]))
-def test_labels_are_those_of_a_plain_search(edges, chain, at_once):
-    edges = [*edges, *((number + 1, number) for number in range(150, 199))] if chain else edges
-    nodes = Nodes(200)
-    for one, other in edges:
-        nodes.add(np.array([one, other]))
-    nodes.number()
-    present = sorted({end for edge in edges for end in edge})
-    assert [int(rank) for part in nodes.documents() for rank in part] == present and nodes.count == len(present)
-    parent = np.arange(nodes.count, dtype=np.uint32)
-    for start in range(0, len(edges), at_once):
-        part = np.array(edges[start:start + at_once])
-        join(parent, nodes.places(part[:, 0]), nodes.places(part[:, 1]))
-    flatten(parent)
-    expected = same_component(200, edges)
-    assert [present[label] for label in parent] == [expected[node] for node in present]
 
 
 def test_signatures_are_a_function_of_the_text_alone():
