@@ -19,7 +19,7 @@ from pipeline.formats.sharded_tensors import CheckpointReader
 from pipeline.stores.store import Store
 from tests.conftest import run_stage
 from tests.object_store import SECRET
-from tests.stages.training import curve, events, kill, proven, start, texts, train_folder
+from tests.stages.training import curve, events, kill, proven, reusing, start, texts, train_folder
 from tests.waiting import wait_for
 
 SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
@@ -153,12 +153,8 @@ def test_a_wrong_secret_is_told_at_the_start(fresh, of, request, monkeypatch):
 @pytest.fixture(scope="module")
 def once(tmp_path_factory, encoded) -> tuple[Path, str]:
     """Config of a run that is done, and where its checkpoints were copied to: steps 8, 12, 16 of one rank."""
-    import yaml
     folder = tmp_path_factory.mktemp("copied")
-    config = yaml.safe_load(encoded.read_text())
-    config.update(runs_dir=str(folder / "runs"), reuse=str(encoded.parent / "runs/mini"))
-    path = folder / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path = reusing(encoded, folder)
     run_stage("train", path, "name=whole", *SETTINGS)
     run_stage("train", path, *SETTINGS, "train.checkpoint.keep=1", "train.checkpoint.permanent_every=8",
               f"train.checkpoint.copy_to=file://{folder}/store")

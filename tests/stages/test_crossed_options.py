@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
@@ -19,7 +18,7 @@ from pipeline.data.stored.opening import used
 from pipeline.training.data.token_check import DAMAGED
 from tests.conftest import run_stage, write_config
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import events, proven, run_with_faults, train_folder
+from tests.stages.training import events, proven, reusing, run_with_faults, train_folder
 from tests.training.test_tokens_from import ending, metrics, weights
 from tools.audit import audit
 from tools.copy_tokens import main as copy_tokens
@@ -71,11 +70,7 @@ def plain(short_documents):
 @pytest.fixture
 def fresh(tmp_path, short_documents) -> Path:
     """Config of a new run that reuses the shards."""
-    config = yaml.safe_load(short_documents.read_text())
-    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(short_documents.parent / "runs/mini"))
-    path = tmp_path / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return reusing(short_documents, tmp_path)
 
 
 @pytest.mark.parametrize("read", ["shards", "parts"])

@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from tests.conftest import REPOSITORY, environment, run_stage
-from tests.stages.training import curve, difference, events, lines, proven, train_and_kill, train_folder
+from tests.stages.training import curve, difference, events, lines, proven, reusing, train_and_kill, train_folder
 
 FIRST = ["name=first", "train.precision=fp64", "train.steps=8"]
 STILL = ["train.precision=fp64", "train.steps=2", "train.warmup_steps=0", "train.lr=1e-13", "train.heldout_every=1",
@@ -25,12 +24,10 @@ LAYOUTS = (
 def config(tmp_path_factory, encoded):
     """Of the run whose weights are taken; it is trained and converted."""
     folder = tmp_path_factory.mktemp("first")
-    settings = yaml.safe_load(encoded.read_text())
-    settings.update(runs_dir=str(folder / "runs"), reuse=str(encoded.parent / "runs/mini"))
-    (folder / "mini.yaml").write_text(yaml.safe_dump(settings))
-    run_stage("train", folder / "mini.yaml", *FIRST)
-    run_stage("convert", folder / "mini.yaml", *FIRST, "convert.dtype=float32")
-    return folder / "mini.yaml"
+    path = reusing(encoded, folder)
+    run_stage("train", path, *FIRST)
+    run_stage("convert", path, *FIRST, "convert.dtype=float32")
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import run_in
@@ -17,25 +16,23 @@ from pipeline.reporting.course import training_section
 from pipeline.reporting.facts import Facts
 from tests.conftest import run_stage, write_config
 from tests.stages.training import (
+    THREE_PHASES,
     curve,
     difference,
     events,
     lines,
     proven,
+    reusing,
     run_with_faults,
     train_and_kill,
     train_folder,
+    with_phases,
 )
 from tools.verify import __main__ as verify
 from tools.where import __main__ as where
 
-PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "more": 1}},
-          {"until": 12288, "batch_tokens": 2048},
-          {"until": "20k", "sequence_length": 128, "batch_tokens": 2048, "mixture": {"code": 1, "more": 1},
-           "lr_end": 0}]
-"""A batch ramp with longer sequences, then longer ones still, annealed on other shares: 4 steps each."""
-TRAIN = {"steps": None, "precision": "fp64", "packing": "best_fit", "mixture": {"code": 1, "more": 2}, "phases": PHASES,
-         "checkpoint": {"every_steps": 2}, "sample_every": 6}
+TRAIN = {"steps": None, "precision": "fp64", "packing": "best_fit", "mixture": {"code": 1, "more": 2},
+         "phases": THREE_PHASES, "checkpoint": {"every_steps": 2}, "sample_every": 6}
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +50,7 @@ def short_documents(tmp_path_factory, corpus) -> Path:
 @pytest.fixture
 def fresh(tmp_path, short_documents) -> Path:
     """Config of a run in packed phases that can train at once."""
-    config = yaml.safe_load(short_documents.read_text())
-    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(short_documents.parent / "runs/mini"))
-    path = tmp_path / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def with_phases(config: Path, phases: list[dict]) -> Path:
-    found = yaml.safe_load(config.read_text())
-    config.write_text(yaml.safe_dump({**found, "train": {**found["train"], "phases": phases}}))
-    return config
+    return reusing(short_documents, tmp_path)
 
 
 def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(fresh, capsys):
@@ -132,7 +119,7 @@ def _found_again(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_to_come_may_change_and_what_was_may_not(fresh):
     """A longer length than any before may come: there are no grains that it would have to fit."""
-    first, second, third = PHASES
+    first, second, third = THREE_PHASES
     third = {key: value for key, value in third.items() if key != "sequence_length"}
     run_with_faults(with_phases(fresh, [first, second, third]), "kill:rank=0,step=7",
                     "train.checkpoint.background=false", expect=-9)

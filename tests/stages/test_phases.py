@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,24 +10,22 @@ import yaml
 from pipeline.contract.manifest import read_manifest
 from tests.conftest import run_stage, write_config
 from tests.stages.training import (
+    THREE_PHASES,
     curve,
     difference,
     events,
     lines,
     proven,
+    reusing,
     run_with_faults,
     train_and_kill,
     train_folder,
+    with_phases,
 )
 from tools.audit import audit
 from tools.where import __main__ as where
 
-PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "more": 1}},
-          {"until": 12288, "batch_tokens": 2048},
-          {"until": "20k", "sequence_length": 128, "batch_tokens": 2048, "mixture": {"code": 1, "more": 1},
-           "lr_end": 0}]
-"""A batch ramp with longer sequences, then longer ones still, annealed on other shares: 4 steps each."""
-TRAIN = {"steps": None, "precision": "fp64", "mixture": {"code": 1, "more": 2}, "phases": PHASES,
+TRAIN = {"steps": None, "precision": "fp64", "mixture": {"code": 1, "more": 2}, "phases": THREE_PHASES,
          "checkpoint": {"every_steps": 2}, "sample_every": 6}
 
 
@@ -47,19 +44,7 @@ def two_sources(tmp_path_factory, corpus):
 @pytest.fixture
 def phased(tmp_path, two_sources):
     """Config of a run in phases that can train at once."""
-    config = yaml.safe_load(two_sources.read_text())
-    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(two_sources.parent / "runs/mini"))
-    return write(tmp_path / "mini.yaml", config)
-
-
-def write(path: Path, config: dict) -> Path:
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def with_phases(config: Path, phases: list[dict]) -> Path:
-    return write(config, {**(found := yaml.safe_load(config.read_text())), "train": {**found["train"],
-                                                                                    "phases": phases}})
+    return reusing(two_sources, tmp_path)
 
 
 def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(phased):
@@ -88,7 +73,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     """A begun run: other phases to come, a longer one that has begun; then a finished one that gets another phase."""
     run_with_faults(phased, "kill:rank=0,step=7", "train.checkpoint.background=false", expect=-9)
     seen = {record["step"]: record for record in curve(phased) if record["step"] <= 6}
-    first, second, third = PHASES
+    first, second, third = THREE_PHASES
     for changed, said in (
             ([{**first, "mixture": {"code": 1, "more": 1}}, second, third],
              ["train.phases[0].mixture: {'code': 3.0, 'more': 1.0} -> {'code': 1.0, 'more': 1.0}"]),
@@ -125,7 +110,7 @@ def test_steps_of_a_former_plan_count_no_more(phased, capsys):
     run_with_faults(phased, "kill:rank=0,step=12", "train.checkpoint.background=false",
                     "train.checkpoint.every_steps=8", expect=-9)
     assert [record["step"] for record in lines(phased)] == list(range(1, 12))
-    first, second, third = PHASES
+    first, second, third = THREE_PHASES
     run_stage("train", with_phases(phased, [first, second, {**third, "batch_tokens": 4096, "lr": 0.001, "lr_end": None,
                                                             "mixture": {"code": 0, "more": 1}}]))
     [change] = events(phased, "plan_changed")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.files import read_lines
 from pipeline.records.metrics import read_metrics
@@ -20,7 +21,28 @@ from tests.waiting import HANG_S, wait_for
 from tests.warm import WarmProcess
 from tools.audit import audit
 
+THREE_PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "more": 1}},
+                {"until": 12288, "batch_tokens": 2048},
+                {"until": "20k", "sequence_length": 128, "batch_tokens": 2048, "mixture": {"code": 1, "more": 1},
+                 "lr_end": 0}]
+"""A batch ramp with longer sequences, then longer ones still, annealed on other shares: 4 steps each."""
 CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
+
+
+def reusing(prepared: Path, folder: Path) -> Path:
+    """Config, in a folder, of a new run that takes the token shards of the run `mini` of a prepared config."""
+    config = yaml.safe_load(prepared.read_text())
+    config.update(runs_dir=str(folder / "runs"), reuse=str(prepared.parent / "runs/mini"))
+    path = folder / "mini.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def with_phases(config: Path, phases: list[dict[str, Any]]) -> Path:
+    """The config itself, with other phases from now on."""
+    found = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**found, "train": {**found["train"], "phases": phases}}))
+    return config
 
 
 def train_folder(config: Path, name: str = "mini") -> Path:

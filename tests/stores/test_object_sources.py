@@ -36,18 +36,6 @@ TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(numb
          for number in range(1200)]
 
 
-@pytest.fixture(params=["seaweed", "google", "azurite"])
-def checking(request):
-    """A bucket at a server that compares signatures."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(params=["moto_server", "google", "azurite"])
-def failing(request):
-    """A bucket at a server that fails on request."""
-    return request.getfixturevalue(request.param)
-
-
 def make_files(folder):
     """Files of every kind, some large beside a shard, one of them with a torn end, hidden ones and one in a folder."""
     rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
