@@ -13,7 +13,7 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.data.sampling.loader import Prefetcher, TrainingData
 from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
-from pipeline.data.sampling.packing_plan import Alone, make_packing, read
+from pipeline.data.sampling.packing_plan import Alone, Planning, make, read
 from pipeline.data.shard_table import OpenShards, Shards, ShardTable, open_shards
 from pipeline.data.token_shards import write_shard
 from pipeline.files import output_record
@@ -37,7 +37,8 @@ def loader_section(texts: list[str], mb: float, place: Path, options: argparse.N
     folder, flat = place / "encode", place / "tokens.bin"
     table = _made(folder, flat)
     shards = {"all": open_shards(folder, table, "train")}
-    packing = make_packing(place / "plan", OpenShards(folder, table), LENGTH, Alone(), lambda text: print(f"  {text}"))
+    packing = make(Planning.whole(place / "plan", OpenShards(folder, table), LENGTH), Alone(),
+                   lambda text: print(f"  {text}"))
     print(f"  {packing}")
     ways = {"concatenated": TrainingData(shards, LENGTH, 0, None, None, 1 << 16),
             "packed": TrainingData(shards, LENGTH, 0, None, None, 1 << 16, packing),

@@ -7,6 +7,7 @@ numbers, of what lies before nothing changes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -61,7 +62,7 @@ class Here(NamedTuple, Generic[R]):
     draws: np.ndarray
 
 
-class OverPhases(Generic[R]):
+class OverPhases(ABC, Generic[R]):
     """An order of training sequences over the phases of a plan.
 
     Args:
@@ -99,21 +100,21 @@ class OverPhases(Generic[R]):
         """What else a phase's hash has of how its sequences are made."""
         return {}
 
+    @abstractmethod
     def _streams(self, phase: Phase) -> tuple[list[Pool], int]:
         """What the sources hold for a phase, and of how many tokens one piece of it is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tokens(self, part: Part[R], pool: int, draws: int) -> int:
         """Tokens in the first `draws` sequences that a phase takes of a source."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tokens_of(self, part: Part[R], samples: np.ndarray) -> list[int]:
         """Tokens of each source in these samples of a phase."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave_out(self, excluded: Excluded) -> None:
         """Lay the phases out with these sample numbers left out, which a rollback may have added to."""
-        raise NotImplementedError
 
     @property
     def _laid_out(self) -> tuple[list[Part[R]], np.ndarray]:

@@ -98,12 +98,6 @@ class Planning:
                 **({} if self.left is None else {"left_by": self.left})}
 
 
-def make_packing(folder: Path, shards: OpenShards, length: int, group: Group,
-                 say: Callable[[str], None]) -> Packing:
-    """The plan of all documents in a table's training shards: see `make`."""
-    return make(Planning.whole(folder, shards, length), group, say)
-
-
 def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packing:
     """A plan, with what is missing or damaged of it made. Called on all ranks alike.
 

@@ -23,7 +23,7 @@ from pipeline.data.provenance import pieces, readings
 from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.consumption import plan_lines, planned_by
 from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
-from pipeline.data.sampling.packing_plan import INDEX, Alone, make, make_packing, read
+from pipeline.data.sampling.packing_plan import INDEX, Alone, Planning, make, read
 from pipeline.data.shard_table import OpenShards, Shards
 from pipeline.errors import UserError
 from pipeline.training.data.opening import refuse_beyond
@@ -97,7 +97,7 @@ def test_one_phase_and_phases_that_differ_in_nothing_are_the_packing_without_pha
     """One phase to the bit; two of them but for where the pattern of sources begins."""
     folder = tmp_path_factory.mktemp("shards")
     table, mixture = make_shards(folder, documents), dict(zip(SOURCES, shares, strict=True))
-    packing = make_packing(folder / f"packing/{length}", OpenShards(folder, table), length, Alone(), [].append)
+    packing = make(Planning.whole(folder / f"packing/{length}", OpenShards(folder, table), length), Alone(), [].append)
     plain = data_of(folder, table, packing, mixture)
     train = {"sequence_length": length, "batch_tokens": 4 * length, "mixture": mixture}
     said = []

@@ -26,7 +26,7 @@ from pipeline.config.tree import Config
 from pipeline.data.provenance import pieces, readings
 from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packing_plan import INDEX, Alone, Planning, make_packing, read
+from pipeline.data.sampling.packing_plan import INDEX, Alone, Planning, make, read
 from pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from pipeline.errors import UserError
 from pipeline.files import output_record
@@ -56,7 +56,7 @@ def make_shards(folder, documents):
 def said_by(folder, table, length=16):
     """The packing, and what was said."""
     said: list[str] = []
-    return make_packing(folder / "plan", OpenShards(folder, table), length, Alone(), said.append), said
+    return make(Planning.whole(folder / "plan", OpenShards(folder, table), length), Alone(), said.append), said
 
 
 def read_packing(folder, shards, length, say):
@@ -262,23 +262,25 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
             return found
 
     said: list[str] = []
+
+    def together(rank):
+        return make(Planning.whole(tmp_path / "other", OpenShards(tmp_path, table), 16), Together(rank), said.append)
+
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda rank: make_packing(
-            tmp_path / "other", OpenShards(tmp_path, table), 16, Together(rank), said.append), range(3)))
+        made = list(pool.map(together, range(3)))
     assert len(said) == 1 and all(np.array_equal(each.sha256, alone.sha256) for each in made)
     assert all(np.array_equal(each.numbers, alone.numbers) for each in made)
     index = [(tmp_path / folder / INDEX).read_text() for folder in ("plan", "other")]
     assert index[0] == index[1]
     with ThreadPoolExecutor(3) as pool:
-        again = list(pool.map(lambda rank: make_packing(
-            tmp_path / "other", OpenShards(tmp_path, table), 16, Together(rank), said.append), range(3)))
+        again = list(pool.map(together, range(3)))
     assert len(said) == 1 and all(each.table is table for each in again)
     (tmp_path / table.path(3)).unlink()
     made[0].path(3).unlink()
 
     def refused(rank):
         with pytest.raises(UserError, match="cannot be read"):
-            make_packing(tmp_path / "other", OpenShards(tmp_path, table), 16, Together(rank), said.append)
+            together(rank)
         return True
 
     with ThreadPoolExecutor(3) as pool:
