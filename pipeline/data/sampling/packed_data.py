@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.phases import PhasePlan
-from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.loader import Readings, TrainingData
+from pipeline.data.sampling.loader import Readings
 from pipeline.data.sampling.lookahead import Lookahead
 from pipeline.data.sampling.order import Pool, unpermute
 from pipeline.data.sampling.packed_phases import Left, PackedOrder, Stretch
 from pipeline.data.sampling.packing import Bins, Packing, Plans, write_rest
 from pipeline.data.sampling.packing_plan import Planning
+from pipeline.data.sampling.phased_data import OverPhasesData
 from pipeline.data.sampling.streams import Sequences
 from pipeline.data.shard_table import Shards
 from pipeline.files import sha256_json
@@ -91,7 +91,7 @@ class PhasePackings:
         return Stretch(plan, found.packed, found.tokens)
 
 
-class PackedData(TrainingData):
+class PackedData(OverPhasesData):
     """Training sequences by sample number. A batch lies within a phase: its sequences are of one length.
 
     Args:
@@ -102,7 +102,7 @@ class PackedData(TrainingData):
     `leave_out` lays the phases out; it may plan what epochs have left, so it is called on all ranks alike.
     """
 
-    order: PackedOrder  # type: ignore[assignment]
+    order: PackedOrder
 
     def __init__(self, packings: PhasePackings, plan: PhasePlan, seed: int, content: object,
                  vocabulary: int | None = None) -> None:
@@ -143,15 +143,6 @@ class PackedData(TrainingData):
         whole = Readings(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         order = np.argsort(whole.samples, kind="stable")
         return Readings(*(part[order] for part in whole))
-
-    def leave_out(self, excluded: Excluded) -> None:
-        """See TrainingData."""
-        self.order.leave_out(excluded)
-        self._lookahead = Lookahead(self._places)
-
-    def plan_at(self, samples: int) -> str:
-        """See TrainingData."""
-        return self.order.plan_at(samples)
 
     def packing_facts(self) -> dict[str, Any]:
         """See TrainingData."""

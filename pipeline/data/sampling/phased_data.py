@@ -11,12 +11,28 @@ from pipeline.data.exclusion import Excluded
 from pipeline.data.sampling.loader import Readings, TrainingData
 from pipeline.data.sampling.lookahead import Lookahead
 from pipeline.data.sampling.order import Pool
+from pipeline.data.sampling.packed_phases import PackedOrder
 from pipeline.data.sampling.phases import PhasedOrder
 from pipeline.data.sampling.streams import Sequences, Windows
 from pipeline.data.token_shards import TokenShard
 
 
-class PhasedData(TrainingData):
+class OverPhasesData(TrainingData):
+    """Training sequences of an order over phases, however they are made of documents."""
+
+    order: PhasedOrder | PackedOrder  # type: ignore[assignment]
+
+    def leave_out(self, excluded: Excluded) -> None:
+        """See TrainingData."""
+        self.order.leave_out(excluded)
+        self._lookahead = Lookahead(self._places)
+
+    def plan_at(self, samples: int) -> str:
+        """See TrainingData."""
+        return self.order.plan_at(samples)
+
+
+class PhasedData(OverPhasesData):
     """Training sequences by sample number. A batch lies within a phase: its sequences are of one length.
 
     Args:
@@ -25,7 +41,7 @@ class PhasedData(TrainingData):
         seed, content, vocabulary: as of TrainingData.
     """
 
-    order: PhasedOrder  # type: ignore[assignment]
+    order: PhasedOrder
 
     def __init__(self, shards: Mapping[str, Sequence[TokenShard]], plan: PhasePlan, seed: int, content: object,
                  vocabulary: int | None = None) -> None:
@@ -63,15 +79,6 @@ class PhasedData(TrainingData):
         whole = Readings(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         order = np.argsort(whole.samples)
         return Readings(*(part[order] for part in whole))
-
-    def leave_out(self, excluded: Excluded) -> None:
-        """See TrainingData."""
-        self.order.leave_out(excluded)
-        self._lookahead = Lookahead(self._places)
-
-    def plan_at(self, samples: int) -> str:
-        """See TrainingData."""
-        return self.order.plan_at(samples)
 
     def _places(self, samples: np.ndarray) -> tuple[np.ndarray, ...]:
         found = self.order.locate(samples)
