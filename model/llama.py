@@ -95,6 +95,15 @@ class Output(Linear):
         return super().forward(x) if loss is None else loss(x, self.weight)
 
 
+class Embedding(nn.Embedding):
+    """torch's embedding, which on the meta device has no values to draw: torch imports its compiler for that."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, where there is something to draw."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Llama(nn.Module):
     """Decoder-only transformer (Touvron et al., 2023; Llama 3: Grattafiori et al., 2024).
 
@@ -123,7 +132,7 @@ class Llama(nn.Module):
         self.config = config
         self.part = part = part or Part(range(config.layers), config.layers)
         if part.embeds or (part.predicts and config.tied_embeddings):
-            self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+            self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = Blocks(config, part.layers)
         if part.predicts:
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
