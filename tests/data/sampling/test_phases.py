@@ -47,13 +47,17 @@ def test_a_window_is_left_where_no_later_phase_goes_on_with_it(between, last, le
 
 
 def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently_later():
-    order = order_of([{"until": 64_000, "sequence_length": 16, "batch_tokens": 160},
-                      {"until": 128_000, "sequence_length": 64, "batch_tokens": 640},
-                      {"until": 192_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001)
+    order = order_of([{"until": 160_000, "sequence_length": 16, "batch_tokens": 160},
+                      {"until": 224_000, "sequence_length": 64, "batch_tokens": 640},
+                      {"until": 288_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001, 200_001)
     found = order.locate(np.arange(order.end))
-    starts = found.start[:4000]
+    assert len({*zip(*(part.tolist() for part in found), strict=True)}) == order.end == 15_000, "no sequence twice"
+    for pool in range(2):
+        samples, _ = order.inverse(pool, 16, np.arange(order.pools[pool].tokens // 16), order.end)
+        assert samples.tolist() == np.flatnonzero((found.pool == pool) & (found.length == 16)).tolist()
+    starts = found.start[:10_000]
     assert np.mean(np.abs(np.diff(starts)) == 16) < 0.01, "neighbours in the text are none in a batch"
-    first, third = starts[:300], found.start[5000:5300]
+    first, third = (own[found.pool[:len(own)] == 0][:300] for own in (starts, found.start[11_000:]))
     assert not np.array_equal(first - first.min(), third - third.min())
     assert all(before < after for before, after in pairwise(order._laid_out[1].tolist()))
 

@@ -1,4 +1,4 @@
-"""For the tests of sampling."""
+"""For all tests of data."""
 
 import os
 
