@@ -160,26 +160,6 @@ def test_a_configuration_without_filters_is_what_it_was_before_there_were_any(na
     assert sha256_json(identity(config.shard)) == BEFORE[name]
 
 
-def test_a_stage_that_was_begun_before_there_were_filters_goes_on(tmp_path):
-    for number in range(2):
-        write_texts(tmp_path / f"in/{number}.jsonl", [f"text {number} {row} " * 50 for row in range(100)] + [" "])
-    config = write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.005)
-    assert run(config, "--part", "0/1", "--phase", "read") == 0
-    for path in (folder_of(config) / "units/read").rglob("*.json"):  # as that version wrote them
-        record = json.loads(path.read_text())
-        assert set(record) - {"key", "documents", "empty", "rejected", "lost", "outputs"} == {
-            "read", "filters", "inputs", "card", "seal"}
-        assert record.pop("filters") == {}
-        del record["read"], record["inputs"], record["card"], record["seal"]
-        path.write_text(json.dumps({**record, "key": "of another payload"}))
-    assert run(config) == 0
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["documents_in"] == 202 and "filters" not in counts
-    assert list(counts["dropped"]) == ["duplicate", "empty"]
-    assert set(identity(load_config(config).shard)) == {
-        "sources", "shard_mb", "heldout_share", "heldout_rule", "drop_duplicates"}
-
-
 MINE = '''
 from dataclasses import replace
 from pydantic import Field

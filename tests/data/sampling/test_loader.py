@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from pipeline.data.provenance import documents_of, named, pieces
 from pipeline.data.sampling.batch import pack
-from pipeline.data.sampling.loader import Prefetcher, TrainingData
+from pipeline.data.sampling.loader import Prefetcher
 from pipeline.data.sampling.lookahead import MOST, Lookahead
 from pipeline.data.sampling.order import Pool, SampleOrder
 from pipeline.data.sampling.streams import TokenStream, Windows
 from pipeline.data.token_shards import TokenShard
 from tests.data.sampling.plain_loader import plain_batch, plain_pack
-from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered, write_shards
+from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered
 
 LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
 
@@ -82,24 +82,21 @@ def test_the_shards_within_stretches_of_tokens():
 
 
 def test_documents_are_named_once_with_their_source_and_samples(tmp_path):
-    """Every token of a document is its number."""
-    lengths = {"a": [5, 42, 2, 3, 27, 92], "b": [102, 4, 62]}
-    shards, first = {}, 1
-    for name, own in lengths.items():
-        [record] = write_shards(tmp_path, [(f"train/{name}-0", [np.full(length, first + number)
-                                                                for number, length in enumerate(own)])])
-        shards[name], first = [TokenShard(tmp_path / record["path"], record)], first + len(own)
-    data, numbers = TrainingData(shards, 16, 5, {"a": 1.0, "b": 1.0}, None), [0, 1, 2, 8, 9, 10]
-    documents, batch = documents_of(data, [(0, 3), (8, 11)]), data.batch_of(np.array(numbers)).tokens.tolist()
-    assert len({(item.source, item.key) for item in documents}) == len(documents) > 3
-    values = [item.document + (1 if item.source == "a" else 7) for item in documents]
-    assert set(values) == {token for row in batch for token in row}
-    for item, value in zip(documents, values, strict=True):
-        assert item.shard == f"{item.source}-0.arrow" and item.key == f"{item.document:032x}"
-        assert list(item.samples) == [number for number, row in zip(numbers, batch, strict=True) if value in row]
-    assert documents[0].record() == {**vars(documents[0]), "samples": list(documents[0].samples)}
-    text, key = named(documents), f"{documents[0].source}/{documents[0].key} ({documents[0].shard}, document "
-    assert text.startswith(key) and text.count("/") == 3 and text.endswith(f"and {len(documents) - 3} more")
+    data = training_data(tmp_path, write_numbered(tmp_path, LENGTHS), mixture={"web": 1.0, "code": 1.0})
+    expected, samples = {}, [0, 1, 2, 8, 9, 10]
+    for piece in pieces(data, np.array(samples)):
+        expected.setdefault((piece.shard.path.name, piece.document), []).append(piece.sample)
+        assert piece.key.endswith(f"{piece.document:016x}")
+    documents = documents_of(data, [(0, 3), (8, 11)])
+    assert {(item.shard, item.document): list(item.samples) for item in documents} == expected
+    assert len(documents) == len(expected) > 3 and {sample for own in expected.values() for sample in own} == {*samples}
+    one = documents[0]
+    assert one.record() == {**vars(one), "samples": list(one.samples)}
+    assert one.source == one.shard.partition("-")[0] and one.key.endswith(f"{one.document:016x}")
+    text = named(documents)
+    assert text.startswith(f"{one.source}/{one.key} ({one.shard}, document {one.document}), ")
+    assert text.count("/") == 3 and text.endswith(f" and {len(documents) - 3} more")
+    assert "more" not in named(documents[:3])
     assert next(pieces(data, np.array([3, 1]))).sample == 3
 
 
