@@ -21,6 +21,15 @@ from model.loss import Losses
 from model.rope import RotaryTable
 
 
+class Embedding(nn.Embedding):
+    """torch's, which draws nothing on the meta device: torch would import its compiler for that (1.7 s)."""
+
+    def reset_parameters(self) -> None:
+        """Draw torch's own weights, where there are any."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020): w2(silu(w1 x) * w3 x), without biases."""
 
@@ -93,15 +102,6 @@ class Output(Linear):
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """(..., dim) -> (..., vocabulary), or what `loss(x, weight)` makes of it."""
         return super().forward(x) if loss is None else loss(x, self.weight)
-
-
-class Embedding(nn.Embedding):
-    """torch's embedding, which on the meta device has no values to draw: torch imports its compiler for that."""
-
-    def reset_parameters(self) -> None:
-        """Draw the weights, where there is something to draw."""
-        if not self.weight.is_meta:
-            super().reset_parameters()
 
 
 class Llama(nn.Module):

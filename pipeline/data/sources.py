@@ -121,11 +121,10 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
 
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = NOT_STDLIB if source.include_tests else NOT_STDLIB | TEST_FOLDERS
-    found = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in left_out]  # most of the files: not even looked at
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = set(inside) - left_out  # not walked: installed packages may have tens of thousands of folders
         found += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
     return found
 
