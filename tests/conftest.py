@@ -60,8 +60,9 @@ def write_config(folder: Path, corpus: Path, **changes: object) -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """The environment of a child: ours importable, few threads, no network libraries phoning home."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    """The environment of a child: ours importable, few threads, no network libraries phoning home, bytecode kept."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
 def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> list[str]:

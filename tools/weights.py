@@ -23,7 +23,6 @@ from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.meta_params import PARTS
 from pipeline.formats.output_folder import OutputFolder
 from pipeline.records.weight_files import weights_folder
-from pipeline.tokenization.export import SETTINGS, with_length
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FORMS = ("hf", "meta", "drover")
 SHARD_GB = 5.0
-TOKENIZER = ("tokenizer.json", SETTINGS)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 """What a tokenizer of Meta's becomes in a Hugging Face folder."""
 
 
@@ -139,6 +138,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
 def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
     """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
+    from pipeline.tokenization.export import SETTINGS, with_length, write_hugging_face
     from tools.weights_beside import MODEL_FILE, name_of_vocabulary
 
     carried, left = [], []
@@ -156,7 +156,6 @@ def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
         folder.make(name, _copier(found.vocabulary))
         carried.append(name)
     if form == "hf" and (tokenizer := found.tokenizer):
-        from pipeline.tokenization.export import write_hugging_face
         for name in TOKENIZER:
             folder.make(name, lambda path: write_hugging_face(tokenizer, path.parent))
         carried += [f"{name} (made of {MODEL_FILE})" for name in TOKENIZER]

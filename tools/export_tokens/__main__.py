@@ -30,10 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     # A worker process imports this file, and needs only what it writes with.
     from pipeline.contract.run import run_in
     from pipeline.errors import UserError, is_full_disk
-    from tools.export_tokens.exporting import export
     from tools.processes import processes_asked
     try:
-        export(run_in(options.run), options, processes_asked(options.processes))
+        run = run_in(options.run)
+        from tools.export_tokens.exporting import export
+
+        export(run, options, processes_asked(options.processes))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status
