@@ -123,14 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was left out, and what was taken in its place: once for each thing that is missing here."""
-    from tests.slurm.conftest import kinds
-
     reasons = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ")
                       for report in terminalreporter.stats.get("skipped", []))
     told = [f"{count} test{'s' * (count > 1)} left out: {reason}" for reason, count in sorted(reasons.items())]
-    if "slurm" not in kinds():
-        told.append("The cluster's tests ran on fake programs: Slurm is not installed, or DROVER_FAKE_SLURM is set. "
-                    "`python -m tools.slurm_lab install` installs it, as root.")
     if terminalreporter.config.option.markexpr == "not soak":
         told.append("Soaks, which repeat at length what a test here shows once: `make soak` runs them.")
     if told:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.slurm.faults import Training
 
+pytestmark = pytest.mark.slow
 SIZE = 64 << 20
 LITTLE = 200_000
 """Bytes of the disk, and what is left of them: enough for logs and records, not for a checkpoint."""
@@ -33,7 +34,8 @@ def test_a_full_disk_ends_the_job_with_the_reason_until_there_is_room(disk, trai
     run: Training = training()
     run.submit()
     step = run.next_wait()
-    fill(disk, LITTLE)
+    with open(disk / "filler", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - LITTLE)
     run.go_on(to_the_end=True)  # the save fails beside training, which may be a gate further by then
     run.wait_until_gone()
     state = run.state
@@ -42,27 +44,6 @@ def test_a_full_disk_ends_the_job_with_the_reason_until_there_is_room(disk, trai
     assert "disk or quota is full" in run.log()
     run.check_curve()
 
-    make_room(disk)
-    for gate in (run.run / "train/faults").glob("*.go"):
-        gate.unlink()
-    run.submit(nodes=1)
-    run.next_wait()
-    fill(disk, 0)  # now not even a record can be written, but for the room that is kept for the last word
-    run.go_on(to_the_end=True)
-    run.wait_until_gone()
-    state = run.state
-    assert state is not None and state.status == "failed" and "disk or quota is full" in state.reason, run.story()
-    make_room(disk)
+    (disk / "filler").unlink()
     run.submit(nodes=1)
     run.finish()
-
-
-def fill(disk: Path, left: int) -> None:
-    """Take all of the disk but `left` bytes."""
-    with open(disk / "filler", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - left)
-
-
-def make_room(disk: Path) -> None:
-    """Give back what `fill` took."""
-    (disk / "filler").unlink()
