@@ -11,6 +11,19 @@ import pytest
 
 from tests.launch.fake_house import House, build_house
 from tests.launch.fake_job import Job, make_job
+from tests.launch.launcher import Launcher
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """The launcher in this process, on a machine without Slurm."""
+    return Launcher(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def slurm(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """The same where there is Slurm."""
+    return launcher.with_slurm(monkeypatch)
 
 
 @pytest.fixture

@@ -54,6 +54,9 @@ def work(work):
         while not (work.folder / "manifest.json").exists():
             time.sleep(0.05)
         return
+    for other in range(int(os.environ.get("WORLD_SIZE", "1"))):  # which may still listen to what rank 0 tells them
+        while not (pids / f"{{NAME}}-{{other}}").exists():
+            time.sleep(0.05)
     content = sha256_json([NAME, work.fingerprint])
     write_text(work.folder / "out.txt", content)
     work.commit([output_record(work.folder, work.folder / "out.txt")], {{"files": 1}})

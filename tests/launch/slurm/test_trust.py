@@ -28,9 +28,7 @@ from launch.slurm.trust import (
     submission_problems,
 )
 from pipeline.errors import UserError
-from tests.launch.fake_house import House
-from tests.launch.fake_job import Job
-from tests.launch.slurm.submit.test_sbatch import slurm  # noqa: F401 - a fixture
+from tests.launch.launcher import Launcher
 
 ROOT = os.getuid() == 0
 OTHER = 12345
@@ -96,26 +94,30 @@ def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
     assert check(submitted) == "", "submitit moves its file there once it has the job's id"
 
 
-@pytest.mark.parametrize("name", EXECUTED)
 @pytest.mark.parametrize("mode", [0o002, 0o020])
-def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch, name: str,
-                                          mode: int) -> None:
+def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    path = place(submitted, name)
-    path.chmod(path.stat().st_mode | mode)
-    said = check(submitted)
-    assert said.startswith(f"{path} may be written by {'everybody' if mode == 2 else 'the group '}")
-    assert f"`chmod go-w {path}`" in said and ("launch.trusted_group" in said) == (mode == 0o020)
-    path.chmod(path.stat().st_mode & ~0o022)
-    assert check(submitted) == ""
+    for name in EXECUTED:
+        path = place(submitted, name)
+        path.chmod(path.stat().st_mode | mode)
+        said = check(submitted)
+        assert said.startswith(f"{path} may be written by {'everybody' if mode == 2 else 'the group '}")
+        assert f"`chmod go-w {path}`" in said and ("launch.trusted_group" in said) == (mode == 0o020)
+        path.chmod(path.stat().st_mode & ~0o022)
+        assert check(submitted) == ""
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
-@pytest.mark.parametrize("name", EXECUTED)
-def test_what_others_own_is_refused(submitted: JobSpec, name: str) -> None:
-    path = place(submitted, name)
-    os.chown(path, OTHER, -1)
-    assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+def test_what_others_own_is_refused(submitted: JobSpec, tmp_path: Path) -> None:
+    for name in EXECUTED:
+        path = place(submitted, name)
+        os.chown(path, OTHER, -1)
+        assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+        os.chown(path, 0, -1)
+    (tmp_path / "theirs").mkdir(0o700)
+    os.chown(tmp_path / "theirs", OTHER, -1)
+    with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+        private_folder(tmp_path / "theirs")
 
 
 def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,29 +217,30 @@ def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path
 # ---- the script
 
 
-def script_of(house: House, slurm: Path) -> str:  # noqa: F811
-    """The last line that looks, and those before it, of the train job's script."""
-    result = house.submit("--stage", "all")
+def test_the_script_looks_before_it_runs_anything_of_the_run(slurm: Launcher) -> None:
+    os.umask(0o002)
+    result = slurm.submit("--stage", "all")
     assert result.returncode == 0, result.stderr
-    job = next(job for job in read_chain(house.run).jobs if job.stage == "train")
-    lines = (slurm / job.id).read_text().splitlines()
+    loose = [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
+             if path.stat().st_mode & 0o022]
+    assert not loose, "what is submitted is one's own, whatever the umask"
+    chain = read_chain(slurm.run)
+    assert chain is not None
+    job = next(job for job in chain.jobs if job.stage == "train")
+    lines = (slurm.queue / job.id).read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
-    return "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
-
-
-def test_the_script_looks_before_it_runs_anything_of_the_run(house: House, slurm: Path) -> None:  # noqa: F811
-    script = script_of(house, slurm)
+    script = "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
 
     def run() -> tuple[int, str]:
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
                               env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104"})
         return done.returncode, done.stdout + done.stderr
 
-    code = Path(read_chain(house.run).code)
+    code = Path(chain.code)
     assert run() == (0, "started\n")
-    (code / "launch/plan.py").write_text("changed")
+    (code / "launch/new.py").write_text("evil")
     status, said = run()
-    assert status == 1 and said.startswith("refused: The code in ") and "(changed: launch/plan.py)" in said
+    assert status == 1 and said.startswith("refused: The code in ") and "(new: launch/new.py)" in said
     (code / "launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
     status, said = run()
     assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
@@ -245,38 +248,15 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(house: House, slurm
     assert run()[0] == 1
 
 
-def test_a_run_folder_that_others_may_write_is_refused_at_once(house: House, slurm: Path) -> None:  # noqa: F811
-    house.submit("--stage", "shard", "--cluster", "local")
-    house.run.chmod(0o777)
-    result = house.submit("--stage", "all")
-    assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
+def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm: Launcher) -> None:
+    slurm.done("shard")
+    slurm.run.chmod(0o777)
+    result = slurm.submit("--stage", "all")
+    assert result.returncode == 2 and not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     assert f"runs/trial may be written by everybody (mode 0777), and jobs execute what is there. Look at it, then " \
            f"`chmod go-w {Path('runs/trial')}`" in result.stderr
-    assert "no such group" in house.submit("--stage", "all", "launch.trusted_group=nobodys-group").stderr
-    house.run.chmod(0o755)
-    assert house.submit("--stage", "all").returncode == 0
-
-
-def test_what_is_submitted_under_a_loose_umask_is_ones_own(house: House, slurm: Path) -> None:  # noqa: F811
-    before = os.umask(0o002)
-    try:
-        assert house.submit("--stage", "all").returncode == 0
-    finally:
-        os.umask(before)
-    loose = [path for folder in ("code", "logs", "launch") for path in (house.run / folder).rglob("*")
-             if path.stat().st_mode & 0o022]
-    assert not loose
-
-
-def test_the_code_is_compared_again_before_each_start(job: Job, submitted: JobSpec) -> None:
-    """The second start of this job would run other code."""
-    job.plan("crash", "work", code=submitted.code, code_sha256=submitted.code_sha256)
-    changed = Path(submitted.code) / "launch/a.py"
-    (job.folder / "stage.py").write_text((job.folder / "stage.py").read_text().replace(
-        'say("running")', f'say("running")\nopen({str(changed)!r}, "a").write("import evil")'))
-    status, log = job.run_it()
-    assert status == 1 and "(changed: launch/a.py)" in log and len(job.events("attempt")) == 1
-    assert job.state().status == "failed" and "is not what was submitted" in job.state().reason
+    assert "no such group" in slurm.submit("--stage", "all", "launch.trusted_group=nobodys-group").stderr
+    assert slurm.submit("--stage", "all", "launch.check_owners=false").returncode == 0
 
 
 # ---- caches
@@ -299,14 +279,6 @@ def test_a_private_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch(0o600)
     with pytest.raises(PermissionError, match="is no folder"):
         private_folder(tmp_path / "file")
-
-
-@pytest.mark.skipif(not ROOT, reason="only root can give files away")
-def test_somebody_elses_folder(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir(0o700)
-    os.chown(tmp_path / "theirs", OTHER, -1)
-    with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-        private_folder(tmp_path / "theirs")
 
 
 def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

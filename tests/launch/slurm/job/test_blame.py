@@ -19,8 +19,11 @@ from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import excluded, few, strikes
 from launch.slurm.scheduler import Scheduler
+from pipeline.files import write_json
+from pipeline.records.hangs import hang_folder
+from tests.launch.fake_job import Job, chain_of
 
-COUNTS = (2, 4, 64, 512, 4096)
+COUNTS = (2, 64, 4096)
 GPU = Problem("gpu", "7 GPUs instead of 8")
 
 
@@ -40,24 +43,20 @@ def importing(count: int, answered: int) -> list[Report]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.585, 0.9, 0.999])
-@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 15.0), (30.0, 30.0), (200.0, 150.0)])
-def test_slow_nodes_are_never_blamed(count: int, share: float, lasted: float, quiet: float) -> None:
+@pytest.mark.parametrize("share", [0.1, 0.585, 0.999])
+@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
+def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count: int, share: float, lasted: float,
+                                                                        quiet: float) -> None:
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     answered = min(count - 1, max(1, int(count * share)))
-    found = judge(importing(count, answered), count, 4.0, nodes_of(count), lasted, quiet)
+    reports = importing(count, answered)
+    found = judge(reports, count, 4.0, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.shared
-    assert found.told[0].startswith("not all nodes have answered yet") and f"({count - answered} of {count}" in \
-        found.told[0]
-
-
-@pytest.mark.parametrize("count", COUNTS[1:])
-@pytest.mark.parametrize("share", [0.3, 0.585, 0.9])
-def test_a_sick_node_is_found_among_slow_ones(count: int, share: float) -> None:
-    reports = importing(count, int(count * share))
+    assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
+    assert f"({count - answered} of {count}" in found.told[0]
     reports[0] = replace(reports[0], problems=[GPU])
-    found = judge(reports, count, 4.0, nodes_of(count), 45.0, 15.0)
-    assert found.bad == {"n0000": GPU} and "slow is not sick" in found.told[0]
+    if count > 2:
+        assert judge(reports, count, 4.0, nodes_of(count), lasted, quiet).bad == {"n0000": GPU}
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
@@ -69,7 +68,7 @@ def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
     assert not too_many.bad and "have a cause in common: no strikes" in too_many.told[0]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("count", COUNTS)
 def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
     """Whatever is wrong with however many; those with a failed check are named in any case."""
@@ -96,8 +95,7 @@ def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
 
 
 def test_the_time_allowed_grows_with_the_nodes() -> None:
-    times = [allowed_s(count) for count in COUNTS]
-    assert times == sorted(times) and times[0] >= 180 and times[2] < times[3] < times[4] <= 1800
+    assert [allowed_s(count) for count in (1, 64, 512, 4096)] == [180.5, 212, 436, 1800]
 
 
 def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +139,28 @@ def test_the_many_that_are_slow_are_waited_for(tmp_path: Path, monkeypatch: pyte
     reports.look()
     now = 500.0
     assert not reports.are_over, "4 of 64 are too many to give up on"
+
+
+def test_who_was_late_when_training_hung(job: Job) -> None:
+    """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
+    said: list[str] = []
+    job.spec = replace(job.spec, links=2, ranks=4)
+    chain_of(job, "12", "13")
+
+    def late(start: int, nodes: int = 4) -> str:
+        here = Allocation("12", "12", 0, tuple(nodes_of(nodes)))
+        return Blame(job.spec, here, job.slurm, said.append).late(start)  # type: ignore[arg-type]
+
+    assert late(0) == "" and not said
+    for start in range(3):
+        for rank in range(4):
+            place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
+            write_json(hang_folder(job.stage, f"12.0.{start}") / f"rank{rank}.json", {
+                "rank": rank, "node": f"n{rank:04}", "step": 5, "silent_s": 9.0, "at": 1.0, "stack": [place]})
+    assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
+    assert "was late when training hung (strike 1 within a day)" in said[0]
+    assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
+    assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n0003": 2}, "of two nodes it is not the nodes"
 
 
 @pytest.mark.parametrize("count", COUNTS)
