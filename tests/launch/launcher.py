@@ -38,6 +38,12 @@ SQUEUE = """#!/bin/sh
 """
 
 
+def git(folder: Path, *arguments: str) -> None:
+    """Call git in a folder."""
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
+                   capture_output=True)
+
+
 class Launcher:
     """A user in the folder `work` with a `config.yaml`, whose run is runs/trial; its stages read no outside files.
 

@@ -11,11 +11,7 @@ from launch.slurm.submit import snapshot
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from pipeline.errors import UserError
 from pipeline.files import read_json
-
-
-def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
-                   capture_output=True)
+from tests.launch.launcher import git
 
 
 @pytest.fixture
