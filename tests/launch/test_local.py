@@ -24,7 +24,7 @@ from tests.launch.launcher import Launcher
 from tests.waiting import wait_for
 
 
-def test_a_chain_then_nothing_to_do(ready: House) -> None:
+def test_a_chain(ready: House) -> None:
     """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own."""
     for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
         (ready.work / name).write_text("raise SystemExit('the wrong module')\n")

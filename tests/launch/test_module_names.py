@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib import metadata
@@ -15,14 +16,9 @@ STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
 
 
-def modules() -> list[str]:
-    """Names of the modules and folders directly in launch/ and pipeline/."""
-    return sorted({path.stem for folder in ("launch", "pipeline") for path in (REPOSITORY / folder).iterdir()
-                   if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"})
-
-
 def test_no_module_has_the_name_of_a_library() -> None:
-    ours = set(modules())
+    ours = {path.stem for folder in ("launch", "pipeline") for path in (REPOSITORY / folder).iterdir()
+            if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
     assert {"submit", "contract", "config"} <= ours
     assert not ours & set(sys.stdlib_module_names)
     installed = {name: packages for name, packages in metadata.packages_distributions().items()
@@ -30,21 +26,20 @@ def test_no_module_has_the_name_of_a_library() -> None:
     assert {name: installed[name] for name in (ours & set(installed)) - STAGE_NAMES_THAT_ARE_LIBRARIES} == {}
 
 
-def scripts() -> list[str]:
-    """Files that are meant to be run as scripts."""
-    return ["launch/submit.py", *(f"pipeline/{name}.py" for name in STAGES)]
-
-
-@pytest.mark.parametrize("script", scripts())
-def test_a_script_puts_the_repository_first_on_the_path(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["launch/submit.py", "launch/status.py",
+                                    *(f"pipeline/{name}.py" for name in STAGES)])
+def test_a_script_puts_the_repository_first_on_the_path(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it imports anything but the standard library. Python itself puts the script's own folder there."""
     path = REPOSITORY / script
-    # What `python script` does, without its last block: its own folder is first on sys.path until it mends that.
-    code = (f"import runpy, sys; sys.path[0] = {str(path.parent)!r}; runpy.run_path({str(path)!r}, run_name='tried');"
-            f"print(sys.path[0]); import importlib.util; print(importlib.util.find_spec('evaluate').origin)")
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    first, library = result.stdout.split()[-2:]
-    assert Path(first) == REPOSITORY
-    assert REPOSITORY / "pipeline" not in Path(library).parents
+    statements = ast.parse(path.read_text()).body
+    first = next(number for number, statement in enumerate(statements) if isinstance(statement, ast.If))
+    imported = [getattr(statement, "module", None) or statement.names[0].name for statement in statements[:first]
+                if isinstance(statement, ast.Import | ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in imported} <= {"__future__", *sys.stdlib_module_names}
+    monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+    start = compile(ast.Module(statements[:first + 1], []), str(path), "exec")
+    exec(start, {"__name__": "tried", "__package__": None, "__file__": str(path)})  # noqa: S102
+    assert Path(sys.path[0]) == REPOSITORY
 
 
 def test_evaluate_starts_beside_the_library_of_its_name(tmp_path: Path) -> None:
