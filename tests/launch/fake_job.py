@@ -112,6 +112,7 @@ class Slurm:
     down: dict[str, str] = field(default_factory=dict)
     left_s: float = math.inf
     refusal: str | None = None
+    address: str = "localhost"
     requeued: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
@@ -123,7 +124,7 @@ class Slurm:
         return {node: self.down.get(node, "idle") for node in nodes}
 
     def node_address(self, name: str) -> str:
-        return name
+        return self.address
 
     def seconds_left(self, id: str) -> float:
         return self.left_s

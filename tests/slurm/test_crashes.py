@@ -1,4 +1,4 @@
-"""Training jobs that cannot go on, or not on these nodes, say why; evaluations beside one never hold it up."""
+"""A training job that cannot go on says why, and evaluations beside one never hold it up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import read_attempts
-from pipeline.files import read_json, read_lines
+from pipeline.files import read_json
 from pipeline.records.pending_evaluations import evaluation_record
 from tests.slurm.faults import Training
 
@@ -32,23 +31,6 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     assert read_manifest(run.run / "convert") is None
     assert [run.cluster.state(run.job(stage)) for stage in ("train", "convert")] == ["FAILED", "CANCELLED"]
     run.check_curve()
-
-
-def test_a_node_that_fails_preflight_twice_is_left_out_of_the_next_submission(training):
-    run: Training = training(launch={"preflight": True, "preflight_factor": 1000,
-                                     "environment": {"DROVER_PREFLIGHT_FAULT": "n2:disk"}})
-    run.submit()
-    run.wait_until_gone()
-    assert not run.starts
-    state = run.state
-    assert state is not None and "n2" in state.reason and "submit the same command again" in state.reason
-    strikes = list(read_lines(run.run / "launch/nodes.jsonl"))
-    assert [strike["node"] for strike in strikes] == ["n2", "n2"]
-    assert all("disk" in strike["reason"] for strike in strikes)
-    assert "left out  n2" in run.submit()
-    assert "n2" not in run.next_start(0)["nodes"]
-    assert [event["bad"].keys() for event in read_attempts(run.run) if event["event"] == "preflight"] == [
-        {"n2"}, {"n2"}, set()]
 
 
 def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ def run(shared_run: Training, request: pytest.FixtureRequest) -> Iterator[Traini
 
 
 def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run: Training) -> None:
-    run.submit("launch.train.links=2", "launch.requeue=false", stages="train,convert")
+    run.submit("launch.train.links=2", "launch.requeue=false", "launch.preflight=true", stages="train,convert")
     run.next_wait()
+    assert "preflight: 2 nodes sound" in run.log()
     first, second = run.job(link=0), run.job(link=1)
     run.ask("scancel", "--signal=USR2", first)
     end = run.next_end()

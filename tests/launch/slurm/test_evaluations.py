@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job, read_chain
@@ -26,10 +24,9 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
-from pipeline.files import output_record, read_json, write_json
+from pipeline.files import output_record, write_json
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
-from tests.conftest import run_stage
 from tests.launch.fake_job import Job, chain_of, make_job
 from tests.waiting import wait_for
 
@@ -227,23 +224,3 @@ def test_stages_of_an_evaluation(tmp_path: Path) -> None:
         assert convert == [sys.executable, "-m", "pipeline.convert", "--config", str(path)]
         assert measure[-4:] == ["-m", "pipeline.evaluate", "--config", str(path)]
         assert (measure[2:-4] == []) == (processes == 1) and ("2" in measure) == (processes == 2)
-
-
-@pytest.mark.slow
-def test_an_evaluation(fresh: Path) -> None:
-    """A real one: training may remove the checkpoint meanwhile, and the results are those of the stages themselves."""
-    config = yaml.safe_load(fresh.read_text())
-    config["launch"] = {"processes": 1}
-    fresh.write_text(yaml.safe_dump(config))
-    run_stage("train", fresh, "train.steps=8")
-    run = fresh.parent / "runs/mini"
-    assert owed(run, 4) == [4]
-    path = prepare(Run(load_config(fresh, ["train.steps=8"])), 4)
-    shutil.rmtree(run / "train/checkpoints/step-00000004")
-    assert evaluate(run, 4) == 0
-    sub = path.parent
-    assert read_json(sub / "evaluate/results.json")["heldout"]["overall"]["bits_per_byte"] > 0
-    converted = read_manifest(sub / "convert")
-    assert converted is not None and converted.counts["checkpoint"] == "step-00000004"
-    assert Run(load_config(path)).state("evaluate").kind == "done"
-    assert owed(run, 4) == [] and not (run / "convert").exists() and not (run / "evaluate").exists()

@@ -34,7 +34,6 @@ def kind(decision: Decision) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("outcome", "terms", "expected"), [
     # done: the manifest and the stage's word, whatever the exit status says
-    (Outcome(DONE, committed=True), Terms(), ("leave", "done", 0)),
     (Outcome(DONE, committed=True, status=143, refused=True), Terms(), ("leave", "done", 0)),
     (Outcome(RUNNING, committed=True, status=137), Terms(), ("leave", "done", 0)),  # killed after its commit
     (Outcome(DONE, committed=True, stopping=True), Terms(), ("leave", "done", 0)),
@@ -48,7 +47,6 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(FAILED, status=143), Terms(later_links=True), ("stop", "failed", 1)),
     (Outcome(FAILED, status=143, hang="x", fruitless=9), Terms(), ("stop", "failed", 1)),
     (Outcome(None, refused=True, status=143), Terms(), ("stop", "failed", 1)),
-    (Outcome(RUNNING, refused=True, status=143), Terms(), ("stop", "failed", 1)),
     (Outcome(None, refused=True, status=143, again=True, fruitless=1), Terms(), ("restart", "crashed", 0)),
     # requests to stop
     (Outcome(ASKED), Terms(), ("requeue", "preempted", 0)),
@@ -57,14 +55,11 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(ASKED), Terms(requeue=False), ("stop", "preempted", 1)),
     (Outcome(ASKED, stopping=True), Terms(later_links=True), ("stop", "preempted", 143)),
     (Outcome(CANCELLED), Terms(later_links=True), ("stop", "preempted", 1)),
-    (Outcome(CANCELLED, stopping=True), Terms(), ("stop", "preempted", 143)),
     # the processes were told to end, but not the job: a preemption
     (Outcome(TERMINATED), Terms(), ("requeue", "preempted", 0)),
-    (Outcome(TERMINATED), Terms(requeue=False, later_links=True), ("leave", "preempted", 0)),
     (Outcome(TERMINATED, stopping=True), Terms(), ("stop", "preempted", 143)),
     # told to end while the stage was at work
     (Outcome(RUNNING, status=143, stopping=True), Terms(), ("stop", "preempted", 143)),
-    (Outcome(None, status=143, stopping=True, started=False), Terms(), ("stop", "preempted", 143)),
     (Outcome(RUNNING, cause="lost n3", lost=True, stopping=True), Terms(), ("stop", "crashed", 143)),
     # crashes and hangs
     (Outcome(RUNNING, status=143, fruitless=0), Terms(), ("restart", "crashed", 0)),
@@ -76,14 +71,9 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, status=137, abandoned=True, fruitless=1), Terms(), ("requeue", "crashed", 0)),
     (Outcome(RUNNING, status=137, abandoned=True, hang="rank 2 is late"), Terms(), ("requeue", "hung", 0)),
-    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
-    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False), ("stop", "crashed", 1)),
-    (Outcome(RUNNING, status=137, abandoned=True, fruitless=4), Terms(), ("stop", "crashed", 1)),
     # no step at all: the allocation is of no use
     (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
-    (Outcome(None, status=1, started=False), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
     (Outcome(None, status=1, started=False), Terms(requeue=False), ("stop", "crashed", 1)),
-    (Outcome(None, status=1, started=False, fruitless=4), Terms(), ("stop", "crashed", 1)),
 ])
 def test_the_table(outcome: Outcome, terms: Terms, expected: tuple[str, str, int]) -> None:
     assert kind(decide(outcome, terms)) == expected
