@@ -15,7 +15,7 @@ from launch.slurm.submit.snapshot import take_snapshot
 from pipeline.config.launching import LaunchConfig
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
-from tests.launch.launcher import Launcher, git
+from tests.launch.launcher import git
 
 DRAW = random.Random(0)
 
@@ -45,7 +45,7 @@ def found(environment: dict[str, str] | None = None, config: dict[str, Any] | No
 
 
 @pytest.mark.parametrize("kind", TOKENS)
-def test_known_forms_are_refused_wherever_they_stand(kind: str) -> None:
+def test_known_forms_are_refused_wherever_they_stand(kind):
     token = TOKENS[kind]
     source = [{"kind": "files", "name": "t", "paths": [f"/data/{token}"]}]
     for problems in (found(environment={"MY_AUTH": "x"}, setup=[f"login {token}"]),
@@ -58,7 +58,7 @@ def test_known_forms_are_refused_wherever_they_stand(kind: str) -> None:
         assert token not in problems[0], "it is not shown either"
 
 
-def test_a_password_in_a_sources_address() -> None:
+def test_a_password_in_a_sources_address():
     problem, = found(config={"shard": {"sources": [{"kind": "files", "name": "t", "paths": [TOKENS["address"]]}]}})
     assert problem.startswith("shard.sources.0.paths.0 holds what looks like a secret (a password in an address)")
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
@@ -66,7 +66,7 @@ def test_a_password_in_a_sources_address() -> None:
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "TOKENIZER", "MAX_TOKENS", "KEYBOARD", "MONKEY", "PASSAGE",
                                   "SECRETARY", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "AUTHOR", "OMP_NUM_THREADS"])
-def test_names_are_read_by_whole_words(name: str) -> None:
+def test_names_are_read_by_whole_words(name):
     for value in ("warning", "a/b"):
         assert not is_secret(name, value)
         assert not found(setup=[f"export {name}={value}"]) and not found(config={}, environment_of_jobs={name: value})
@@ -80,16 +80,16 @@ def test_names_are_read_by_whole_words(name: str) -> None:
     ("MY_AUTH", "basic", False), ("KEY_COLUMN", "text", False), ("COMMIT", WANDB, False),
     ("SSH_KEY", "~/.ssh/id", False), ("USE_AUTH_TOKEN", "true", False), ("MY_SECRET", "1", True),
     ("credentials", "me", True), ("NCCL_IB_PKEY", "0x8001", False), ("SESSION_ID", "a" * 20 + "1", False)])
-def test_names_and_values_together(name: str, value: str, secret: bool) -> None:
+def test_names_and_values_together(name, value, secret):
     assert is_secret(name, value) == secret
     assert bool(found(setup=[f"export {name}='{value}'"])) == secret
 
 
-def test_words() -> None:
+def test_words():
     assert words_of("myApiKey") == {"MY", "API", "KEY", "APIKEY"} and words_of("--hf-token") == {"HF", "TOKEN"}
 
 
-def test_what_is_no_secret_can_be_said() -> None:
+def test_what_is_no_secret_can_be_said():
     padding = {"PAD_TOKEN": "<pad>"}
     problem, = found(environment_of_jobs=padding)
     assert problem.endswith("if it is no secret, say so: launch.not_secrets=[PAD_TOKEN].")
@@ -99,7 +99,7 @@ def test_what_is_no_secret_can_be_said() -> None:
         "its name does not make a token something else"
 
 
-def test_secrets_of_the_shell_are_recognised_by_their_values() -> None:
+def test_secrets_of_the_shell_are_recognised_by_their_values():
     """Also those of no known form, wherever they stand."""
     word = "correct-horse-battery"
     problem, = found({"VAULT": word}, {"name": "trial"}, secrets=["VAULT"], setup=[f"login {word}"])
@@ -114,7 +114,7 @@ def holding(folder: Path, *secrets: str) -> list[Path]:
             and any(secret.encode() in path.read_bytes() for secret in secrets)]
 
 
-def test_the_copy_of_the_code_holds_no_secret(tmp_path: Path) -> None:
+def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     """Of a file that is in no commit, of a change, of a line that was taken out; and what git ignores stays behind."""
     checkout, run = tmp_path / "checkout", tmp_path / "run"
     (checkout / "configs").mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_nothing_is_written_of_what_is_refused(slurm: Launcher, cluster: str) -> None:
+def test_nothing_is_written_of_what_is_refused(slurm, cluster):
     result = slurm.submit("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
                           f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
     assert result.returncode == 2 and "MY_AUTH, which looks like a secret (a Hugging Face token)" in result.stderr
@@ -147,7 +147,7 @@ def test_nothing_is_written_of_what_is_refused(slurm: Launcher, cluster: str) ->
     assert TOKENS["hf"] not in result.stdout + result.stderr and WANDB not in result.stdout + result.stderr
 
 
-def test_no_canary_reaches_a_file_or_the_terminal(slurm: Launcher) -> None:
+def test_no_canary_reaches_a_file_or_the_terminal(slurm):
     """The ways that are offered: the shell's variables by name, and a file that the jobs source."""
     canaries = {"HF_TOKEN": TOKENS["hf"], "WANDB_API_KEY": WANDB, "VAULT": "correct-horse-battery",
                 "GIT_PASSWORD": "p4ssw0rd"}

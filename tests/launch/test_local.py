@@ -17,14 +17,12 @@ import pytest
 from launch import local
 from launch.child import Child, Interruptions, Lines
 from launch.local import find_machine
-from launch.plan import Job, Machine, local_ranks
+from launch.plan import Machine, local_ranks
 from pipeline.config.tree import Config
-from tests.launch.fake_house import House
-from tests.launch.launcher import Launcher
 from tests.waiting import wait_for
 
 
-def test_a_chain(ready: House) -> None:
+def test_a_chain(ready):
     """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own."""
     for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
         (ready.work / name).write_text("raise SystemExit('the wrong module')\n")
@@ -52,18 +50,17 @@ def test_a_chain(ready: House) -> None:
     ("stopped", False, 130, "stopped in shard; the same command continues"),
     ("request", False, 130, "stopped in shard; the same command continues"),
     ("done,request", False, 130, "stopped before tokenizer; the same command continues")])
-def test_what_follows_from_each_end(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, plays: str, forced: bool,
-                                    status: int, words: str) -> None:
+def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status, words):
     """forced: there is a manifest from before, which proves nothing."""
     left = plays.split()
     if forced:
         launcher.done("shard", "tokenizer")
 
     class Played:
-        def __init__(self, job: Job, log: Path) -> None:
+        def __init__(self, job, log):
             assert log == Path(f"runs/trial/logs/{job.stage}.log")
 
-        def run(self, interruptions: Interruptions, stage: str) -> int:
+        def run(self, interruptions, stage):
             what = left.pop(0)
             interruptions.count += "request" in what
             if "done" in what or what == "late":
@@ -85,8 +82,7 @@ HAS_A_CHILD = "signal.signal(2, signal.SIG_IGN); below = subprocess.Popen(['slee
 @pytest.mark.parametrize(("script", "requests", "patience_s", "status", "said"), [
     ("signal.signal(2, lambda *_: os._exit(5))", 1, 600, 5, "stopping x: it saves what it can (once more to kill it)"),
     (ENDS_AT_TERM, 1, 0.1, 7, "stopping x"), (HAS_A_CHILD, 2, 600, 137, "killing x")])
-def test_requests_to_stop(tmp_path: Path, script: str, requests: int, patience_s: float, status: int,
-                          said: str) -> None:
+def test_requests_to_stop(tmp_path, script, requests, patience_s, status, said):
     """The first is passed on, and after a while made stronger; the second kills the stage with what is below it."""
     below, ready = tmp_path / "below", tmp_path / "ready"
     start = f"import os, signal, subprocess, sys, time; {script.format(below)}; open({str(ready)!r}, 'w'); " \
@@ -96,19 +92,19 @@ def test_requests_to_stop(tmp_path: Path, script: str, requests: int, patience_s
             """The first request comes once the stage is ready, the second once that is passed on."""
 
             @property
-            def count(self) -> int:
+            def count(self):
                 return ready.exists() + (requests > 1 and b"stopping" in errors.buffer.getvalue())
 
         stage = Child([sys.executable, "-c", start], os.environ, tmp_path / "logs/x.log", stop=signal.SIGINT,
                       orphaned=signal.SIGKILL, patience_s=patience_s)
-        assert stage.run(Asked(), "x") == status and said in errors.buffer.getvalue().decode()  # type: ignore[arg-type]
+        assert stage.run(Asked(), "x") == status and said in errors.buffer.getvalue().decode()
     if below.exists():
         left = Path(f"/proc/{below.read_text()}/stat")
         wait_for(lambda: not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_requests_are_counted(number: signal.Signals) -> None:
+def test_requests_are_counted(number):
     before = signal.getsignal(number)
     with Interruptions() as interruptions:
         os.kill(os.getpid(), number)
@@ -125,7 +121,7 @@ def test_requests_are_counted(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_rank_speaks_for_itself(ready: House) -> None:
+def test_a_failed_rank_speaks_for_itself(ready):
     ranks = ready.submit("--stage", "train", FAKE_train="fail")
     assert ranks.returncode == 2, "the status of the rank, not the agent's 1"
     assert ranks.stderr.count("train stops here: the third record of corpus.txt is broken. Mend it.") == 1
@@ -135,13 +131,13 @@ def test_a_failed_rank_speaks_for_itself(ready: House) -> None:
     assert "train stops here" in log and "Root Cause" in log, "the agent's account is kept"
 
 
-def test_a_killed_rank_is_named(ready: House) -> None:
+def test_a_killed_rank_is_named(ready):
     result = ready.submit("--stage", "train", FAKE_train="killed")
     assert result.returncode == 137 and "killed by signal 9" in result.stderr and "memory" in result.stderr
     wait_for(lambda: not ready.alive())
 
 
-def test_a_request_to_stop_lets_ranks_save(ready: House) -> None:
+def test_a_request_to_stop_lets_ranks_save(ready):
     launcher = ready.start("--stage", "train,convert", FAKE_train="slow")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     launcher.send_signal(signal.SIGINT)
@@ -153,7 +149,7 @@ def test_a_request_to_stop_lets_ranks_save(ready: House) -> None:
 
 
 @pytest.mark.parametrize("stage", ["shard", pytest.param("train", marks=pytest.mark.slow)])
-def test_a_killed_launcher_leaves_no_orphans(ready: House, stage: str) -> None:
+def test_a_killed_launcher_leaves_no_orphans(ready, stage):
     launcher = ready.start("--stage", stage, "--force", **{f"FAKE_{stage}": "slow"})
     ranks = 2 if stage == "train" else 1
     wait_for(lambda: len(list(ready.pids.glob(f"{stage}-?.ready"))) == ranks)
@@ -163,7 +159,7 @@ def test_a_killed_launcher_leaves_no_orphans(ready: House, stage: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_agent_leaves_no_orphans(ready: House) -> None:
+def test_a_killed_agent_leaves_no_orphans(ready):
     launcher = ready.start("--stage", "train", FAKE_train="stubborn")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     stat = Path("/proc", (ready.pids / "train-0").read_text(), "stat").read_text()
@@ -176,7 +172,7 @@ def test_a_killed_agent_leaves_no_orphans(ready: House) -> None:
 # ---- streams
 
 
-def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) -> None:
+def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
     reader, writer = pty.openpty()
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard"), cwd=house.work,
                                 env=house.environ(), stdout=writer, stderr=writer)
@@ -194,10 +190,9 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) ->
     assert b"terminal True" in log and b"\r" not in log and b"\x1b" not in log
 
 
-def test_a_closed_output_does_not_end_the_run(house: House) -> None:
+def test_a_closed_output_does_not_end_the_run(house):
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard,tokenizer"), cwd=house.work,
                                 env=house.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert launcher.stdout is not None and launcher.stderr is not None
     while not launcher.stdout.readline().startswith(b"shard rank"):
         pass
     launcher.stdout.close()
@@ -206,7 +201,7 @@ def test_a_closed_output_does_not_end_the_run(house: House) -> None:
     assert (house.run / "tokenizer" / "manifest.json").exists()
 
 
-def test_lines_keep_the_last_drawing_of_a_live_line() -> None:
+def test_lines_keep_the_last_drawing_of_a_live_line():
     log = io.BytesIO()
     lines = Lines(log)
     for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
@@ -217,12 +212,12 @@ def test_lines_keep_the_last_drawing_of_a_live_line() -> None:
 
 @pytest.mark.parametrize(("processes", "gpus", "ranks"), [
     (None, 0, 1), (3, 0, 3), (None, 4, 4), (2, 4, 2), (2, 1, 1)])
-def test_ranks_on_this_box(processes: int | None, gpus: int, ranks: int) -> None:
+def test_ranks_on_this_box(processes, gpus, ranks):
     config = Config.model_validate({"launch": {"processes": processes}})
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA X (UUID: GPU-1)'\necho '  MIG 1g'\n"
                     "echo 'GPU 1: NVIDIA X (UUID: GPU-2)'\n")

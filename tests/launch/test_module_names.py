@@ -16,7 +16,7 @@ STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
 
 
-def test_no_module_has_the_name_of_a_library() -> None:
+def test_no_module_has_the_name_of_a_library():
     ours = {path.stem for folder in ("launch", "pipeline") for path in (REPOSITORY / folder).iterdir()
             if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
     assert {"submit", "contract", "config"} <= ours
@@ -28,7 +28,7 @@ def test_no_module_has_the_name_of_a_library() -> None:
 
 @pytest.mark.parametrize("script", ["launch/submit.py", "launch/status.py",
                                     *(f"pipeline/{name}.py" for name in STAGES)])
-def test_a_script_puts_the_repository_first_on_the_path(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_puts_the_repository_first_on_the_path(script, monkeypatch):
     """Before it imports anything but the standard library. Python itself puts the script's own folder there."""
     path = REPOSITORY / script
     statements = ast.parse(path.read_text()).body
@@ -42,7 +42,7 @@ def test_a_script_puts_the_repository_first_on_the_path(script: str, monkeypatch
     assert Path(sys.path[0]) == REPOSITORY
 
 
-def test_evaluate_starts_beside_the_library_of_its_name(tmp_path: Path) -> None:
+def test_evaluate_starts_beside_the_library_of_its_name(tmp_path):
     result = subprocess.run([sys.executable, str(REPOSITORY / "pipeline" / "evaluate.py"), "--help"], cwd=tmp_path,
                             capture_output=True, text=True, check=True)
     assert "Run the stage evaluate" in result.stdout

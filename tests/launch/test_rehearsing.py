@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +47,7 @@ def rehearsal(tmp_path, monkeypatch):
     """Stands in for the process of a rehearsal: what it answers, and what it was asked."""
     python, answer = tmp_path / "python", tmp_path / "answer"
 
-    def answers(text: str, script: str = "") -> None:
+    def answers(text, script=''):
         answer.write_text(text)
         python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\nenv > {tmp_path}/env\n{script}\ncat {answer}\n")
         python.chmod(0o755)
@@ -56,7 +55,7 @@ def rehearsal(tmp_path, monkeypatch):
     return answers
 
 
-def test_what_follows_from_its_answer(given, rehearsal, tmp_path: Path, capsys):
+def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
     config, options = given("launch.limits.gpu_memory_gb=0.13")
     rehearsal("words of a library\n" + json.dumps(FITS))
     rehearse_training(config, [job()], options)
@@ -81,7 +80,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path: Path, capsys):
 def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch):
     config, options = given()
 
-    def said(*jobs) -> str:
+    def said(*jobs):
         rehearse_training(config, list(jobs) or [job()], options)
         return capsys.readouterr().out
     assert "no training is to be submitted" in said(job(stage="convert"))

@@ -13,7 +13,6 @@ import pytest
 from launch import submit
 from launch.submit import parser
 from pipeline.contract.stages import REPOSITORY, STAGES
-from tests.launch.launcher import Launcher
 
 
 def rows(text: str) -> dict[str, str]:
@@ -22,7 +21,7 @@ def rows(text: str) -> dict[str, str]:
     return {name: " ".join(rest.split()) for name, _, rest in reversed(parts) if name in STAGES}
 
 
-def test_help_and_planning_import_nothing_heavy(launcher: Launcher) -> None:
+def test_help_and_planning_import_nothing_heavy(launcher):
     result = subprocess.run([sys.executable, "-X", "importtime", REPOSITORY / "launch/submit.py", "--help"],
                             capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -42,7 +41,7 @@ def test_help_and_planning_import_nothing_heavy(launcher: Launcher) -> None:
     assert result.stderr.strip() == "0 set()"
 
 
-def test_plan_of_a_fresh_run(launcher: Launcher) -> None:
+def test_plan_of_a_fresh_run(launcher):
     result = launcher.submit("--stage", "all", "--dry-run", "--cluster", "local")
     assert result.returncode == 0 and not launcher.run.exists()
     assert rows(result.stdout) == {
@@ -59,7 +58,7 @@ def test_plan_of_a_fresh_run(launcher: Launcher) -> None:
     assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m pipeline.train --config" in result.stdout
 
 
-def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(launcher: Launcher) -> None:
+def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(launcher):
     both = ["--dry-run", "--cluster", "local", "model.qk_norm=true", "model.no_rope_layer_interval=2"]
     refused = launcher.submit("--stage", "all", *both)
     assert refused.returncode == 2 and "1 problem in the configuration" in refused.stderr
@@ -82,7 +81,7 @@ def threads() -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def test_finished_partial_and_stale_stages(launcher: Launcher) -> None:
+def test_finished_partial_and_stale_stages(launcher):
     launcher.done("shard", "tokenizer", "encode")
     asked = ("--stage", "shard,tokenizer,encode", "--dry-run")
     again = launcher.submit(*asked)
@@ -134,7 +133,7 @@ def test_finished_partial_and_stale_stages(launcher: Launcher) -> None:
     (["--why", "trian"], ["does not know trian"]),
     (["--explain", "train.lrr"], ["There is no setting 'train.lrr'", "train.lr"]),
 ])
-def test_refusals_start_nothing(launcher: Launcher, arguments: list[str], said: list[str]) -> None:
+def test_refusals_start_nothing(launcher, arguments, said):
     result = launcher.submit(*arguments)
     assert result.returncode == 2
     assert not launcher.run.exists() and result.stderr.startswith("\ndrover stops here: ")
@@ -142,7 +141,7 @@ def test_refusals_start_nothing(launcher: Launcher, arguments: list[str], said: 
         assert text in result.stderr
 
 
-def test_no_configuration(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_configuration(launcher, monkeypatch):
     arguments = ("--stage", "all", "--dry-run", "--cluster", "local")
     with monkeypatch.context() as patch:
         patch.setattr(submit, "USUAL", Path("configs/absent.yaml"))
@@ -154,8 +153,8 @@ def test_no_configuration(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
-def test_explain_works_without_a_configuration(launcher: Launcher) -> None:
-    def explain(*arguments: str) -> str:
+def test_explain_works_without_a_configuration(launcher):
+    def explain(*arguments):
         return launcher.call("--explain", *arguments).stdout
     assert "default: 0.003   now: 0.003" in explain("train.lr")
     assert "default: 0.003   now: 0.5" in explain("train.lr", "--config", "config.yaml", "train.lr=0.5")
@@ -164,7 +163,7 @@ def test_explain_works_without_a_configuration(launcher: Launcher) -> None:
     assert explain("train").count("type:") < explain().count("type:")
 
 
-def test_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
     result = launcher.submit("--why", "tokenizer", "tokenizer.algorithm=unigram")
     assert result.returncode == 0
@@ -176,7 +175,7 @@ def test_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shard     up to date" in warned.stdout and "all done in" in warned.stdout
 
 
-def test_where_it_runs(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_runs(launcher, monkeypatch):
     asked = ("--stage", "shard", "--dry-run")
     here = launcher.submit(*asked)
     assert "local (no sbatch on PATH" in here.stdout and "#SBATCH" not in here.stdout

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ NODES = 5
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Five nodes with accounting. The tests of a worker share it and leave it as they found it."""
     if missing_programs():
         pytest.skip("Slurm is not installed: `python -m tools.slurm_lab install` installs it, as root")
@@ -42,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, encoded: Path) -> dict[int, dict[str, Any]]:
+def undisturbed(tmp_path_factory, encoded):
     """The curve of the training that the fault tests disturb, by step, as one process on this box gives it."""
     config = write_settings(tmp_path_factory.mktemp("undisturbed"), encoded)
     run_stage("train", config)
@@ -50,16 +48,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, encoded: Path) -> dict
 
 
 @pytest.fixture
-def training(cluster: Cluster, tmp_path: Path, encoded: Path,
-             undisturbed: dict[int, dict[str, Any]]) -> Iterator[Callable[..., Training]]:
+def training(cluster, tmp_path, encoded, undisturbed):
     """Makes the training of a test, ready to be submitted. What a failed test leaves behind is removed."""
     yield partial(Training, cluster, tmp_path, encoded, undisturbed)
     clear(cluster)
 
 
 @pytest.fixture(scope="module")
-def shared_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, encoded: Path,
-               undisturbed: dict[int, dict[str, Any]]) -> Iterator[Training]:
+def shared_run(cluster, tmp_path_factory, encoded, undisturbed):
     """A training that the tests of a file disturb one after another (`faults.in_order`)."""
     yield Training(cluster, tmp_path_factory.mktemp("run"), encoded, undisturbed)
     clear(cluster)

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.slurm.chain import Chain, read_chain
+from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stages import STAGES
 from pipeline.contract.state import read_attempts
 from pipeline.files import sha256_file
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
-from tests.slurm.clusters import Cluster
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -25,8 +24,7 @@ DATA = ("shard", "tokenizer", "encode")
 ELEMENTS = (0, 1, 2)
 
 
-def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(
-        cluster: Cluster, tmp_path: Path) -> None:
+def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(cluster, tmp_path):
     """One element is killed; what waits for the array goes. The same command does that element, and the rest."""
     write_dirty(tmp_path)
     repaired, wrapper, config = tmp_path / "repaired", tmp_path / "wrapper", tmp_path / "config.yaml"
@@ -39,15 +37,14 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(
     many, one = tmp_path / "runs/many", tmp_path / "runs/one"
     command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", config)
 
-    def submitted(stages: tuple[str, ...], *more: str) -> Chain:
+    def submitted(stages, *more):
         cluster.run(*command, "--stage", ",".join(stages), "--cluster", "lab", "name=many", "--nodes", "3",
                     f"launch.wrap=[{wrapper}]", *more, cwd=tmp_path)
         wait_for(cluster.is_idle)
         chain = read_chain(many)
-        assert chain is not None
         return chain
 
-    def states(chain: Chain) -> dict[str, list[str]]:
+    def states(chain):
         return {f"{job.stage} {job.phase or job.kind}": [
             cluster.state(f"{job.id}_{element}" if job.elements else job.id) for element in job.elements or (0,)]
             for job in chain.jobs}

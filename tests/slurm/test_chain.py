@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ class Submitted:
 
 
 @pytest.fixture(scope="module")
-def done(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Submitted]:
+def done(cluster, tmp_path_factory, corpus):
     """The page's chain, at its end. What it was submitted from is broken from end to end meanwhile."""
     home = copy_of_the_repository(tmp_path_factory.mktemp("chain") / "home")
     secrets = home.parent / "secrets.sh"
@@ -127,17 +126,17 @@ def copy_of_the_repository(folder: Path) -> Path:
     return folder
 
 
-def test_every_stage_is_done(done: Submitted) -> None:
+def test_every_stage_is_done(done):
     for stage in STAGES:
         assert done.manifest(stage).stage == stage
         state = read_state(done.run / stage)
-        assert state is not None and state.status == "done", done.story()
+        assert state.status == "done", done.story()
     assert (done.run / "report.html").is_file()
     results = read_json(done.run / "evaluate/results.json")
     assert results["heldout"]["overall"]["bits_per_byte"] > 0 and results["continuations"]
 
 
-def test_what_the_chain_is_made_of(done: Submitted) -> None:
+def test_what_the_chain_is_made_of(done):
     jobs = done.chain.jobs
     assert [(job.stage, job.kind, job.elements) for job in jobs] == [
         ("shard", "job", None), ("tokenizer", "job", None), ("encode", "array", (0, 1, 2, 3)),
@@ -151,7 +150,7 @@ def test_what_the_chain_is_made_of(done: Submitted) -> None:
         assert sorted(ended) == sorted([*again, *((name, "done") for name in names)]), done.story()
 
 
-def test_training_went_on_without_the_lost_node(done: Submitted) -> None:
+def test_training_went_on_without_the_lost_node(done):
     first, second = done.events("attempt")
     assert (first["restart"], second["restart"], second["from"]) == (0, 1, WAIT - 1)
     assert len(set(second["nodes"])) == 4 and done.lost in first["nodes"] and done.lost not in second["nodes"]
@@ -161,7 +160,7 @@ def test_training_went_on_without_the_lost_node(done: Submitted) -> None:
     assert done.manifest("train").execution["world_size"] == 4
 
 
-def test_training_has_the_losses_of_one_process(done: Submitted, corpus: Path, tmp_path: Path) -> None:
+def test_training_has_the_losses_of_one_process(done, corpus, tmp_path):
     config = write_config(tmp_path, corpus, **SETTINGS, reuse=str(done.run))
     run_stage("train", config)
     ours, theirs = (read_metrics(folder / "train/metrics.jsonl") for folder in (done.run, tmp_path / "runs/mini"))
@@ -173,7 +172,7 @@ def test_training_has_the_losses_of_one_process(done: Submitted, corpus: Path, t
     assert not audit(done.run).faults
 
 
-def test_jobs_ran_the_code_of_the_submission(done: Submitted) -> None:
+def test_jobs_ran_the_code_of_the_submission(done):
     snapshot = Path(done.chain.code)
     assert snapshot.parent == done.run / "code"
     for stage in STAGES:
@@ -182,18 +181,18 @@ def test_jobs_ran_the_code_of_the_submission(done: Submitted) -> None:
         assert {name: sha256_file(snapshot / name) for name in hashes} == hashes
 
 
-def test_no_file_holds_the_shells_secrets(done: Submitted) -> None:
+def test_no_file_holds_the_shells_secrets(done):
     assert (done.run / "report.html").is_file() and list(done.run.glob("logs/train/*/rank0.out"))
     holding = [path for path in done.run.rglob("*") if path.is_file()
                and any(secret.encode() in path.read_bytes() for secret in (TOKEN, PASSWORD, KEY))]
     assert not holding
 
 
-def test_the_rest_of_the_page_does_what_it_says(done: Submitted) -> None:
+def test_the_rest_of_the_page_does_what_it_says(done):
     assert "--stage all --nodes 4" in COMMANDS[0]
     said = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150") for command in COMMANDS[1:]}
 
-    def of(part: str) -> str:
+    def of(part):
         return next(text for command, text in said.items() if part in command)
 
     rows = {line.split()[0]: line.split()[1] for line in of("status.py --run runs/demo --watch").splitlines()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.slurm import conftest
 
 pytest_plugins = "pytester"
 
 
-def test_without_slurm_what_needs_it_says_so(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_what_needs_it_says_so(pytester, monkeypatch):
     monkeypatch.setattr(conftest, "missing_programs", lambda: ["slurmctld"])
     pytester.makepyfile(test_it="from tests.slurm.conftest import cluster\n\n\ndef test_first(cluster): pass\n")
     found = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")

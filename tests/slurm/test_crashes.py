@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from launch.slurm.chain import read_chain
@@ -26,23 +24,22 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     assert f"rank 1 ({run.starts[0]['nodes'][1]})" in hung.reason
     assert (crashed.status, crashed.next, crashed.restart) == ("crashed", "stop", 0)
     state = run.state
-    assert state is not None and state.status == "failed"
+    assert state.status == "failed"
     assert "2 starts in a row" in state.reason and "rank 1" in state.reason
     assert read_manifest(run.run / "convert") is None
     assert [run.cluster.state(run.job(stage)) for stage in ("train", "convert")] == ["FAILED", "CANCELLED"]
     run.check_curve()
 
 
-def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path: Path) -> None:
+def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):
     """They are submitted while training waits for them, it ends though none of them can start, and then they do."""
     run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
     barrier = run.cluster.submit(tmp_path, "true", "--hold")
     run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", nodes=1)
     train = run.job()
 
-    def evaluations() -> dict[int, str]:
+    def evaluations():
         chain = read_chain(run.run)
-        assert chain is not None
         return {int(job.name[-8:]): job.id for job in chain.jobs if job.kind == "evaluation" and not job.dependencies}
 
     for _ in range(2):

@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_lines
-from tests.slurm.faults import EVERY, Training, in_order
+from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def job(shared_run: Training) -> Training:
+def job(shared_run):
     """The job, on two of the four nodes, and one of the next stage that waits for it."""
     shared_run.submit(stages="train,convert")
     return shared_run
 
 
 @pytest.fixture
-def run(job: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
+def run(job, request):
     yield from in_order(job, request)
 
 
-def test_a_killed_rank_is_started_again_in_the_allocation(run: Training) -> None:
+def test_a_killed_rank_is_started_again_in_the_allocation(run):
     step, node = run.next_wait(), run.starts[-1]["nodes"][1]
     os.kill(run.rank(1), signal.SIGKILL)
     end = run.next_end()
@@ -40,14 +39,14 @@ def test_a_killed_rank_is_started_again_in_the_allocation(run: Training) -> None
     assert f"rank 1 on {node}: killed" in end.reason
 
 
-def test_a_killed_srun_is_started_again_in_the_allocation(run: Training) -> None:
+def test_a_killed_srun_is_started_again_in_the_allocation(run):
     step = run.next_wait()
     os.kill(run.srun(), signal.SIGKILL)
     end = run.next_end()
     assert (end.status, end.next, end.step, end.restart) == ("crashed", "restart", step - 2, 0)
 
 
-def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run: Training) -> None:
+def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run):
     run.next_wait()
     count = len(run.starts)
     run.cluster.stop_controller()
@@ -62,7 +61,7 @@ def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run: Training
     run.go_on()
 
 
-def test_a_signal_saves_and_queues_again_though_accounting_stops(run: Training) -> None:
+def test_a_signal_saves_and_queues_again_though_accounting_stops(run):
     run.next_wait()
     run.cluster.stop_accounting()
     job, count = run.job(), len(run.starts)
@@ -75,7 +74,7 @@ def test_a_signal_saves_and_queues_again_though_accounting_stops(run: Training) 
     run.cluster.start_accounting()
 
 
-def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run: Training) -> None:
+def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run):
     run.next_wait()
     job, rank, count = run.job(), run.rank(1), len(run.starts)
     os.kill(run.runner(), signal.SIGKILL)
@@ -86,7 +85,7 @@ def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run: 
     assert end.status in ("crashed", "preempted") and end.restart == 1 and "runner was killed" in end.reason
 
 
-def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run: Training) -> None:
+def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     """Slurm ends the ranks with SIGTERM: they save. What they saved is damaged before the job starts again."""
     run.next_wait()
     job, count = run.job(), len(run.starts)
@@ -111,7 +110,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_the_time_limit_is_a_request_to_save_and_queue_again(run: Training) -> None:
+def test_the_time_limit_is_a_request_to_save_and_queue_again(run):
     """Slurm looks at the limits every half minute, and may warn up to half a minute before it was told to."""
     run.next_wait()
     job, count = run.job(), len(run.starts)
@@ -125,7 +124,7 @@ def test_the_time_limit_is_a_request_to_save_and_queue_again(run: Training) -> N
     assert (start["job"], start["restart"], start["from"]) == (job, 4, end.step)
 
 
-def test_all_nodes_lose_power_and_come_back(run: Training) -> None:
+def test_all_nodes_lose_power_and_come_back(run):
     run.next_wait()
     job, count = run.job(), len(run.starts)
     for node in run.cluster.nodes:
@@ -141,7 +140,7 @@ def test_all_nodes_lose_power_and_come_back(run: Training) -> None:
     assert (start["job"], start["restart"], end.restart) == (job, 5, 4)
 
 
-def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run: Training) -> None:
+def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     """Only the first node's daemon dies: the old runner and a rank are still there when the job starts elsewhere."""
     run.next_wait()
     job, first, old, count = run.job(), run.starts[-1]["nodes"][0], {run.runner(), run.rank(0)}, len(run.starts)
@@ -157,7 +156,7 @@ def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run: Training) -> None:
     run.go_on()
 
 
-def test_after_all_that_the_curve_is_the_undisturbed_one_and_the_next_stage_is_done(run: Training) -> None:
+def test_after_all_that_the_curve_is_the_undisturbed_one_and_the_next_stage_is_done(run):
     run.finish()
     assert (run.ends[-1].job, run.ends[-1].status) == (run.job(), "done")
     assert read_manifest(run.run / "convert") is not None

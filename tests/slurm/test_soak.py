@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.files import read_lines
@@ -17,7 +15,7 @@ SEED = 41
 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed")
-def test_training_comes_through_five_minutes_of_faults(tmp_path: Path) -> None:
+def test_training_comes_through_five_minutes_of_faults(tmp_path):
     answer = chaos("--minutes", "5", "--seed", str(SEED), "--keep", "--folder", str(tmp_path))
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]
     log = list(read_lines(tmp_path / "chaos.jsonl"))

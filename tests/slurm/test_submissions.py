@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +17,17 @@ from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import read_manifest
 from pipeline.training.stop_request import LOOK_EVERY_S
-from tests.slurm.faults import EVERY, Training, in_order
+from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def run(shared_run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
+def run(shared_run, request):
     yield from in_order(shared_run, request)
 
 
-def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run: Training) -> None:
+def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
     run.submit("launch.train.links=2", "launch.requeue=false", "launch.preflight=true", stages="train,convert")
     run.next_wait()
     assert "preflight: 2 nodes sound" in run.log()
@@ -40,7 +39,7 @@ def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run: Training
     assert (start["job"], start["from"]) == (second, end.step)
 
 
-def test_stopped_by_its_user_it_stays_away_until_asked(run: Training) -> None:
+def test_stopped_by_its_user_it_stays_away_until_asked(run):
     run.next_wait()
     assert "--config" in run.launcher("--stop", str(run.run))  # how to go on
     time.sleep(LOOK_EVERY_S)  # so that rank 0 looks for the request in its next step
@@ -48,12 +47,12 @@ def test_stopped_by_its_user_it_stays_away_until_asked(run: Training) -> None:
     end = run.next_end()
     run.wait_until_gone()
     state = run.state
-    assert state is not None and (state.status, state.again, end.next) == ("preempted", False, "stop")
+    assert (state.status, state.again, end.next) == ("preempted", False, "stop")
     assert state.step and state.step % EVERY and read_manifest(run.run / "convert") is None
     run.check_curve()
 
 
-def test_two_submissions_never_train_at_once(run: Training, tmp_path: Path) -> None:
+def test_two_submissions_never_train_at_once(run, tmp_path):
     """Where squeue hangs and there is no sacct, a second submission is accepted: it waits for the first. A job of
     another name is told which job trains."""
     run.submit(nodes=1)
@@ -66,7 +65,7 @@ def test_two_submissions_never_train_at_once(run: Training, tmp_path: Path) -> N
     assert "does not say whether jobs of this run are queued" in run.submit(nodes=1)
     run.environment["PATH"] = os.environ["PATH"]
     second, chain = run.job(), read_chain(run.run)
-    assert chain is not None and run.cluster.state(second) == "PENDING Dependency"
+    assert run.cluster.state(second) == "PENDING Dependency"
     spec = run.run / "launch/by-hand.json"
     replace(JobSpec.load(Path(chain.jobs[0].spec)), name="by-hand").save(spec)
     third = run.cluster.submit(tmp_path, f"exec {sys.executable} -m launch.slurm.job.runner '{spec}'",
@@ -83,7 +82,7 @@ def test_two_submissions_never_train_at_once(run: Training, tmp_path: Path) -> N
     run.check_curve()
 
 
-def test_after_all_that_the_curve_is_the_undisturbed_one_on_whatever_nodes(run: Training) -> None:
+def test_after_all_that_the_curve_is_the_undisturbed_one_on_whatever_nodes(run):
     run.submit(stages="train,convert", nodes=4)
     run.finish()
     assert [start["ranks"] for start in run.starts] == [2, 2, 1, 4]

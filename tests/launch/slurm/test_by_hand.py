@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import read_attempts
-from tests.launch.fake_house import House
 from tests.launch.fake_job import make_job
 from tests.launch.launcher import SBATCH
 
 
-def test_the_scripts_that_were_submitted_do_the_chain(ready: House, tmp_path: Path) -> None:
+def test_the_scripts_that_were_submitted_do_the_chain(ready, tmp_path):
     """From sbatch's script over the check of what it runs, submitit, the runner and ranks, to the stages."""
     shutil.rmtree(ready.run / "encode")
     tools, queue = make_job(tmp_path / "job").folder / "bin", tmp_path / "queue"
@@ -27,7 +25,7 @@ def test_the_scripts_that_were_submitted_do_the_chain(ready: House, tmp_path: Pa
     assert result.returncode == 0 and not ready.started(), result.stderr
     (ready.root / "launch/slurm/job/runner.py").write_text("raise SystemExit('edited after the submission')\n")
     chain = read_chain(ready.run)
-    assert chain is not None and [(job.stage, job.dependencies) for job in chain.jobs] == [
+    assert [(job.stage, job.dependencies) for job in chain.jobs] == [
         ("encode", ()), ("train", ("101",))]
     for job in chain.jobs:
         done = subprocess.run(["bash", queue / job.id], cwd=ready.work, capture_output=True, text=True, check=False,

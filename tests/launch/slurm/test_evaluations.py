@@ -45,7 +45,7 @@ def result(run: Path, step: int) -> None:
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
-def test_what_is_owed(tmp_path: Path) -> None:
+def test_what_is_owed(tmp_path):
     assert owed(tmp_path, 20) == []
     for step in (20, 40, 50, 60, 80):
         checkpoint(tmp_path, step)
@@ -61,12 +61,12 @@ def test_what_is_owed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def queued(monkeypatch):
     """Names of the jobs in the queue."""
     names: list[str] = []
 
     class Queue:
-        def named(self, asked: list[str]) -> list[JobInfo] | None:
+        def named(self, asked):
             return None if "silent" in names else [JobInfo("77", "PENDING", name=name) for name in asked
                                                    if name in names]
 
@@ -75,7 +75,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, queued: list[str]) -> Job:
+def job(tmp_path, queued):
     """A train job with checkpoints at steps 20, 30 and 40 of 100, of which every second is evaluated."""
     job = make_job(tmp_path, every_checkpoints=1)
     (job.run / "config.yaml").write_text(f"{{name: trial, runs_dir: {job.run.parent}, train: {{steps: 100, "
@@ -90,7 +90,7 @@ def tried(job: Job, step: int) -> None:
     add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
 
 
-def test_what_is_submitted(job: Job, queued: list[str]) -> None:
+def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
     assert found.to_submit() == [20, 40]
     queued.append(evaluation_name("trial", 20))
@@ -109,7 +109,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch, submit: Callable[[int], str]) -> 
     monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
 
 
-def test_it_never_holds_training_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_never_holds_training_up(job, monkeypatch):
     release = threading.Event()
     submitted(monkeypatch, lambda step: str(release.wait()))
     said: list[str] = []
@@ -122,9 +122,8 @@ def test_it_never_holds_training_up(job: Job, monkeypatch: pytest.MonkeyPatch) -
     wait_for(lambda: len(said) >= 2)
 
 
-def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job: Job, monkeypatch: pytest.MonkeyPatch,
-                                                                queued: list[str]) -> None:
-    def submit(step: int) -> str:
+def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch, queued):
+    def submit(step):
         if step == 20:
             raise OSError("sbatch: error: no such partition")
         tried(job, step)
@@ -143,10 +142,10 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job: Job, monkey
     assert "Slurm does not say" in said[-1]
 
 
-def test_a_submission_inherits_nothing_of_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_inherits_nothing_of_the_job(job, monkeypatch):
     seen: dict[str, str] = {}
 
-    def run(command: list[str], **options: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(command, **options):
         seen.update(options["env"])
         return subprocess.CompletedProcess(command, 0, "78\n", "")
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CONF", "MASTER_PORT", "SUBMITIT_EXECUTOR"):
@@ -157,7 +156,7 @@ def test_a_submission_inherits_nothing_of_the_job(job: Job, monkeypatch: pytest.
     assert not {"SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "MASTER_PORT", "SUBMITIT_EXECUTOR"} & seen.keys()
 
 
-def test_a_checkpoint_that_is_gone(job: Job) -> None:
+def test_a_checkpoint_that_is_gone(job):
     checkpoint(job.run, 80, complete=False)
     for step in (60, 80):
         with pytest.raises(UserError, match="not a complete checkpoint"):
@@ -165,8 +164,8 @@ def test_a_checkpoint_that_is_gone(job: Job) -> None:
     assert main(["--run", str(job.run), "--step", "60"]) == 2
 
 
-def test_where_there_are_no_hard_links(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_where_there_are_no_hard_links(job, monkeypatch):
+    def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
     monkeypatch.setattr(os, "link", refuse)
     source, target = (folder / "checkpoints/step-00000020" for folder in (
@@ -180,7 +179,7 @@ def test_where_there_are_no_hard_links(job: Job, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("ends", ["well", "in convert", "by a signal", "without a result"])
-def test_what_is_evaluated_and_cleared(job: Job, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+def test_what_is_evaluated_and_cleared(job, monkeypatch, ends):
     """The stages themselves are played."""
     Manifest("tokenizer", {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(
         job.run / "tokenizer")
@@ -201,7 +200,7 @@ def test_what_is_evaluated_and_cleared(job: Job, monkeypatch: pytest.MonkeyPatch
     config = load_config(folder / "config.yaml")
     assert (config.name, config.reuse, config.convert.copy_to) == (folder.name, str(job.run), None)
     made = read_manifest(folder / "train")
-    assert made is not None and made.counts == {
+    assert made.counts == {
         "checkpoint": "checkpoints/step-00000020", "steps": 20, "tokens": 512, "samples": 8, "precision": "fp32",
         "ranks": 2, "vocab_size": 512, "parameters": config.model.model_copy(
             update={"vocab_size": 512}).parameter_count}
@@ -216,7 +215,7 @@ def test_what_is_evaluated_and_cleared(job: Job, monkeypatch: pytest.MonkeyPatch
     assert evaluate(job.run, 20) == 0, "a second job for it does nothing"
 
 
-def test_stages_of_an_evaluation(tmp_path: Path) -> None:
+def test_stages_of_an_evaluation(tmp_path):
     path = tmp_path / "config.yaml"
     for processes in (1, 2):
         config = Config(launch=LaunchConfig(processes=processes))

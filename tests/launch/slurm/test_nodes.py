@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.launch.recorded_slurm import FakeSlurm
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
-def test_two_strikes_within_a_day(tmp_path: Path) -> None:
+def test_two_strikes_within_a_day(tmp_path):
     for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
         append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(),
                                        "job": f"1.0.{hours}", "reason": "went down"})
@@ -33,7 +32,7 @@ def test_two_strikes_within_a_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (4, 1), (64, 3), (512, 25), (4096, 204)])
-def test_never_more_than_a_few_nodes_are_left_out(tmp_path: Path, wanted: int, most: int) -> None:
+def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
     """Those that failed most often go first, then those that failed last."""
     failing = 2 * most
     for number in range(failing):
@@ -45,12 +44,12 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path: Path, wanted: int, m
     assert set(left[1:]) == {f"n{number:04d}" for number in range(failing - most + 1, failing)}
 
 
-def test_many_nodes_in_a_sentence() -> None:
+def test_many_nodes_in_a_sentence():
     assert named({"n2", "n1"}) == "n1, n2"
     assert named({f"n{number}" for number in range(1, 10)}) == "n1, n2, n3, n4, n5, n6, n7, n8 and 1 more"
 
 
-def test_one_accident_is_one_strike(tmp_path: Path) -> None:
+def test_one_accident_is_one_strike(tmp_path):
     assert [add_strike(tmp_path, node, job, reason) for node, job, reason in (
         ("n1", "1.0.0", "was late when training hung"), ("n1", "1.0.0", "went down"), ("n1", "1.1.0", "went down"),
         ("n2", "1.0.0", "went down"))] == [1, 1, 2, 1]
@@ -62,18 +61,18 @@ def test_one_accident_is_one_strike(tmp_path: Path) -> None:
     ("idle*", True), ("drained*", True), ("fail", True), ("failing", True), ("error", True), ("not_responding", True),
     ("drained", False), ("draining", False), ("maint", False), ("maint*", False), ("reboot", False),
     ("reboot*", False), ("powering_down", False), ("powered_down*", False)])
-def test_states_of_lost_nodes(state: str, gone: bool) -> None:
+def test_states_of_lost_nodes(state, gone):
     assert is_lost(state) == gone
 
 
-def test_lost_nodes(tmp_path: Path) -> None:
+def test_lost_nodes(tmp_path):
     slurm = FakeSlurm(tmp_path / "bin")
     assert lost(["n1"], slurm.scheduler()) == {}, "Slurm does not answer"
     slurm.say("sinfo", "n1|idle\nn2|down\nn3|allocated*\nn4|drained")
     assert lost(["n1", "n2", "n3", "n4"], slurm.scheduler()) == {"n2": "down", "n3": "allocated*"}
 
 
-def test_a_waiting_job_leaves_out_more(tmp_path: Path) -> None:
+def test_a_waiting_job_leaves_out_more(tmp_path):
     slurm = FakeSlurm(tmp_path / "bin")
     slurm.do("scontrol", 'case "$*" in *hostnames*) echo n9;; *show*) echo "JobId=15 ExcNodeList=n9 JobName=x";; esac')
     assert slurm.scheduler().leave_out("15", ["n3"]) is None
@@ -87,34 +86,34 @@ def test_a_waiting_job_leaves_out_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf),
                                             ("29:54\n29:54", math.inf)])
-def test_what_is_left_of_a_jobs_time(tmp_path: Path, said: str, left: float) -> None:
+def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     slurm = FakeSlurm(tmp_path / "bin")
     assert slurm.scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
     slurm.say("squeue", said)
     assert slurm.scheduler().seconds_left("12") == left
 
 
-def test_a_job_is_warned_once_its_time_is_nearly_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_warned_once_its_time_is_nearly_up(monkeypatch):
     """Slurm is asked when it should be so, and every ten minutes: a limit may be changed."""
     now, slurm, asked = 0.0, Slurm(), list[float]()
     monkeypatch.setattr(time_limit.time, "monotonic", lambda: now)
     monkeypatch.setattr(slurm, "seconds_left", lambda job: asked.append(now) or 2000 - now)
-    limit = time_limit.TimeLimit(slurm, "12", 100)  # type: ignore[arg-type]
+    limit = time_limit.TimeLimit(slurm, "12", 100)
     near = [limit.is_near() for now in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0)]
     assert near == [False] * 7 + [True] and asked == [0, 600, 1200, 1800, 1900]
 
 
-def test_addresses() -> None:
-    assert address("localhost", Slurm()) == "localhost"  # type: ignore[arg-type]
-    assert address("no-such-node.invalid", Slurm(address="10.0.0.7")) == "10.0.0.7"  # type: ignore[arg-type]
+def test_addresses():
+    assert address("localhost", Slurm()) == "localhost"
+    assert address("no-such-node.invalid", Slurm(address="10.0.0.7")) == "10.0.0.7"
 
 
-def test_ports_are_apart_and_below_the_kernels_own() -> None:
+def test_ports_are_apart_and_below_the_kernels_own():
     ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
     assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
 
 
-def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
+def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     port = free_port(500, 0)
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("", port))  # as another runner would, on the same node
@@ -125,7 +124,7 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
     assert free_port(500, 1) != port and free_port(500, 0) == port
 
 
-def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
+def test_starts_are_counted_over_restarts(tmp_path):
     here = Allocation("12", "12", 1, ("n1",))
     attempts = [{"event": "attempt", "job": "12", "start": 0}, {"event": "ended", "job": "12", "start": 0},
                 {"event": "attempt", "job": "11", "start": 7}, {"event": "attempt", "job": "12", "start": 1}]
@@ -140,7 +139,7 @@ def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
     assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
 
 
-def test_an_element_of_an_array() -> None:
+def test_an_element_of_an_array():
     here = Allocation.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
                                         "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}))
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
@@ -150,6 +149,6 @@ def test_an_element_of_an_array() -> None:
 @pytest.mark.parametrize(("state", "restarts", "current"), [
     ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("COMPLETING", 1, False),
     ("SUSPENDED", 1, True), ("unknown", 0, True), (None, 0, True)])
-def test_whether_slurm_still_runs_this_start_of_the_job(state: str | None, restarts: int, current: bool) -> None:
+def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
     slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)
-    assert Allocation("12", "12", 1, ("n1",)).is_current(slurm) == current  # type: ignore[arg-type]
+    assert Allocation("12", "12", 1, ("n1",)).is_current(slurm) == current

@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +27,13 @@ from launch.slurm.trust import (
     submission_problems,
 )
 from pipeline.errors import UserError
-from tests.launch.launcher import Launcher
 
 ROOT = os.getuid() == 0
 OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
-def usual_umask() -> Iterator[None]:
+def usual_umask():
     """Whoever runs the tests."""
     before = os.umask(0o022)
     yield
@@ -43,7 +41,7 @@ def usual_umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     folder = tmp_path / "checkout"
     for name in ("launch/a.py", "launch/slurm/b.py", "pipeline/c.py", "launch.py/odd.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submitted(checkout: Path, tmp_path: Path) -> JobSpec:
+def submitted(checkout, tmp_path):
     """A run folder as a submission leaves it."""
     run = tmp_path / "run"
     code = take_snapshot(run, checkout)
@@ -86,7 +84,7 @@ def place(spec: JobSpec, name: str) -> Path:
     return Path(spec.code) / name[5:] if name.startswith("CODE") else Path(spec.run) / name
 
 
-def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
+def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == ""
     place(submitted, "")
     assert check(submitted) == "", "Python's own caches are no change"
@@ -95,7 +93,7 @@ def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o002, 0o020])
-def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+def test_what_others_may_write_is_refused(submitted, monkeypatch, mode):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     for name in EXECUTED:
         path = place(submitted, name)
@@ -108,7 +106,7 @@ def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
-def test_what_others_own_is_refused(submitted: JobSpec, tmp_path: Path) -> None:
+def test_what_others_own_is_refused(submitted, tmp_path):
     for name in EXECUTED:
         path = place(submitted, name)
         os.chown(path, OTHER, -1)
@@ -120,7 +118,7 @@ def test_what_others_own_is_refused(submitted: JobSpec, tmp_path: Path) -> None:
         private_folder(tmp_path / "theirs")
 
 
-def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_can_be_trusted(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     group = grp.getgrgid(os.getgid()).gr_name
     trusting = replace(submitted, trusted_group=group)
@@ -134,7 +132,7 @@ def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPa
     assert "may be written by everybody" in check(trusting), "that is no group"
 
 
-def test_members_of_a_trusted_group_may_own_parts(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
@@ -145,7 +143,7 @@ def test_members_of_a_trusted_group_may_own_parts(submitted: JobSpec, monkeypatc
     assert check(trusting) == ""
 
 
-def test_a_private_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_group_is_the_users_own(monkeypatch):
     me = pwd.struct_passwd(("me", "x", 7, 7, "", "/", ""))
     monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: me)
     groups = {7: ("me", []), 8: ("me", []), 9: ("physics", [])}
@@ -156,7 +154,7 @@ def test_a_private_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert not trust._is_private(7), "somebody else is in it"
 
 
-def test_owners_need_not_be_looked_at(submitted: JobSpec) -> None:
+def test_owners_need_not_be_looked_at(submitted):
     blind = replace(submitted, check_owners=False)
     blind.save(path_of(submitted))
     for folder in folders_of(Path(submitted.run)):
@@ -176,12 +174,12 @@ def test_owners_need_not_be_looked_at(submitted: JobSpec) -> None:
     (lambda code: (code / "launch/a.py").rename(code / "launch/z.py"), "(gone: launch/a.py; new: launch/z.py)"),
     (lambda code: (code / "launch/z").symlink_to("../pipeline/c.py"), "z is a link"),
     (lambda code: shutil.rmtree(code), "cannot be read")])
-def test_other_code_is_not_run(submitted: JobSpec, change, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_other_code_is_not_run(submitted, change, told):
     change(Path(submitted.code))
     assert told in check(submitted) and "submit the same command again" in check(submitted)
 
 
-def test_the_record_of_the_copy_proves_nothing_by_itself(submitted: JobSpec, checkout: Path) -> None:
+def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
     """Whoever changes the code can change its record as well; a new submission makes the copy anew."""
     (Path(submitted.code) / "launch/a.py").write_text("import evil\n")
     hashes = {path.relative_to(submitted.code).as_posix(): trust.hashlib.sha256(path.read_bytes()).hexdigest()
@@ -193,14 +191,14 @@ def test_the_record_of_the_copy_proves_nothing_by_itself(submitted: JobSpec, che
     assert check(submitted) == "" and "evil" not in (Path(submitted.code) / "launch/a.py").read_text()
 
 
-def test_another_spec_is_not_done(submitted: JobSpec) -> None:
+def test_another_spec_is_not_done(submitted):
     replace(submitted, command=("rm",)).save(path_of(submitted))
     assert "what the job has to do, is not what was submitted" in check(submitted)
     path_of(submitted).write_text("{")
     assert "cannot be read" in check(submitted)
 
 
-def test_a_run_folder_may_be_kept_elsewhere(submitted: JobSpec, tmp_path: Path) -> None:
+def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
     Path(submitted.run).rename(tmp_path / "elsewhere")
     Path(submitted.run).symlink_to(tmp_path / "elsewhere")
     assert check(submitted) == ""
@@ -208,7 +206,7 @@ def test_a_run_folder_may_be_kept_elsewhere(submitted: JobSpec, tmp_path: Path) 
     assert "may be written by everybody (mode 0777)" in check(submitted)
 
 
-def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path, tmp_path: Path) -> None:
+def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout, tmp_path):
     (checkout / "launch/a.py").chmod(0o666)
     copy = take_snapshot(tmp_path / "run", checkout)
     assert stat.S_IMODE((copy / "launch/a.py").stat().st_mode) == 0o644
@@ -217,7 +215,7 @@ def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path
 # ---- the script
 
 
-def test_the_script_looks_before_it_runs_anything_of_the_run(slurm: Launcher) -> None:
+def test_the_script_looks_before_it_runs_anything_of_the_run(slurm):
     os.umask(0o002)
     result = slurm.submit("--stage", "all")
     assert result.returncode == 0, result.stderr
@@ -225,13 +223,12 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm: Launcher) ->
              if path.stat().st_mode & 0o022]
     assert not loose, "what is submitted is one's own, whatever the umask"
     chain = read_chain(slurm.run)
-    assert chain is not None
     job = next(job for job in chain.jobs if job.stage == "train")
     lines = (slurm.queue / job.id).read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
     script = "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
 
-    def run() -> tuple[int, str]:
+    def run():
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
                               env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104"})
         return done.returncode, done.stdout + done.stderr
@@ -248,7 +245,7 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm: Launcher) ->
     assert run()[0] == 1
 
 
-def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm: Launcher) -> None:
+def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
     slurm.done("shard")
     slurm.run.chmod(0o777)
     result = slurm.submit("--stage", "all")
@@ -262,7 +259,7 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm: Launcher) 
 # ---- caches
 
 
-def test_a_private_folder(tmp_path: Path) -> None:
+def test_a_private_folder(tmp_path):
     os.umask(0)
     made = private_folder(tmp_path / "mine")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700 and private_folder(made) == made
@@ -281,7 +278,7 @@ def test_a_private_folder(tmp_path: Path) -> None:
         private_folder(tmp_path / "file")
 
 
-def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_keep_what_they_run_again_in_private(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
@@ -296,7 +293,7 @@ def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypat
         make_caches({**found, "SLURMD_NODENAME": "n7"})
 
 
-def test_the_check_needs_nothing_but_the_standard_library() -> None:
+def test_the_check_needs_nothing_but_the_standard_library():
     result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "/nowhere/a/b/c.json", "0"],
                             capture_output=True, text=True, check=False)
     assert result.returncode == 1 and result.stdout.startswith("refused: /nowhere/a/b/c.json") and not result.stderr

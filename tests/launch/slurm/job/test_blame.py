@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,7 @@ from launch.slurm.nodes import excluded, few, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import write_json
 from pipeline.records.hangs import hang_folder
-from tests.launch.fake_job import Job, chain_of
+from tests.launch.fake_job import chain_of
 
 COUNTS = (2, 64, 4096)
 GPU = Problem("gpu", "7 GPUs instead of 8")
@@ -45,8 +43,7 @@ def importing(count: int, answered: int) -> list[Report]:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("share", [0.1, 0.585, 0.999])
 @pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
-def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count: int, share: float, lasted: float,
-                                                                        quiet: float) -> None:
+def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, share, lasted, quiet):
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     answered = min(count - 1, max(1, int(count * share)))
     reports = importing(count, answered)
@@ -60,7 +57,7 @@ def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count: i
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
-def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
+def test_a_few_nodes_that_never_answer_are_found(count):
     """All others came within 50 s; for 100 s nothing has come."""
     found = judge(importing(count, count - few(count)), count, 4.0, nodes_of(count), 50.0, 100.0)
     assert list(found.bad) == nodes_of(count)[count - few(count):]
@@ -70,7 +67,7 @@ def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("count", COUNTS)
-def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
+def test_never_more_than_a_few_are_blamed(count, seed):
     """Whatever is wrong with however many; those with a failed check are named in any case."""
     draw = random.Random(seed)
     reports, sick = sound(count), set[str]()
@@ -94,16 +91,16 @@ def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
     assert len(" ".join(told.told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
-def test_the_time_allowed_grows_with_the_nodes() -> None:
+def test_the_time_allowed_grows_with_the_nodes():
     assert [allowed_s(count) for count in (1, 64, 512, 4096)] == [180.5, 212, 436, 1800]
 
 
-def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(4))
 
-    def write(rank: int, at: int) -> None:
+    def write(rank, at):
         (tmp_path / f"rank-{rank}.json").touch()
         os.utime(tmp_path / f"rank-{rank}.json", (at, at))
 
@@ -129,7 +126,7 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch:
     assert not reports.are_over, "all have reported: they measure, for as long as they are allowed to"
 
 
-def test_the_many_that_are_slow_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_many_that_are_slow_are_waited_for(tmp_path, monkeypatch):
     now = 0.0
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(64))
@@ -141,15 +138,15 @@ def test_the_many_that_are_slow_are_waited_for(tmp_path: Path, monkeypatch: pyte
     assert not reports.are_over, "4 of 64 are too many to give up on"
 
 
-def test_who_was_late_when_training_hung(job: Job) -> None:
+def test_who_was_late_when_training_hung(job):
     """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
     said: list[str] = []
     job.spec = replace(job.spec, links=2, ranks=4)
     chain_of(job, "12", "13")
 
-    def late(start: int, nodes: int = 4) -> str:
+    def late(start, nodes=4):
         here = Allocation("12", "12", 0, tuple(nodes_of(nodes)))
-        return Blame(job.spec, here, job.slurm, said.append).late(start)  # type: ignore[arg-type]
+        return Blame(job.spec, here, job.slurm, said.append).late(start)
 
     assert late(0) == "" and not said
     for start in range(3):
@@ -164,7 +161,7 @@ def test_who_was_late_when_training_hung(job: Job) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path: Path, count: int) -> None:
+def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, count):
     said: list[str] = []
     blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"), Allocation("12", "12", 0, tuple(nodes_of(
         count))), Scheduler(), said.append)
@@ -177,12 +174,10 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path: Path, count: int)
 
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
-def test_the_trial_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int,
-                                            setting: float | None, limit: int) -> None:
+def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, setting, limit):
     now, went_on = 1000.0, []
 
-    def run_step(command: list[str], environment: object, folder: Path, goes_on: Callable[[], bool],
-                 say: object) -> StepEnd:
+    def run_step(command, environment, folder, goes_on, say):
         nonlocal now
         assert command[-1] == str(limit), "the ranks wait for one another as long"
         for second in (0.0, limit - 1.0, limit + 1.0):

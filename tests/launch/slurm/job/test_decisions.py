@@ -75,7 +75,7 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
     (Outcome(None, status=1, started=False), Terms(requeue=False), ("stop", "crashed", 1)),
 ])
-def test_the_table(outcome: Outcome, terms: Terms, expected: tuple[str, str, int]) -> None:
+def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
 
 
@@ -91,7 +91,7 @@ def every() -> list[tuple[Outcome, Terms]]:
                              flags)]
 
 
-def test_what_holds_for_every_combination() -> None:
+def test_what_holds_for_every_combination():
     for outcome, terms in every():
         decision = decide(outcome, terms)
         assert decision.reason
@@ -111,7 +111,7 @@ def test_what_holds_for_every_combination() -> None:
             assert decision.action == "stop"
 
 
-def test_what_is_done_for_a_refused_requeue() -> None:
+def test_what_is_done_for_a_refused_requeue():
     decision = decide(Outcome(ASKED), Terms())
     going_on = without_requeue(decision, "Slurm said no", Terms(later_links=True))
     assert kind(going_on) == ("leave", "preempted", 0) and "the next job" in going_on.reason
@@ -121,7 +121,7 @@ def test_what_is_done_for_a_refused_requeue() -> None:
     assert "after step 40" in alone.reason
 
 
-def test_a_restart_that_the_time_limit_would_cut_off() -> None:
+def test_a_restart_that_the_time_limit_would_cut_off():
     crash = decide(Outcome(RUNNING, status=143, fruitless=1), Terms())
     assert kind(too_late(crash, Terms())) == ("requeue", "crashed", 0)
     assert kind(too_late(crash, Terms(requeue=False, later_links=True))) == ("leave", "crashed", 0)
@@ -150,12 +150,12 @@ def attempts(*ends: tuple[str, int | None], begin: int | None = None, chain: str
     (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
     (attempts(("crashed", None), ("requeued", 10)), 0),
 ])
-def test_fruitless_starts(log: list[dict[str, Any]], expected: int) -> None:
+def test_fruitless_starts(log, expected):
     assert fruitless(log, "train", "c") == expected
     assert fruitless(log, "encode", "c") == 0
 
 
-def test_elements_of_an_array_do_not_count_each_others_crashes() -> None:
+def test_elements_of_an_array_do_not_count_each_others_crashes():
     log = [{**event, "job": f"20_{number % 4 // 2}"} for number, event in
            enumerate(attempts(*[("crashed", None)] * 6)[1:])]
     assert fruitless(log, "train", "c") == 6
@@ -169,12 +169,11 @@ def test_elements_of_an_array_do_not_count_each_others_crashes() -> None:
     (None, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
     (ASKED, False, {}, True, ("preempted", "its runner was killed (out of memory, perhaps)")),
     (RUNNING, True, {}, True, ("done", "done")), (None, True, {}, True, ("done", "done"))])
-def test_ends_that_nobody_saw(state: StageState | None, committed: bool, down: dict[str, str], killed: bool,
-                              expected: tuple[str, str]) -> None:
+def test_ends_that_nobody_saw(state, committed, down, killed, expected):
     assert unseen(state, committed, down, killed) == expected
 
 
-def test_an_end_from_outside_is_no_crash() -> None:
+def test_an_end_from_outside_is_no_crash():
     status, reason = unseen(RUNNING, False, {}, False)
     assert status == "requeued" and "queued it again" in reason
 
@@ -185,7 +184,7 @@ def test_an_end_from_outside_is_no_crash() -> None:
     (attempts(*[("requeued", None)] * 9), False), (attempts(*[("requeued", None)] * (MOST_OUTSIDE + 1)), True),
     (attempts(*[("requeued", None)] * MOST_OUTSIDE, ("crashed", 10)), False),
 ])
-def test_ends_that_nobody_saw_again_and_again(log: list[dict[str, Any]], stops: bool) -> None:
+def test_ends_that_nobody_saw_again_and_again(log, stops):
     decision = after_unseen(log, "train", "c", None, "lost n3 (down*)", Terms())
     assert (decision is not None) == stops
     if decision is not None:

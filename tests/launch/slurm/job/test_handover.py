@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,7 @@ def hold(job: Job, other: str, age: float, chain: str = "") -> None:
 @pytest.mark.parametrize(("chain", "states", "waits"), [
     ("c", "COMPLETING COMPLETED", True), ("c", "RUNNING", False), ("before", "COMPLETING", False),
     ("", "COMPLETING", False), ("c", "COMPLETING RUNNING", False)])
-def test_a_link_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch, chain: str, states: str,
-                                                    waits: bool) -> None:
+def test_a_link_waits_for_the_end_of_the_one_before(job, monkeypatch, chain, states, waits):
     hold(job, "11", 0, chain)
     first, *later = states.split()
     job.slurm.states["11"] = first
@@ -38,12 +36,12 @@ def test_a_link_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytes
     assert not later
 
 
-def test_a_link_waits_no_longer_than_it_takes_to_end(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_waits_no_longer_than_it_takes_to_end(job, monkeypatch):
     hold(job, "11", 0, "c")
     wanted = JobLock(job.run, "train", "12", 0, lambda job: "COMPLETING", "c")
     now, began = time.monotonic(), time.monotonic()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         nonlocal now
         now += 10 * seconds
 
@@ -57,7 +55,7 @@ def test_a_link_waits_no_longer_than_it_takes_to_end(job: Job, monkeypatch: pyte
     assert now - began < CHAIN_S + 60, "a job that is told to end does not wait"
 
 
-def test_the_heartbeat_is_written_now_and_then(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
     mine, now = JobLock(job.run, "train", "12", 0, lambda job: ""), 1000.0
     monkeypatch.setattr(joblock.time, "monotonic", lambda: now)
     monkeypatch.setattr(joblock.time, "time", lambda: now)
@@ -74,17 +72,16 @@ def test_the_heartbeat_is_written_now_and_then(job: Job, monkeypatch: pytest.Mon
     assert mine.path.exists(), "it is another job's"
 
 
-def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path, monkeypatch):
     monkeypatch.setenv("DROVER_CHAIN", "c")
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     held = lock(tmp_path, "train")
-    assert held is not None
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     timer = threading.Timer(0.3, held.close)
     timer.start()
     second = lock(tmp_path, "train")
     timer.join()
-    assert second is not None and "Slurm job 12, chain c, since" in (tmp_path / ".locks" / "train").read_text()
+    assert "Slurm job 12, chain c, since" in (tmp_path / ".locks" / "train").read_text()
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     monkeypatch.setenv("DROVER_CHAIN", "d")
     with pytest.raises(UserError, match=r"in use by .*chain c"):
@@ -96,7 +93,7 @@ def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path: Path, monk
     ("11", "RUNNING", 0, True), ("11", "COMPLETING", 9999, True), ("11", "COMPLETED", 0, False),
     ("11", "PENDING", 0, False), ("11", None, SILENT_S - 10, True), ("11", None, SILENT_S, False),
     ("12", "RUNNING", 0, False)])
-def test_two_jobs_of_one_stage(job: Job, other: str, state: str | None, age: float, refused: bool) -> None:
+def test_two_jobs_of_one_stage(job, other, state, age, refused):
     hold(job, other, age)
     job.slurm.states, job.slurm.silent = {other: state or ""}, state is None
     if refused:

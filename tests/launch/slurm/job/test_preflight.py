@@ -15,7 +15,7 @@ from launch.slurm.job import node_trial, preflight
 from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
 from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
 from launch.slurm.nodes import excluded
-from tests.launch.fake_job import Job, chain_of, make_job
+from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
 SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)
@@ -66,7 +66,7 @@ def having(kind: str, *nodes: str) -> list[Report]:
     (having("gpu", "n3"), {"n3": "gpu n3"}),
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
-def test_the_table(reports: list[Report], bad: dict[str, str]) -> None:
+def test_the_table(reports, bad):
     assert {node: problem.text for node, problem in judge(reports, 4, 4.0, NODES).bad.items()} == bad
 
 
@@ -76,12 +76,12 @@ def test_the_table(reports: list[Report], bad: dict[str, str]) -> None:
     (having("clock", *NODES[:3]), 4, "file system is off: clock n1 (3 of 4 nodes)"),
     (having("clock", "n1")[:1], 1, "file system is off: clock n1 (1 of 1 node)"),
 ])
-def test_who_is_not_blamed_is_told(reports: list[Report], ranks: int, told: str) -> None:
+def test_who_is_not_blamed_is_told(reports, ranks, told):
     line, = judge(reports, ranks, 4.0, NODES[:ranks]).told
     assert told in line
 
 
-def test_ranks_that_were_just_starting_are_not_blamed() -> None:
+def test_ranks_that_were_just_starting_are_not_blamed():
     """The others had only just written, too, when the time was up."""
     started = [replace(report, **UNFINISHED) for report in SOUND[:3]]
     assert set(judge(started, 4, 4.0, NODES, lasted_s=90.0, quiet_s=100.0).bad) == {"n4"}
@@ -91,13 +91,13 @@ def test_ranks_that_were_just_starting_are_not_blamed() -> None:
         assert not found.bad and line.startswith("not all nodes have answered yet: n4 (1 of 4 nodes); slow is not sick")
 
 
-def test_several_ranks_of_a_node_are_one_node() -> None:
+def test_several_ranks_of_a_node_are_one_node():
     reports = [Report(rank, f"n{1 + rank // 2}", finished=True, product_s=3.0 if rank in (4, 5) else 0.01,
                       pair_s=2.0 if rank == 2 else 0.01) for rank in range(80)]
     assert list(judge(reports, 80, 4.0).bad) == ["n3", "n2"]
 
 
-def test_of_two_nodes_none_is_blamed_for_the_link_between_them() -> None:
+def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     reports = [Report(rank, NODES[rank // 4], finished=True, pair_s=3.0 if rank == 5 else 0.01) for rank in range(8)]
     assert not judge(reports, 8, 4.0).bad
 
@@ -122,14 +122,13 @@ def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
     (having("folder", "n1")[:1], True, {"n1"}),
     (having("gpu", "n1")[:1], False, {"n1"}),
 ])
-def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports: list[Report], everywhere: bool,
-                                                              bad: set[str]) -> None:
+def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
     found = told(reports, NODES[:len(reports)])
     assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_every_node_has_two_partners(count: int) -> None:
+def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
     met: dict[int, set[int]] = {node: set() for node in range(count)}
     for partners in pairings(count):
@@ -140,13 +139,13 @@ def test_every_node_has_two_partners(count: int) -> None:
     assert all(len(partners) >= min(2, count - 1) for partners in met.values())
 
 
-def test_a_sound_node(tmp_path: Path) -> None:
+def test_a_sound_node(tmp_path):
     (tmp_path / "launch").mkdir()
     assert check_node(tmp_path, gpus=0, shared=tmp_path) == []
     assert not list((tmp_path / "launch").iterdir()), "the probe is removed"
 
 
-def test_a_node_that_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
     assert [problem.kind for problem in found] == ["folder", "shm", "gpu"]
     assert "cannot write into" in found[0].text and found[1].text.endswith("shm is not there")
@@ -160,8 +159,7 @@ def test_a_node_that_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert kind == "clock" and "ahead of the file system's" in text
 
 
-def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path, monkeypatch):
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(node_trial, "write_note", lambda path, value: written.append(value))
     monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
@@ -183,7 +181,7 @@ def smi(folder: Path, gpus: str, processes: str = "", before: str = "") -> None:
     (folder / "nvidia-smi").chmod(0o755)
 
 
-def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert check_gpus(4) == ["2 GPUs instead of 4"]
@@ -205,12 +203,12 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     """A train job with preflight."""
     return make_job(tmp_path, preflight=True)
 
 
-def test_sound_nodes_are_trained_on(job: Job) -> None:
+def test_sound_nodes_are_trained_on(job):
     status, log = job.go("work", trial=Found({}, ["2 nodes sound in 8 s"]))
     event, = job.events("preflight")
     assert status == 0 and "preflight: 2 nodes sound in 8 s" in log and event["bad"] == {}
@@ -218,7 +216,7 @@ def test_sound_nodes_are_trained_on(job: Job) -> None:
         assert "preflight" not in job.go("work", job="13", **changes)[1]
 
 
-def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job: Job) -> None:
+def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job):
     bad = Found({"n2": "no disk"}, ["n2 is bad: no disk"])
     status, log = job.go(trial=bad)
     assert status == 0 and job.slurm.requeued == ["12"] and "n2 is bad: no disk" in log and excluded(job.run) == []
@@ -228,7 +226,7 @@ def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submissi
     assert job.events("preflight")[1]["bad"] == bad.bad
 
 
-def test_the_next_link_goes_on_without_the_bad_node(job: Job) -> None:
+def test_the_next_link_goes_on_without_the_bad_node(job):
     chain_of(job, "12", "13", "14")
     status, log = job.go(trial=Found({"n2": "no shared memory"}, []), links=3)
     assert status == 0 and "the next job of the chain goes on without it" in log
@@ -236,7 +234,7 @@ def test_the_next_link_goes_on_without_the_bad_node(job: Job) -> None:
     assert not job.events("attempt") and not (job.stage / "STATE.json").exists()
 
 
-def test_what_fails_on_every_node_is_not_the_nodes(job: Job) -> None:
+def test_what_fails_on_every_node_is_not_the_nodes(job):
     both = Found({"n1": "no disk", "n2": "no disk"}, [], everywhere=True, reason="no disk, on all nodes alike")
     status, log = job.go(trial=both)
     assert status == 1 and "preflight: no disk, on all nodes alike" in log and not job.slurm.requeued
@@ -244,7 +242,7 @@ def test_what_fails_on_every_node_is_not_the_nodes(job: Job) -> None:
     assert job.state().status == "failed" and "on all nodes alike" in job.state().reason
 
 
-def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path: Path) -> None:
+def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
     python = tmp_path / "python"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from launch.slurm.nodes import add_strike
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
-from tests.launch.fake_job import Job, chain_of, make_job
+from tests.launch.fake_job import chain_of, make_job
 from tests.waiting import HANG_S, wait_for
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
@@ -26,7 +25,7 @@ RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 # ---- as processes
 
 
-def test_a_killed_rank_is_started_again_in_the_allocation(job: Job) -> None:
+def test_a_killed_rank_is_started_again_in_the_allocation(job):
     status, log = job.run_it("crash", "work")
     assert status == 0, log
     assert job.ends() == [RESTART, DONE]
@@ -47,7 +46,7 @@ def test_a_killed_rank_is_started_again_in_the_allocation(job: Job) -> None:
     assert "--export=ALL" in line and "rank%t.err" in line and "-m launch.slurm.job.rank --stage train -- " in line
 
 
-def test_told_to_end_the_runner_waits_and_starts_nothing(job: Job) -> None:
+def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     """The signals before the time limit do not concern it."""
     process = job.start("wait", "work")
     wait_for(lambda: len(job.processes()) == 2)
@@ -61,7 +60,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job: Job) -> None:
     assert not (job.run / "launch/train.lock").exists()
 
 
-def test_a_killed_runner_leaves_no_rank(job: Job) -> None:
+def test_a_killed_runner_leaves_no_rank(job):
     process = job.start("wait")
     wait_for(lambda: len(job.processes()) == 2)
     process.kill()
@@ -69,8 +68,7 @@ def test_a_killed_runner_leaves_no_rank(job: Job) -> None:
     wait_for(lambda: not job.alive())
 
 
-def test_a_step_is_ended_when_it_must_not_go_on_and_abandoned_if_it_does_not_end(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_ended_when_it_must_not_go_on_and_abandoned_if_it_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(srun, "KILL_S", 0.2)
     stubborn = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); "
                 f"open({str(tmp_path / 'rank0.err')!r}, 'w'); time.sleep(3600)"]
@@ -84,8 +82,7 @@ def test_a_step_is_ended_when_it_must_not_go_on_and_abandoned_if_it_does_not_end
 
 @pytest.mark.parametrize(("each", "ends", "warns", "status"), [
     (True, False, False, 137), (True, True, False, 5), (True, False, True, 6), (False, False, False, 5)])
-def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(
-        tmp_path: Path, each: bool, ends: bool, warns: bool, status: int) -> None:
+def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(tmp_path, each, ends, warns, status):
     """It blocks the warning until it hears it."""
     script = "import os, signal, sys, time; print('out', flush=True); print('err', file=sys.stderr, flush=True); " \
              "signal.signal(15, lambda *_: os._exit(5)); signal.signal(12, lambda *_: os._exit(6)); " \
@@ -121,9 +118,7 @@ def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(
     ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
     ("crash", {}, {"states": {"12": "PENDING"}}, 143, [("crashed", "leave")], 0, "Slurm has taken the job"),
 ])
-def test_what_follows_from_each_end_of_a_start(job: Job, plan: str, changes: dict[str, Any], slurm: dict[str, Any],
-                                               status: int, ends: list[tuple[str, str]], requeued: int,
-                                               words: str) -> None:
+def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status, ends, requeued, words):
     vars(job.slurm).update(slurm)
     found, log = job.go(*plan.split(), **changes)
     assert (found, job.ends(), job.slurm.requeued) == (status, ends, ["12"] * requeued), log
@@ -131,17 +126,17 @@ def test_what_follows_from_each_end_of_a_start(job: Job, plan: str, changes: dic
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
 
-def test_steps_of_checkpoints_are_recorded(job: Job) -> None:
+def test_steps_of_checkpoints_are_recorded(job):
     assert job.go("save10", "asked")[0] == 0
     assert job.go("work", restart=1)[0] == 0 and job.slurm.requeued == ["12"]
     assert [event["step"] for event in job.events("ended")] == [10, 120, 120]
     assert [(event["start"], event["from"]) for event in job.events("attempt")] == [(0, None), (1, 10), (2, 120)]
 
 
-def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
     there = job.runner(monkeypatch, iter(["asked"]))
 
-    def requeue(id: str, patience_s: float) -> str:
+    def requeue(id, patience_s):
         there.stopping = True
         return "killed"
 
@@ -149,7 +144,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job: Job, monke
     assert there._starts() == 0 and job.ends() == [("preempted", "requeue")]
 
 
-def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job: Job) -> None:
+def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
     status, log = job.go(*["no step"] * starts.STEP_TRIES)
     assert status == 0 and job.ends() == [("crashed", "requeue")] and log.count("trying again") == 3
     status, log = job.go("no step", "work", restart=1)
@@ -157,21 +152,21 @@ def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_agai
     assert len(job.commands) == 6 and len(job.events("attempt")) == 2
 
 
-def test_an_old_manifest_does_not_make_a_broken_start_a_done_one(job: Job) -> None:
+def test_an_old_manifest_does_not_make_a_broken_start_a_done_one(job):
     Manifest("train", {}, [], {"steps": 1}, "").write(job.stage)
     assert job.go("import", "import", max_restarts=1)[0] == 1 and job.ends()[-1] == ("crashed", "stop")
     assert job.go("silent", restart=1, job="13")[0] == 0, "a stage that is up to date says nothing and ends well"
 
 
-def test_no_file_can_be_written_and_the_job_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **more: object) -> None:
+def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
+    def full(*_, **more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(starts, "log_attempt", full)
     monkeypatch.setattr(runner, "write_state", full)
     monkeypatch.setattr(joblock, "BEAT_S", 0.0)
 
-    def beats(each: Callable[[], bool]) -> StepEnd:
+    def beats(each):
         monkeypatch.setattr(joblock, "write_json", full)
         assert each(), "nobody takes the stage over while Slurm says that this job runs"
         return StepEnd(2)
@@ -180,7 +175,7 @@ def test_no_file_can_be_written_and_the_job_goes_on(job: Job, monkeypatch: pytes
     assert status == 1 and "`attempt` could not be logged: [Errno 28] No space left on device" in log
 
 
-def test_other_code_is_not_started(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_is_not_started(job, monkeypatch):
     """The copy is compared before each start, the second one too."""
     said = iter([[], ["The code is not what was submitted."]])
     asked: list[tuple[Any, ...]] = []
@@ -193,7 +188,7 @@ def test_other_code_is_not_started(job: Job, monkeypatch: pytest.MonkeyPatch) ->
 # ---- starts before this one
 
 
-def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job: Job) -> None:
+def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
     chain_of(job, "12", "13")
     status, log = job.go("crash", "crash", max_restarts=1, links=2)
     assert status == 1 and job.ends() == [RESTART, ("crashed", "stop")] and job.state().status == "failed"
@@ -205,13 +200,13 @@ def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job: Job) -> Non
     assert status == 0 and "train is done (by job 14): nothing to do" in log and len(job.events("attempt")) == 3
 
 
-def test_the_stop_file(job: Job) -> None:
+def test_the_stop_file(job):
     (job.run / "launch/stop").write_text("enough")
     status, log = job.go()
     assert status == 1 and "training is to stand" in log and not job.events("attempt")
 
 
-def test_the_start_that_nobody_saw_the_end_of(job: Job) -> None:
+def test_the_start_that_nobody_saw_the_end_of(job):
     """An accident that two notice is one strike."""
     job.unseen(0)
     add_strike(job.run, "n2", "12.0.0", "was late when training hung")
@@ -225,7 +220,7 @@ def test_the_start_that_nobody_saw_the_end_of(job: Job) -> None:
 
 
 @pytest.mark.parametrize("how", ["node", "runner", "outside"])
-def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(job: Job, how: str) -> None:
+def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(job, how):
     job.crashed(0)
     job.unseen(1)
     if how == "node":
@@ -241,17 +236,17 @@ def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(jo
     assert ("lost n2 (down*)" if how == "node" else "its runner was killed") in job.state().reason
 
 
-def test_a_runner_that_was_killed_before_its_first_start(job: Job) -> None:
+def test_a_runner_that_was_killed_before_its_first_start(job):
     log_attempt(job.run, "job", stage="train", job="12", restart=0, start=0, chain="c", nodes=["n1", "n2"])
     (job.run / "launch/killed.12.0").touch()
     status, log = job.go(max_restarts=0, restart=1)
     assert status == 1 and job.ends() == [("crashed", "stop")] and not job.events("attempt"), log
 
 
-def test_a_start_that_was_taken_over_ends_what_it_runs(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
     monkeypatch.setattr(joblock, "BEAT_S", 0.0)
 
-    def taken(each: Callable[[], bool]) -> StepEnd:
+    def taken(each):
         assert each()
         JobLock(job.run, "train", "12", 1, lambda job: "").acquire()
         assert not each()
@@ -266,7 +261,7 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job: Job, monkeypatch: py
 # ---- elements of arrays, units, evaluations
 
 
-def test_elements_of_an_array(tmp_path: Path) -> None:
+def test_elements_of_an_array(tmp_path):
     """One element's crashes are not another's, and no element speaks for the stage."""
     job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", max_restarts=1)
     for restart in range(3):
@@ -287,7 +282,7 @@ def test_elements_of_an_array(tmp_path: Path) -> None:
     (None, True, True, "SIGUSR2"), (None, False, True, "SIGUSR2"), (2, True, True, "SIGUSR2"),
     (None, True, False, "?")])
 def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job(
-        tmp_path: Path, element: int | None, requeue: bool, warned: bool, word: str) -> None:
+        tmp_path, element, requeue, warned, word):
     job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", warned=warned, signal_s=60)
     job.slurm.left_s = 60
     status, log = job.go("units", element=element, requeue=requeue)
@@ -299,19 +294,19 @@ def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job
     assert "asked to stop (?: 3 of 4 units)" in log and job.go("work", element=element, restart=2)[0] == 0
 
 
-def test_nothing_is_evaluated_once_the_job_is_told_to_end(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
     asked: list[str] = []
 
     class Evaluations:
-        def look(self) -> None:
+        def look(self):
             asked.append("look")
 
-        def finish(self) -> None:
+        def finish(self):
             asked.append("finish")
 
     there = job.runner(monkeypatch, iter(["work", "work"]))
     assert there.evaluations is None
-    there.evaluations = Evaluations()  # type: ignore[assignment]
+    there.evaluations = Evaluations()
     assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
     there.stopping = True
     assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]
@@ -319,6 +314,6 @@ def test_nothing_is_evaluated_once_the_job_is_told_to_end(job: Job, monkeypatch:
     assert job.runner(monkeypatch, iter([])).evaluations is not None
 
 
-def test_outside_of_slurm_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_slurm_it_says_so(capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert runner.main(["/nowhere"]) == 1 and "is what a Slurm job runs" in capsys.readouterr().out

@@ -36,7 +36,7 @@ def options(lines: list[str], *names: str) -> list[str]:
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 
 
-def test_no_wckey_unless_asked(tmp_path: Path) -> None:
+def test_no_wckey_unless_asked(tmp_path):
     """Sites that track them refuse a key that is not one's own."""
     assert not options(script(tmp_path), "wckey")
     assert options(script(tmp_path, extra={"wckey": "mine"}), "wckey") == ["wckey=mine"]
@@ -45,7 +45,7 @@ def test_no_wckey_unless_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extra", [
     {"gres": "gpu:h100:8"}, {"gpus-per-node": "h100:8"}, {"gpus_per_node": "h100:8"}, {"--gpus-per-node": "h100:8"},
     {"gpus": 16}, {"G": "16"}, {"gpus-per-task": "h100:1"}, {"gres": "nvme:1,gpu:8"}])
-def test_gpus_are_asked_for_once(tmp_path: Path, extra: dict[str, str]) -> None:
+def test_gpus_are_asked_for_once(tmp_path, extra):
     asked = options(script(tmp_path, extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
     (_, value), = extra.items()
     assert len(asked) == 1 and asked[0].endswith(f"={value}")
@@ -57,13 +57,12 @@ def test_gpus_are_asked_for_once(tmp_path: Path, extra: dict[str, str]) -> None:
     ("partition", "gpu", {"p": "big"}, "partition=big"), ("account", "a", {"account": "b"}, "account=b"),
     ("mem", "64G", {"mem-per-cpu": "4G"}, "mem-per-cpu=4G"), ("time", 60, {"t": "2-0"}, "time=2-0"),
     ("qos", "low", {"qos": "high"}, "qos=high"), ("constraint", "a100", {"C": "h100"}, "constraint=h100")])
-def test_what_is_said_in_extra_counts_and_stands_once(tmp_path: Path, setting: str, value: Any, extra: dict[str, str],
-                                                      line: str) -> None:
+def test_what_is_said_in_extra_counts_and_stands_once(tmp_path, setting, value, extra, line):
     lines = script(tmp_path, **{setting: value, "extra": extra})
     assert options(lines, setting, line.partition("=")[0]) == [line]
 
 
-def test_no_option_stands_twice(tmp_path: Path) -> None:
+def test_no_option_stands_twice(tmp_path):
     extra = {"gpus_per_node": "h100:8", "mem": "0", "exclusive": True, "nice": 10, "wckey": "k", "partition": "x",
              "time": 5, "exclude": "n9", "dependency": "afterany:7"}
     names = [line.partition("=")[0].replace("_", "-") for line in script(tmp_path, extra=extra)
@@ -71,24 +70,24 @@ def test_no_option_stands_twice(tmp_path: Path) -> None:
     assert len(names) == len(set(names)) and "#SBATCH --exclusive" in names
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_flags(tmp_path):
     lines = script(tmp_path, extra={"exclusive": True, "overcommit": True},
                    train={"extra": {"overcommit": False, "comment": "night"}})
     assert options(lines, "exclusive", "overcommit", "comment") == ["comment=night", "exclusive"]
     assert options(script(tmp_path, extra={"exclusive": "user"}), "exclusive") == ["exclusive=user"]
     with pytest.raises(ValidationError):
-        LaunchConfig(extra={"exclusive": [1]})  # type: ignore[dict-item]
+        LaunchConfig(extra={"exclusive": [1]})
 
 
-def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(tmp_path: Path) -> None:
+def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(tmp_path):
     lines = script(tmp_path, ("n3",), ("encode",), extra={"exclude": "n[7-8]", "dependency": "afterany:7"})
     assert options(lines, "exclude") == ["exclude='n[7-8],n3'"]
     assert options(lines, "dependency") == ["dependency=afterok:ID_OF_encode,singleton,afterany:7"]
 
 
-def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it() -> None:
+def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
-                          train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})  # type: ignore[arg-type]
+                          train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})
     assert option_problems(launch) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
@@ -104,7 +103,7 @@ def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it() -> 
     ({"python": "python3", "wrap": ["apptainer", "exec", "x.sif"]}, None),  # it is called so in the container only
     ({"python": "python3", "wrap": ["x"], "runner_python": "/shared/bin/python"}, "/shared/bin/python"),
     ({"runner_python": "/shared/bin/python"}, "/shared/bin/python"), ({}, None)])
-def test_whose_python_runs_the_runner(tmp_path: Path, launch: dict[str, Any], python: str | None) -> None:
+def test_whose_python_runs_the_runner(tmp_path, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage."""
     import shlex
     import sys

@@ -97,7 +97,7 @@ def option(script: str, name: str) -> str | None:
     return None if found is None else (found[1] or "").strip("'")
 
 
-def test_the_script_of_training_on_four_nodes(launcher: Launcher) -> None:
+def test_the_script_of_training_on_four_nodes(launcher):
     result = launcher.submit("--stage", "all", "--dry-run", *FOUR_NODES)
     assert result.returncode == 0, result.stderr
     assert not launcher.run.exists(), "a dry run writes nothing"
@@ -138,7 +138,7 @@ def test_the_script_of_training_on_four_nodes(launcher: Launcher) -> None:
     assert "memory" in result.stdout and "a rank for weights, gradients and moments" in result.stdout
 
 
-def test_links_arrays_and_sites_without_requeue(launcher: Launcher) -> None:
+def test_links_arrays_and_sites_without_requeue(launcher):
     answer = launcher.submit(
         "--stage", "all", "--nodes", "2", "--dry-run", "launch.train.links=3", "launch.requeue=false",
         "launch.shard.array=1", "launch.encode.array=5", "launch.encode.at_once=2", "train.micro_batch=1",
@@ -157,7 +157,7 @@ def test_links_arrays_and_sites_without_requeue(launcher: Launcher) -> None:
     assert [_ranges(elements) for elements in ((0,), (0, 1, 2), (1, 3, 4, 5, 9))] == ["0", "0-2", "1,3-5,9"]
 
 
-def test_submission_chains_what_is_not_done(slurm: Launcher) -> None:
+def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
     result = slurm.submit("--stage", "all", "launch.encode.array=2", "train.steps=40")
     assert result.returncode == 0, result.stderr
@@ -185,7 +185,7 @@ def test_submission_chains_what_is_not_done(slurm: Launcher) -> None:
     assert "broken" not in (Path(chain.code) / "launch/slurm/trust.py").read_text()
 
 
-def test_a_run_is_queued_once(slurm: Launcher) -> None:
+def test_a_run_is_queued_once(slurm):
     assert slurm.submit("--stage", "all").returncode == 0
     assert [job.stage for job in chain_of(slurm).jobs] == list(STAGES), "every stage has a job"
     again = slurm.submit("--stage", "all", QUEUED=queue_line("103", "RUNNING"))
@@ -200,7 +200,7 @@ def test_a_run_is_queued_once(slurm: Launcher) -> None:
     assert namesake.returncode == 0 and "other jobs of the same names are in the queue: 999" in namesake.stdout
 
 
-def test_what_is_to_go_on_is_not_forced_again(slurm: Launcher) -> None:
+def test_what_is_to_go_on_is_not_forced_again(slurm):
     slurm.done("shard")
     result = slurm.submit("--stage", "all", "--force")
     assert result.returncode == 0 and "the same command without --force submits what is left" in result.stdout
@@ -210,8 +210,8 @@ def test_what_is_to_go_on_is_not_forced_again(slurm: Launcher) -> None:
     assert spec.command[spec.command.index("--force-id") + 1] == chain.id and "--force" not in spec.command
 
 
-def test_a_file_system_without_locks_or_links(slurm: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object, **more: object) -> None:
+def test_a_file_system_without_locks_or_links(slurm, monkeypatch):
+    def none(*_, **more):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
@@ -224,7 +224,7 @@ def test_a_file_system_without_locks_or_links(slurm: Launcher, monkeypatch: pyte
     assert all(path.stat().st_nlink == 1 for path in pickles), "there were no links"
 
 
-def test_a_refused_submission_says_what_is_queued(slurm: Launcher) -> None:
+def test_a_refused_submission_says_what_is_queued(slurm):
     result = slurm.submit("--stage", "all", REFUSED="103")
     assert result.returncode == 2
     assert "trial-encode" in result.stderr and "invalid partition" in result.stderr
@@ -233,14 +233,14 @@ def test_a_refused_submission_says_what_is_queued(slurm: Launcher) -> None:
     assert "Nothing is queued" in slurm.submit("--stage", "all", "name=other", REFUSED="103").stderr
 
 
-def test_nothing_to_submit(slurm: Launcher) -> None:
+def test_nothing_to_submit(slurm):
     slurm.done("shard")
     result = slurm.submit("--stage", "shard")
     assert result.returncode == 0 and "nothing to submit" in result.stdout and not list(slurm.queue.iterdir())
     assert "nothing to do" in slurm.submit("--stage", "shard", "--dry-run").stdout
 
 
-def test_nodes_that_failed_twice_are_left_out(slurm: Launcher) -> None:
+def test_nodes_that_failed_twice_are_left_out(slurm):
     for node in ("n3", "n7"):
         for job in ("1.0", "1.1"):
             add_strike(slurm.run, node, job, "went down")
@@ -252,7 +252,7 @@ def test_nodes_that_failed_twice_are_left_out(slurm: Launcher) -> None:
     assert not (slurm.run / "launch/stop").exists(), "it was meant for what ran then"
 
 
-def test_all_that_the_site_forbids_is_told_at_once(slurm: Launcher) -> None:
+def test_all_that_the_site_forbids_is_told_at_once(slurm):
     result = slurm.submit(
         "--stage", "all", "--nodes", "4", "train.micro_batch=1", "launch.secrets=[NO_SUCH_TOKEN]",
         "launch.limits={nodes: 2, time: 60, array: 3, jobs: 4, gpu_memory_gb: 0.000001}",
@@ -270,7 +270,7 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm: Launcher) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm: Launcher) -> None:
+def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
     result = slurm.submit("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
                           "train.warmup_steps=3")
     assert result.returncode == 2 and "checkpoints" in result.stderr and "are free where" in result.stderr
@@ -279,7 +279,7 @@ def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm: Launcher) -> Non
     assert "not divisible by 24 (train.micro_batch 4 x 6 data-parallel ranks)" in result.stderr
 
 
-def test_a_profile_is_named_on_the_command_line(slurm: Launcher) -> None:
+def test_a_profile_is_named_on_the_command_line(slurm):
     (slurm.work / "clusters").mkdir()
     (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
     result = slurm.submit("--stage", "all", "--cluster", "ours")
@@ -290,7 +290,7 @@ def test_a_profile_is_named_on_the_command_line(slurm: Launcher) -> None:
     assert read_json(slurm.run / "launch/chain.json")["cluster"] == "ours"
 
 
-def test_an_evaluation_beside_training_is_submitted_from_a_process_of_its_own(slurm: Launcher) -> None:
+def test_an_evaluation_beside_training_is_submitted_from_a_process_of_its_own(slurm):
     assert slurm.submit("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3").returncode == 0
     chain = chain_of(slurm)
     spec = JobSpec.load(Path(chain.jobs[3].spec))
