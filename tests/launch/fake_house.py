@@ -110,22 +110,17 @@ class House:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
 
-    def forget(self) -> None:
-        """Forget which stages ran."""
-        for path in self.pids.iterdir():
-            path.unlink()
-
     def alive(self) -> list[str]:
         """Started bodies whose process still exists."""
-        return [name for name in self.started() if _exists(int((self.pids / name).read_text()))]
+        return [name for name in self.started() if runs(self.pids / name)]
 
 
-def _exists(process: int) -> bool:
+def runs(note: Path) -> bool:
+    """Whether the process whose id a file holds is there, and no zombie."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path("/proc", note.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-    return state != "Z"
 
 
 def build_house(folder: Path) -> House:

@@ -28,6 +28,7 @@ from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import PARTS, last_word_file
 from pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.files import write_json, write_text
+from tests.launch.fake_house import runs
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,18 +255,17 @@ class Job:
         return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
                 "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", **more}
 
-    def processes(self) -> list[int]:
-        """The ranks that were started."""
-        return [int(path.read_text()) for path in sorted((self.run / "pids").glob("*")) if path.read_text()]
+    def notes(self) -> list[Path]:
+        """Files with the process ids of the ranks that were started."""
+        return [path for path in sorted((self.run / "pids").glob("*")) if path.read_text()]
 
-    def alive(self) -> list[int]:
-        """Ranks that still run."""
-        return [pid for pid in self.processes() if Path(f"/proc/{pid}").exists()
-                and " Z " not in Path(f"/proc/{pid}/stat").read_text()]
+    def alive(self) -> list[Path]:
+        """Those of ranks that still run."""
+        return list(filter(runs, self.notes()))
 
     def kill_all(self) -> None:
-        for pid in self.alive():
-            os.kill(pid, signal.SIGKILL)
+        for note in self.alive():
+            os.kill(int(note.read_text()), signal.SIGKILL)
 
     # ---- what is left
 

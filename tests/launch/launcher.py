@@ -103,13 +103,12 @@ class Launcher:
         """Call it with the configuration."""
         return self.call("--config", "config.yaml", *arguments, **variables)
 
-    def done(self, *stages: str, begun: bool = False) -> None:
-        """Stages that are done, or only begun, as the configuration asks for them."""
+    def done(self, *stages: str) -> None:
+        """Stages that are done as the configuration asks for them."""
         run = Run(load_config(self.work / "config.yaml"))
         for stage in stages:
             folder, fingerprint = run.own_folder(stage), run.fingerprint(stage)
             write_json(folder / STARTED, {"fingerprint": fingerprint})
             write_text(folder / "out.txt", sha256_json([stage, fingerprint]))
-            if not begun:
-                Manifest(stage, fingerprint, [output_record(folder, folder / "out.txt")], {"files": 1, "steps": 30},
-                         config_hash(run.config), code=code_hashes(STAGES[stage])).write(folder)
+            Manifest(stage, fingerprint, [output_record(folder, folder / "out.txt")], {"files": 1, "steps": 30},
+                     config_hash(run.config), code=code_hashes(STAGES[stage])).write(folder)

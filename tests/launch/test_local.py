@@ -19,6 +19,7 @@ from launch.child import Child, Interruptions, Lines
 from launch.local import find_machine
 from launch.plan import Machine, local_ranks
 from pipeline.config.tree import Config
+from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 
 
@@ -98,9 +99,7 @@ def test_requests_to_stop(tmp_path, script, requests, patience_s, status, said):
         stage = Child([sys.executable, "-c", start], os.environ, tmp_path / "logs/x.log", stop=signal.SIGINT,
                       orphaned=signal.SIGKILL, patience_s=patience_s)
         assert stage.run(Asked(), "x") == status and said in errors.buffer.getvalue().decode()
-    if below.exists():
-        left = Path(f"/proc/{below.read_text()}/stat")
-        wait_for(lambda: not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_for(lambda: not runs(below))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

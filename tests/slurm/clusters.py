@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S
 from tools.slurm_lab import Lab
 from tools.slurm_settings import user_name
-
-ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Cluster(Lab):
@@ -34,14 +32,6 @@ class Cluster(Lab):
         assert not check or result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
         return result
 
-    def submit(self, folder: Path, script: str, *options: str, **variables: str) -> str:
-        """Submit a bash script from `folder`; its output goes to out.<job id> there. The job's id."""
-        path = folder / f"script-{time.monotonic_ns()}.sh"
-        path.write_text(f"#!/bin/bash\n{script}\n")
-        answer = self.run("sbatch", "--output=out.%j", f"--chdir={folder}", *options, path, cwd=folder,
-                          variables=variables)
-        return answer.stdout.split()[-1]
-
     def is_idle(self) -> bool:
         """Whether Slurm says that the queue is empty. It is asked twice a second at most: who waits leaves the
         processors to the jobs."""
@@ -58,11 +48,6 @@ class Cluster(Lab):
         shown = dict(word.split("=", 1) for word in self.run("scontrol", "--oneliner", "show", "job", job
                                                              ).stdout.split() if "=" in word)
         return f"{shown['JobState']} {shown['Reason']}" if shown["JobState"] == "PENDING" else shown["JobState"]
-
-    def wait(self, job: str) -> str:
-        """Wait until a job has ended; its state then."""
-        return wait_for(lambda: state if (state := self.state(job)).startswith(ENDS) else "",
-                        lambda: f"job {job} is {self.state(job)}")
 
 
 def guard(folder: Path) -> subprocess.Popen[bytes]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -46,19 +46,6 @@ def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
     path = folder / "mini.yaml"
     path.write_text(yaml.safe_dump(merged(merged(settings, SETTINGS), changes)))
     return path
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What the runner noted at the end of a start: see `pipeline.contract.state.read_attempts`."""
-
-    job: str
-    restart: int
-    start: int
-    status: str
-    next: str
-    reason: str
-    step: int | None
 
 
 class Training:
@@ -125,7 +112,7 @@ class Training:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.with_name(note.name + GO).touch()
 
-    def next_end(self) -> Ended:
+    def next_end(self) -> SimpleNamespace:
         """Wait for the end of another start."""
         self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
         return self.ends[-1]
@@ -157,10 +144,10 @@ class Training:
         return read_state(self.run / "train")
 
     @property
-    def ends(self) -> list[Ended]:
-        """How the starts of train ended so far."""
-        return [Ended(**{name: event[name] for name in Ended.__annotations__})
-                for event in read_attempts(self.run) if event["event"] == "ended" and event["stage"] == "train"]
+    def ends(self) -> list[SimpleNamespace]:
+        """How the starts of train ended so far, as the runner noted it."""
+        return [SimpleNamespace(**event) for event in read_attempts(self.run)
+                if event["event"] == "ended" and event["stage"] == "train"]
 
     @property
     def starts(self) -> list[dict[str, Any]]:

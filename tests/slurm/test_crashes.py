@@ -31,12 +31,11 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     run.check_curve()
 
 
-def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):
+def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training):
     """They are submitted while training waits for them, it ends though none of them can start, and then they do."""
     run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
-    barrier = run.cluster.submit(tmp_path, "true", "--hold")
+    barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
     run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", nodes=1)
-    train = run.job()
 
     def evaluations():
         chain = read_chain(run.run)
@@ -46,7 +45,7 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training
         step = run.next_wait()
         run.next(lambda: step - 2 in evaluations(), "the evaluation of the newest checkpoint")  # noqa: B023
         run.go_on()
-    assert run.cluster.wait(train) == "COMPLETED", run.story()
+    assert run.next_end().status == "done", run.story()
     jobs = evaluations()
     for step, job in jobs.items():
         assert run.log().index(f"the checkpoint of step {step} is evaluated by job {job}") < run.log().index(

@@ -114,7 +114,8 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
     run.state("train", "running", job="16")
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
     assert stop(run.folder, "maintenance", slurm.scheduler()) == 0
-    assert (run.folder / STOP).read_text() == "maintenance\n" and "not sure that training runs" in capsys.readouterr().err
+    assert (run.folder / STOP).read_text() == "maintenance\n"
+    assert "not sure that training runs" in capsys.readouterr().err
 
 
 def two_starts(run: HandMade) -> None:

@@ -126,18 +126,6 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     assert not reports.are_over, "all have reported: they measure, for as long as they are allowed to"
 
 
-def test_the_many_that_are_slow_are_waited_for(tmp_path, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
-    reports = Arrivals(tmp_path, nodes_of(64))
-    for rank in range(60):
-        (tmp_path / f"rank-{rank}.json").touch()
-    now = 5.0
-    reports.look()
-    now = 500.0
-    assert not reports.are_over, "4 of 64 are too many to give up on"
-
-
 def test_who_was_late_when_training_hung(job):
     """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
     said: list[str] = []

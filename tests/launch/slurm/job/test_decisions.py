@@ -17,7 +17,6 @@ from launch.slurm.job.decisions import (
     fruitless,
     too_late,
     unseen,
-    without_requeue,
 )
 from pipeline.contract.state import StageState
 
@@ -109,16 +108,6 @@ def test_what_holds_for_every_combination():
             assert decision.exit_status != 0
         if outcome.state == FAILED:
             assert decision.action == "stop"
-
-
-def test_what_is_done_for_a_refused_requeue():
-    decision = decide(Outcome(ASKED), Terms())
-    going_on = without_requeue(decision, "Slurm said no", Terms(later_links=True))
-    assert kind(going_on) == ("leave", "preempted", 0) and "the next job" in going_on.reason
-    alone = without_requeue(decision, "Slurm said no", Terms())
-    assert kind(alone) == ("stop", "preempted", 1)
-    assert "Slurm said no" in alone.reason and "submit the same command again" in alone.reason
-    assert "after step 40" in alone.reason
 
 
 def test_a_restart_that_the_time_limit_would_cut_off():

@@ -59,10 +59,8 @@ def having(kind: str, *nodes: str) -> list[Report]:
     ([], {}),
     # What belongs to the run folder, or to a node.
     (having("folder", "n1"), {"n1": "folder n1"}),
-    (having("folder", "n1", "n2", "n3"), {}),
     (having("clock", "n1"), {"n1": "clock n1"}),
     (having("clock", "n1", "n2", "n3"), {}),
-    (having("space", "n1"), {}),
     (having("gpu", "n3"), {"n3": "gpu n3"}),
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
@@ -109,10 +107,7 @@ def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
 
 @pytest.mark.parametrize(("reports", "everywhere", "bad"), [
     (having("space", "n2"), True, {"n2"}),
-    (having("space", *NODES), True, set(NODES)),
     (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
-    (having("folder", "n1", "n2"), True, {"n1", "n2"}),
-    (having("folder", "n1"), False, {"n1"}),
     (having("shm", *NODES), True, set(NODES)),  # each in other words
     (having("shm", *NODES[:3]), True, {"n1", "n2", "n3"}),
     ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),

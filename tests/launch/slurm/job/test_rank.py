@@ -15,6 +15,7 @@ import pytest
 from launch.slurm.job.rank import SAVES, RunJob, defaults, rank_environment, visible_gpus
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
+from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
@@ -94,8 +95,7 @@ def test_it_ends_with_its_parent(tmp_path):
     wait_for(lambda: note.exists() and note.read_text())
     parent.kill()
     parent.wait()
-    process = Path(f"/proc/{note.read_text()}/stat")
-    wait_for(lambda: not process.exists() or " Z " in process.read_text(), lambda: "the rank outlived its parent")
+    wait_for(lambda: not runs(note), lambda: "the rank outlived its parent")
 
 
 def test_it_loads_nothing_heavy():

@@ -49,7 +49,7 @@ def test_a_killed_rank_is_started_again_in_the_allocation(job):
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     """The signals before the time limit do not concern it."""
     process = job.start("wait", "work")
-    wait_for(lambda: len(job.processes()) == 2)
+    wait_for(lambda: len(job.notes()) == 2)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         process.send_signal(number)
     time.sleep(1)
@@ -62,7 +62,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 
 def test_a_killed_runner_leaves_no_rank(job):
     process = job.start("wait")
-    wait_for(lambda: len(job.processes()) == 2)
+    wait_for(lambda: len(job.notes()) == 2)
     process.kill()
     process.wait()
     wait_for(lambda: not job.alive())
