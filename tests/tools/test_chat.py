@@ -98,15 +98,16 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
-    whole, replies = chat.stream, []
+    from model.generation.writer import stream
+    replies = []
 
     def interrupted(*arguments):
         replies.append(None)
-        for number, piece in enumerate(whole(*arguments)):
+        for number, piece in enumerate(stream(*arguments)):
             if number == 4 and len(replies) == 1:
                 raise KeyboardInterrupt
             yield piece
-    monkeypatch.setattr(chat, "stream", interrupted)
+    monkeypatch.setattr("model.generation.writer.stream", interrupted)
     typed("one", "two")
     arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "25"]
     assert main(arguments) == 0
