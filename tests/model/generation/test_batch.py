@@ -96,7 +96,7 @@ def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, sampling
 
 def test_one_pass_gives_every_row_a_token_and_a_prompts_last_logits_alone(model):
     passes = []
-    handle = model.register_forward_hook(lambda module, given, result: passes.append((*given[0].shape, result.shape[1])))
+    handle = model.register_forward_hook(lambda module, given, out: passes.append((*given[0].shape, out.shape[1])))
     try:
         together(model, PROMPTS, [Sampling(max_tokens=5)] * len(PROMPTS))
     finally:
