@@ -18,9 +18,9 @@ from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.data.shard_table import OpenShards, Shards
 from tests.token_shards import SOURCES
 
-LENGTHS = (8, 12, 16, 20, 48)
+LENGTHS = (8, 12, 16, 24)
 DOCUMENTS = st.lists(st.lists(st.integers(0, 90) | st.integers(0, 900), min_size=1, max_size=10), min_size=2,
-                     max_size=4).filter(lambda own: min(sum(map(sum, own[::2])), sum(map(sum, own[1::2]))) > 48)
+                     max_size=4).filter(lambda own: min(sum(map(sum, own[::2])), sum(map(sum, own[1::2]))) > 24)
 """Lengths of documents, by shard; the shards are of the two sources in turn."""
 EXCLUDED = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 9)), max_size=3).map(
     lambda parts: Excluded((first, first + count) for first, count in parts))

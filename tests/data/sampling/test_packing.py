@@ -5,22 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.packing_plan import INDEX, Planning, read
 from pipeline.data.shard_table import OpenShards
 from pipeline.errors import UserError
-from pipeline.training.data.opening import refuse_beyond
 from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, planned
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
 from tools.audit import Audit, _sequences
@@ -88,20 +82,6 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
     packing.sha256[0, 0] ^= 1
     plans.append(training_data(tmp_path, table, packing=packing).order.plan_sha256)
     assert len(set(plans)) == 3
-
-
-@pytest.mark.parametrize(("mixture", "limits", "refused"), [
-    (None, {"web": 1}, "allows 1 of web, and the plan takes 2.28 (194 of 85 tokens of all sources)"),
-    (None, {"web": 3, "code": 2.5}, None), ({"web": 1, "code": 1}, {"code": 3},
-                                            "allows 3 of code, and the plan takes 4.")])
-def test_limits_of_epochs_hold_for_packed_sequences_too(tmp_path, mixture, limits, refused):
-    data, said = packed_data(tmp_path, [[16, 10, 6, 33], [0, 20]], mixture), []
-    config = Config(shard=ShardConfig(sources=[FilesSource(kind="files", name=name, paths=["x"]) for name in SOURCES]),
-                    train=TrainConfig(sequence_length=16, batch_tokens=64, steps=4, packing="best_fit", mixture=mixture,
-                                      max_epochs=limits))
-    with pytest.raises(UserError, match=re.escape(refused)) if refused else nullcontext():
-        refuse_beyond(config, {}, data, said.append)
-    assert said[0].startswith("  web: " if mixture else "  all sources: ")
 
 
 def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
