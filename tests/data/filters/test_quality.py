@@ -151,8 +151,8 @@ def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
 SHARES = [0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
 VALUES = (("short_line_length", [1, 10, 60]), ("num_sentences", [1, 2, 3, 4, 5, 8, 30]),
           ("words_per_line", [1, 2, 3, 5, 9]), ("max_word_length", [1, 4, 8, 20]), ("doc_words", [1, 5, 20, 100, 400]),
-          ("avg", [1.5, 2, 3, 4, 4.5, 5, 6]),
-          ("stop_words", range(1, 9)), ("filter", (True, False)), ("citations", (True, False)), ("", SHARES))
+          ("avg", [1.5, 2, 3, 4, 4.5, 5, 6]), ("stop_words", range(1, 9)), ("filter", (True, False)),
+          ("citations", (True, False)), ("", SHARES))
 """What is tried of a setting, by the first of these that is part of its name."""
 PROBED = {kind: {name: next(values for part, values in VALUES if part in name)
                  for name in type(FILTERS.read({"kind": kind})).model_fields

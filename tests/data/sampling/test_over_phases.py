@@ -71,6 +71,8 @@ def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_fa
     taken = [sum(tokens.values()) for tokens in order.consumed(order.end)]
     padding = order.padding(order.end) if kind == "packed" else [0] * len(taken)
     assert [sum(parts) for parts in zip(taken, padding, strict=True)] == [phase.tokens for phase in order.plan.phases]
+    for phase, own in zip(phases, order.consumed(order.end), strict=True):
+        assert not any(own[name] for name, share in (phase["mixture"] or {}).items() if not share)
     if kind == "cut" and len(length) == 1:
         assert not any(any(phase.values()) for phase in order.passed_over())
 

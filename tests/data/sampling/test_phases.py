@@ -77,6 +77,8 @@ def test_faults_name_the_thing():
     with pytest.raises(UserError, match=r"train.phases\[1\] takes sequences from code \(16\): so few"):
         order_of(phases, 1000, 16)
     order_of(phases, 1000, 17)
+    with pytest.raises(UserError, match=r"train.phases\[0\] takes sequences from code \(12\): .* one of 16"):
+        order_of([{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
     with pytest.raises(UserError, match=r"train\.mixture gives the source code 1e-07"):
         order_of([{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
     with pytest.raises(UserError, match=r"train.phases\[0\] has no mixture, so its sources have shares"):
