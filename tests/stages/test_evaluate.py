@@ -193,14 +193,3 @@ def test_the_report_of_the_run(small_run, evaluated, capsys):
         assert inner == outer
         assert f"{evaluated[1]['heldout']['overall']['bits_per_byte']:.4f}" in outer
     assert str(Path(run.folder / "report.html").absolute()) in capsys.readouterr().out
-
-
-def test_evaluate_imports_nothing_heavy_for_the_launcher():
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); import pipeline.evaluate, pipeline.report, "
-            "pipeline.contract.stages; "
-            "from pipeline.config.loading import load_config; "
-            "pipeline.contract.stages.STAGES['evaluate'].input_files(load_config(sys.argv[2])); "
-            "print([name for name in ('torch', 'lm_eval', 'datasets', 'matplotlib', 'jinja2') if name in sys.modules])")
-    found = subprocess.run([sys.executable, "-c", code, str(REPOSITORY), str(REPOSITORY / "configs" / "demo.yaml")],
-                           capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
