@@ -257,14 +257,16 @@ class Work:
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
         if scratch:
             units = self.folder / UNITS
-            gone = [path for phase in self.phases[:-1] for path in (units / phase, units / f"{phase}.jsonl")]
-            note_scratch(self.folder, [*scratch, self.folder / PARTS, *gone])
+            gone += [*scratch, self.folder / PARTS]
+            gone += [path for phase in self.phases[:-1] for path in (units / phase, units / f"{phase}.jsonl")]
+        if gone:
+            note_scratch(self.folder, gone)
         manifest.write(self.folder)
         with suppress(OSError):  # whoever finds the stage done tries again
             remove_scratch(self.folder)
-        (self.folder / LISTING).unlink(missing_ok=True)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")

@@ -217,3 +217,14 @@ def test_what_units_say_of_a_file_is_brought_together(tmp_path):
 def test_units_that_saw_other_files_are_not_brought_together(other):
     with pytest.raises(UserError, match=r"1 input files changed while they were read, .*\(s/a\)"):
         gathered([entry(), entry("s/b"), entry(**other)])
+
+
+def test_a_kill_between_manifest_and_clearing_leaves_no_list_of_files(upper, monkeypatch):
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.contract.stage_work.remove_scratch", killed)
+        assert upper() == 130
+    assert upper.state.kind == "done" and (upper.folder / LISTING).is_file()
+    assert upper() == 0 and not (upper.folder / LISTING).exists()
