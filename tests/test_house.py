@@ -104,8 +104,9 @@ def test_the_code_of_every_stage_is_where_its_table_says(stage):
     assert Path(f"pipeline/{stage.name}.py") in stage.source_files()
 
 
-HEAVY = {"torch", "transformers", "datasets", "lm_eval", "deepspeed", "pyarrow", "pandas", "numpy", "tokenizers",
-         "sentencepiece", "tiktoken", "matplotlib", "jinja2", "rich", "submitit", "tensorboard", "webdataset"}
+HEAVY = {"torch", "torch._dynamo", "transformers", "datasets", "lm_eval", "deepspeed", "pyarrow", "pandas", "numpy",
+         "tokenizers", "sentencepiece", "tiktoken", "matplotlib", "jinja2", "rich", "submitit", "tensorboard",
+         "webdataset"}
 CONFIG = REPOSITORY / "configs" / "demo.yaml"
 REFUSED = {  # program: wrong arguments, and what is said of them
     "launch/submit.py": (f"--stage nope --config {CONFIG}", "nope"),
@@ -185,6 +186,11 @@ def all_of(*rooms):
     ("import tools.audit, pipeline.training.data.opening, tools.where.forward, tools.where.inverse", {"numpy"}),
     ("import pipeline.encode", {"numpy"}),  # which its workers import
     ("import pipeline.training.session", {"torch", "numpy"}),
+    (all_of("pipeline/reporting"), {"numpy", "matplotlib", "jinja2"}),
+    ("import torch; from model.attention.choosing import Where, choose; from model.config import ModelConfig; "
+     "from pipeline.formats.huggingface import parameter_shapes; "
+     "parameter_shapes(ModelConfig(dim=8, layers=1, heads=1, kv_heads=1, vocab_size=8)); "
+     "choose('auto', Where(torch.device('cpu'), torch.bfloat16, compiled=False, head_dim=8))", {"torch", "numpy"}),
 ])
 def test_imports_take_in_only_what_is_needed(code, needed):
     status, text, modules = imported_by("-c", code, cwd=REPOSITORY)

@@ -8,6 +8,7 @@ speaks fluent nonsense.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def pair_rows(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=8)  # asked for each layer of a model
+def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Shapes of all parameters under our names, a tied matrix once."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}

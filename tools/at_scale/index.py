@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from model.config import ModelConfig
@@ -21,7 +21,7 @@ from tools.at_scale.layouts import Owned, saved_by_fsdp, saved_by_zero
 STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
-def index_of_rank(rank: int, shapes: dict[str, tuple[int, ...]], owned: Owned, ranks: int) -> Index:
+def index_of_rank(rank: int, shapes: Mapping[str, tuple[int, ...]], owned: Owned, ranks: int) -> Index:
     """What a rank tells of its file."""
     entries: dict[str, Entry] = {}
     for name, shape in shapes.items():
