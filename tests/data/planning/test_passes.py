@@ -57,17 +57,6 @@ def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, 
         first += len(units)
 
 
-def test_a_page_with_many_copies_is_a_row_a_group_in_the_runs(tmp_path, monkeypatch):
-    cut_into(monkeypatch, 1000, 256, 50)
-    corpus = {"a": [["the same"] * 400 for _ in range(10)]}
-    found = passes(tmp_path, corpus, staged_corpora.settings(corpus, drop_duplicates=False, heldout_share=0.5,
-                                                             shard_mb=1))
-    assert found.done.count("sort/group-000004") == 1 and sum(name.startswith("match") for name in found.done) == 128
-    rows = [path.stat().st_size - 8 * 129 for path in (tmp_path / "staging/runs").glob("*.run")]
-    assert rows == [runs.RUN.itemsize] * 5
-    assert [found.decided.pieces[split][0].total("documents") for split in (0, 1)] in ([0, 4000], [4000, 0])
-
-
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(1, 30), st.integers(1, 2000)), min_size=1, max_size=60),
        target=st.one_of(st.integers(1, 300), st.floats(0.3, 3000)))
