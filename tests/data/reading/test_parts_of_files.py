@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.data import ShardConfig
 from pipeline.contract.content_hash import hash_of_blocks
-from pipeline.data import sources, streams
+from pipeline.data import framing, sources, streams
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import reading_units
 from pipeline.data.zstd_frames import frame_starts
@@ -25,6 +25,11 @@ from tests.data.source_files import batch, files_source, lines, payload_of, text
 
 SETTINGS = settings(max_examples=60, deadline=None,
                     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(framing, "CHUNK", 7)
 
 
 def read(payload):
