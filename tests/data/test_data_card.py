@@ -78,6 +78,8 @@ def test_cards_stay_small_and_older_records_have_none():
     assert len(found["examples"]["own"]) == MOST_REASONS and found["documents"] == 0
     lid = found["languages"]["lid"]
     assert len(lid) == MOST_LANGUAGES + 1 and lid["l099"] == 100 and sum(lid.values()) == 5050
+    twice = dropping(DataCard(2), ("x", "own", "r"), ("y", "own", "r")).record()
+    assert len(source_card([{"card": twice}, {"card": twice}], 3)["examples"]["own"]["r"]) == 3
     assert keeps_examples(f"web-{EXAMPLE_UNITS - 1:05}") and not keeps_examples(f"a-b-{EXAMPLE_UNITS:05}")
     assert not keeps_examples("cut")
 
