@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,18 +37,9 @@ def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
         taken = excluded.take(at, count)
         parts += sample_numbers(taken.ranges).tolist()
         at = taken.end
-    assert parts == allowed(ranges, cursor, sum(counts))
+    assert parts == allowed(ranges, cursor, sum(counts)) == excluded.numbers(cursor, 0, sum(counts)).tolist()
+    assert parts[counts[0]:] == excluded.numbers(cursor, counts[0], sum(counts[1:])).tolist()
     assert at == excluded.take(cursor, sum(counts)).end == (parts[-1] + 1 if parts else cursor)
-
-
-@given(ranges=RANGES, cursor=st.integers(0, 250), world=st.integers(1, 5), share=st.integers(1, 9),
-       ahead=st.integers(0, 6))
-@settings(max_examples=100, deadline=None)
-def test_ranks_share_the_batch_that_is_so_many_steps_ahead(ranges, cursor, world, share, ahead):
-    excluded, batch = Excluded(ranges), world * share
-    parts = [excluded.numbers(cursor, ahead * batch + rank * share, share) for rank in range(world)]
-    assert all(part.dtype == np.int64 and len(part) == share for part in parts)
-    assert np.concatenate(parts).tolist() == allowed(ranges, cursor, (ahead + 1) * batch)[ahead * batch:]
 
 
 @given(ranges=RANGES, first=st.integers(0, 250), length=st.integers(0, 100))

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 
@@ -33,18 +32,6 @@ def test_one_text_is_cut_where_nanogpt_cuts_it(tmp_path, capsys):
     assert counts["documents_with_u2581"] == 2
     assert run(config, "shard.heldout_rule=hash") == 2
     assert 'shard.heldout_rule: "tail" -> "hash"' in capsys.readouterr().err
-
-
-def test_both_parts_keep_what_belongs_to_the_document(tmp_path):
-    write_jsonl(tmp_path / "f.jsonl", [{"text": letter * 10, "name": letter, "stars": 3} for letter in "abc"])
-    source = files_source("s", tmp_path / "f.jsonl", id_field="name", meta_fields=["stars"])
-    config = write_config(tmp_path, [source], heldout_rule="tail", heldout_share=0.5)
-    assert run(config) == 0
-    found = [document for split in ("train", "heldout") for document in documents(config, split)]
-    assert [(document.id, document.text, document.meta) for document in found] == [
-        (name, text, {"stars": 3}) for name, text in (
-            ("a", "a" * 10), ("b[:5]", "b" * 5), ("b[5:]", "b" * 5), ("c", "c" * 10))]
-    assert len({document.key for document in found}) == 4  # the two parts are equal texts
 
 
 @pytest.mark.parametrize(("share", "text", "told"), [

@@ -53,12 +53,12 @@ def write_columns(place, ending, number, names):
     place.mkdir(exist_ok=True)
     columns = [(name, [f"{name} {number} {row} " * 9 for row in range(30)]) for name in names]
     if ending != "csv":
-        return write_batches(place / f"{number}.{ending}", batch(*columns))
+        return write_batches(place / f"{number}.{ending.split()[0]}", batch(*columns), stream=" " in ending)
     rows = [names, *zip(*(values for _, values in columns), strict=True)]
     return (place / f"{number}.csv").write_text("".join(",".join(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow", "csv"])
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "arrow stream", "csv"])
 def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, ending, capsys):
     for number in range(2):
         write_columns(tmp_path / "in", ending, number, ["text", "url"])

@@ -44,19 +44,15 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
 
 
-@pytest.mark.parametrize("include_tests", [False, True])
-def test_stdlib_is_this_pythons_own_sources_without_packages_and_tests_unless_asked(include_tests):
-    source = StdlibSource(kind="stdlib", include_tests=include_tests)
-    found = names(source)
+def test_stdlib_is_this_pythons_own_sources_without_tests_and_packages():
+    found = names(StdlibSource(kind="stdlib"))
     assert {"stdlib/os.py", "stdlib/json/decoder.py", "stdlib/asyncio/tasks.py"} < set(found)
-    parts = {part for name in found for part in Path(name).parts[:-1]}
-    assert not parts & {"site-packages", "dist-packages", "__pycache__"}
-    assert bool(parts & {"test", "tests", "idle_test"}) <= include_tests
-    if not include_tests:
-        documents, rejections = read(source)
-        assert len(documents) == len(found) and rejections == []
-        [text] = [document.text for document in documents if document.id == "json/decoder.py"]
-        assert text == (Path(sysconfig.get_path("stdlib")) / "json" / "decoder.py").read_text("utf-8")
+    parts = {part for name in found for part in Path(name).parts}
+    assert not parts & {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    documents, rejections = read(StdlibSource(kind="stdlib"))
+    assert len(documents) == len(found) and rejections == []
+    [text] = [document.text for document in documents if document.id == "json/decoder.py"]
+    assert text == (Path(sysconfig.get_path("stdlib")) / "json" / "decoder.py").read_text("utf-8")
 
 
 def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypatch):

@@ -25,8 +25,3 @@ def test_reasons_of_a_filter_that_keeps_to_no_few_are_counted_together():
     assert sum(few["reasons"].values()) == 103 + 85 and few["documents"] == 206
     assert list(few["reasons"])[:2] == ["reason 1", "more 0"] and few["reasons"][OTHER_REASONS] == 51 + 5 + 40
     assert few_reasons(total([other, chain.counts]))["length"]["reasons"] == few["reasons"]
-
-
-def test_totals_have_what_only_some_parts_have():
-    assert total([{"a": 1, "b": {"x": 1}}, {"b": {"y": 2}}, {"a": 2, "b": {"x": 3}}]) == {"a": 3, "b": {"x": 4, "y": 2}}
-    assert total([]) == {}

@@ -90,7 +90,7 @@ def write_shards(folder, documents, sources, target):
             for number in np.unique(numbers).tolist():
                 path = folder / "expected.tar"
                 write_members(path, ((document_key(digest(one.text.encode()), one.copy),
-                                      to_json(Document(one.text, source, one.id, {})))
+                                      to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]})))
                                      for one, where in zip(own, numbers, strict=True) if where == number))
                 found[f"{split}/{source}-{number:05d}"] = path.read_bytes()
     return found

@@ -57,7 +57,7 @@ def _stage(folder, name, documents, near):
     rows, endings = bytearray(), [".documents", ".npy"]
     with atomic_file(staged(folder, name, ".documents")) as file:
         for own, text in documents:
-            member = to_json(Document(text, name.partition("-")[0], own, {}))
+            member = to_json(Document(text, name.partition("-")[0], own, {"of": own}))
             rows += index_row(text, file.tell(), len(member))
             file.write(member)
     with atomic_file(staged(folder, name, ".npy")) as file:

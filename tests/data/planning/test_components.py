@@ -63,18 +63,14 @@ def both(folder, payload, edges, seed=0):
 SHAPES = {
     "path": lambda nodes: [(node, node + 1) for node in range(nodes - 1)],
     "star": lambda nodes: [(0, node) for node in range(1, nodes)],
-    "clique": lambda nodes: [(one, other) for other in range(min(nodes, 25)) for one in range(other)],
     "grid": lambda nodes: [(node, node + step) for node in range(nodes) for step in (1, 9)
-                           if node + step < nodes and (step > 1 or (node + 1) % 9)],
-    "pairs": lambda nodes: [(node, node + 1) for node in range(0, nodes - 1, 2)],
-    "layers": lambda nodes: [(node % 7 + 7 * layer, node + 7 * (layer + 1)) for layer in range(nodes // 7 - 1)
-                             for node in range(7)]}
+                           if node + step < nodes and (step > 1 or (node + 1) % 9)]}
 
 
 @st.composite
 def graphs(draw):
     """(documents, edges): some of the shapes above and edges at random, documents in any order."""
-    documents = draw(st.integers(2, 120))
+    documents = draw(st.integers(2, 120) | st.just(400))
     seed = draw(st.integers(0, 2**32 - 1))
     edges = [edge for name in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=2))
              for edge in SHAPES[name](draw(st.integers(2, documents)))]
@@ -94,18 +90,6 @@ def test_labels_are_those_of_union_find(tmp_path_factory, graph, keep, stretch, 
     starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
     with at_once(rows):
         both(tmp_path_factory.mktemp("graph"), payload_of(starts, stretch, keep, bands, partitions), edges, seed)
-
-
-def test_a_large_graph_of_all_shapes(tmp_path):
-    rng = np.random.default_rng(5)
-    documents, size = 60_000, 6_000
-    edges = [np.array(SHAPES[name](size)) + number * size for number, name in enumerate(sorted(SHAPES))]
-    edges = rng.permutation(documents)[np.concatenate([*edges, rng.integers(0, documents, (8_000, 2))])]
-    edges = edges[edges[:, 0] != edges[:, 1]]
-    for number, (stretch, rows) in enumerate([(10**6, 10**6), (601, 10**4)]):
-        with at_once(rows):
-            record = both(tmp_path / str(number), payload_of([0, 100, 100, 25_000, documents], stretch, "last"), edges)
-    assert record["nodes"] > 30_000 and record["components"] > 1_000
 
 
 def test_memory_follows_from_the_stretch_and_not_from_edges_or_documents(tmp_path):

@@ -73,8 +73,6 @@ def test_a_broken_byte_of_meta_or_an_id_costs_its_own_record(path, kind):
 
 BEYOND = {"date32": pa.array([0, 3_000_000, None], pa.int32()).view(pa.date32()),
           "timestamp": pa.array([0, 2**62, None], pa.int64()).view(pa.timestamp("us")),
-          "with_zone": pa.array([0, 2**62, None], pa.int64()).view(pa.timestamp("s", "UTC")),
-          "duration": pa.array([0, 2**62, None], pa.int64()).view(pa.duration("s")),
           "zone_unknown": pa.array([0, 2**62, None], pa.int64()).view(pa.timestamp("s", "Nowhere/Here"))}
 BEYOND["dictionary"] = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2], pa.int32()), BEYOND["date32"])
 BEYOND["list"] = pa.ListArray.from_arrays([0, 1, 2, 3], BEYOND["date32"])

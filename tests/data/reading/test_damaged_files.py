@@ -56,7 +56,7 @@ def test_a_bad_line_costs_itself_alone(tmp_path):
     documents, rejections = read(tmp_path / "f.jsonl")
     assert [(own.id, own.text) for own in documents] == [("f.jsonl:1", "good"), ("f.jsonl:10", "also good")]
     assert [rejection.record for rejection in rejections] == [2, 3, 4, 5, 6, 7, 9, 11, 12, 13]
-    for rejection, reason in zip(rejections, ("not JSON", "UTF-8", "body", "a int", "null", "a list", "surrogate", "",
+    for rejection, reason in zip(rejections, ("not JSON", "UTF-8", "no field named text; the fields are body", "a int", "null", "a list", "surrogate", "",
                                               "", "a str, not an object"), strict=True):
         assert reason in rejection.reason and json.loads(rejection.line())["source"] == "s"
 
@@ -98,16 +98,25 @@ def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
     assert lost(rejections) == [(2, False), (3, False), (5, True)]
 
 
-def test_a_torn_row_group_costs_its_own_rows(tmp_path):
-    rows, path = [f"row {number} " + str(number ** 9) * 30 for number in range(900)], tmp_path / "f.parquet"
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_torn_row_group_or_record_batch_costs_its_own_rows(tmp_path, ending):
+    rows, path = [f"row {number} " + str(number ** 9) * 30 for number in range(900)], tmp_path / f"f.{ending}"
     write_batches(path, *(batch(("text", rows[start:start + 300])) for start in (0, 300, 600)))
     data = bytearray(path.read_bytes())
-    start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
-    data[start:start + 100] = b"\xff" * 100
+    if ending == "parquet":
+        start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+        data[start:start + 100] = b"\xff" * 100
+    else:  # the metadata of the second batch, which follows those of the schema and of the first
+        start = [at for at in range(0, len(data), 8) if data[at:at + 4] == b"\xff" * 4][2]
+        data[start + 8:start + 40] = b"\xff" * 32
     path.write_bytes(data)
-    documents, rejections = read(path)
-    assert texts(documents) == rows[:300] + rows[600:] and documents[300].id == "f.parquet:601"
-    assert [(rejection.record, rejection.documents) for rejection in rejections] == [(301, 300)]
+    documents, [rejection] = read(path)
+    assert texts(documents)[:300] == rows[:300] and texts(documents)[-300:] == rows[600:] and len(documents) == 600
+    if ending == "parquet":
+        assert documents[300].id == "f.parquet:601"
+        assert (rejection.record, rejection.documents, rejection.lost) == (301, 300, False)
+    else:
+        assert (rejection.record, rejection.documents, rejection.lost) == (301, 1, True)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow stream"])

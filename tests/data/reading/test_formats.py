@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data import framing, readers
+from pipeline.data import readers
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
@@ -40,13 +40,6 @@ def test_text_files_are_one_document_or_split(tmp_path, ending):
         documents, _ = read(files_source(tmp_path / "f.*", separator=separator))
         assert {document.id: document.text for document in documents} == {
             f"f.txt{ending}{place}": text for place, text in wanted.items()}
-
-
-def test_a_separator_is_found_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(framing, "CHUNK", 5)
-    stories = [f"story {number} " * number for number in range(1, 9)]
-    (tmp_path / "f.txt").write_text("<|end|>".join(stories) + "<|end|>")
-    assert texts(read(files_source(tmp_path / "f.txt", separator="<|end|>"))[0]) == stories
 
 
 @pytest.mark.parametrize(("content", "wanted"), [

@@ -60,9 +60,10 @@ def test_a_field_of_csv_costs_what_follows_it(tmp_path, text):
 def test_bytes_of_utf_8_count_and_not_characters(tmp_path):
     for name, text in (("a", "\u20ac" * 333_333 + "x"), ("b", "\u20ac" * 333_334)):
         (tmp_path / f"{name}.txt").write_text(text)
-        (tmp_path / f"{name}.json").write_text(json.dumps([{"text": text}], ensure_ascii=False))
+        values = [{"text": "x" * 900_000}, {"text": text}]
+        (tmp_path / f"{name}.json").write_text(json.dumps(values, ensure_ascii=False))
     documents, rejections = read(tmp_path / "*", max_document_mb=1.0)
-    assert [own.id for own in documents] == ["a.json:1", "a.txt"]
+    assert [own.id for own in documents] == ["a.json:1", "a.json:2", "a.txt", "b.json:1"]
     assert [(own.file, own.reason) for own in rejections] == [("b.json", REASON), ("b.txt", REASON)]
 
 

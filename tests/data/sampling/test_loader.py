@@ -15,7 +15,7 @@ from pipeline.data.sampling.batch import pack
 from pipeline.data.sampling.loader import Prefetcher
 from pipeline.data.sampling.lookahead import MOST, Lookahead
 from pipeline.data.sampling.order import Pool, SampleOrder
-from pipeline.data.sampling.streams import TokenStream, Windows
+from pipeline.data.sampling.streams import Windows
 from pipeline.data.token_shards import TokenShard
 from tests.data.sampling.plain_loader import plain_batch, plain_pack
 from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered
@@ -60,7 +60,7 @@ def test_a_pack_is_the_plain_one(rows, length, data):
 def test_windows_know_the_shards_that_they_are_read_from(tmp_path, length):
     table = write_numbered(tmp_path, LENGTHS)
     shards = [TokenShard(tmp_path / table.path(row), table.record(row)) for row in range(4)]
-    windows, row = Windows(shards, length), np.empty(length + 1, np.uint32)
+    windows, row, rows = Windows(shards, length), np.empty(length + 1, np.uint32), []
     for number in range(windows.pool("all").sequences(length)):
         assert windows.fill(number, row)[1] == length
         read = [span.shard.tokens(span.start, span.stop) for span in windows.spans(number)]
@@ -69,16 +69,9 @@ def test_windows_know_the_shards_that_they_are_read_from(tmp_path, length):
             shard, at = windows.place(number, place)
             assert shard.tokens(at, at + 1)[0] == row[place]
         with_label = windows.stream.spans(number * length, (number + 1) * length + 1)
-        assert windows.rows(np.array([number])).tolist() == [shards.index(span.shard) for span in with_label]
-
-
-def test_the_shards_within_stretches_of_tokens():
-    class Shard:
-        def __init__(self, count):
-            self.token_count = count
-    stream = TokenStream([Shard(count) for count in (10, 5, 20, 1, 30)])
-    for starts, wanted in (([9], [0, 1]), ([34], [2, 3, 4]), ([62], [4]), ([0, 62], [0, 4]), ([0, 8, 9, 10], [0, 1])):
-        assert stream.shards_within(np.array(starts), np.array(starts) + 4).tolist() == wanted
+        rows.append([shards.index(span.shard) for span in with_label])
+    for asked in (*([number] for number in range(len(rows))), [0, len(rows) - 1], [*range(len(rows))]):
+        assert windows.rows(np.array(asked)).tolist() == sorted({row for number in asked for row in rows[number]})
 
 
 def test_documents_are_named_once_with_their_source_and_samples(tmp_path):

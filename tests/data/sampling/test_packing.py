@@ -80,26 +80,18 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
 def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
     table, told = write_numbered(tmp_path, FEW), []
     kept = planned(tmp_path, table)[0]
+    planning = Planning.whole(kept.folder, OpenShards(tmp_path, table), 16)
+    again = read(planning, pytest.fail)
+    assert np.array_equal(again.numbers, kept.numbers) and np.array_equal(again.sha256, kept.sha256)
     os.truncate(kept.folder / INDEX, 40)
     files = contents(tmp_path)
-    own = read(Planning.whole(kept.folder, OpenShards(tmp_path, table), 16), told.append)
+    own = read(planning, told.append)
     assert "is torn" in told[0] and "made for this time alone" in told[0] and contents(tmp_path) == files
     assert_same_batches(*(training_data(tmp_path, table, packing=packing).batch(0, 4) for packing in (own, kept)))
     place = own.folder
     del own
     gc.collect()
     assert not place.exists()
-
-
-def test_a_plan_is_made_once_and_read_again(tmp_path):
-    table = write_numbered(tmp_path, FEW)
-    first, said = planned(tmp_path, table)
-    assert said == ["planned the best-fit packing of 3 of 3 token shards: they were not planned before"]
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "packing").rglob("*") if path.is_file()}
-    again, said = planned(tmp_path, table)
-    for found in (again, read(Planning.whole(first.folder, OpenShards(tmp_path, table), 16), said.append)):
-        assert np.array_equal(found.numbers, first.numbers) and np.array_equal(found.sha256, first.sha256)
-    assert said == [] and len(times) == 4 and times == {path: path.stat().st_mtime_ns for path in times}
 
 
 def write_index(path, **changes):

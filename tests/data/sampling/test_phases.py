@@ -67,6 +67,7 @@ def test_a_length_that_does_not_divide_the_grain_reads_anew():
                       {"until": 12_000}], 8001, grain_tokens=16)
     found = order.locate(np.arange(order.end))
     own = found.length == 24
+    assert order.links[-1][:16] == "1170675bd88b5743", "or runs in progress are orphaned"
     assert set(found.epoch[own]) == {2 * ANEW} and found.epoch[~own].max() <= 1
     assert len(set(found.start[~own][:500].tolist())) == 500, "the others go on where they were"
     assert order.epochs(order.end)["web"] == pytest.approx(sum(phase.tokens for phase in order.plan.phases) / 8001)
