@@ -31,6 +31,7 @@ def test_the_page_has_the_promised_commands():
         == ["tools.lm_eval", "tools.compare", "tools.compare", "launch/submit.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "-m tools." in command])
 def test_every_command_runs(home, command, monkeypatch, capsys):
     import lm_eval.tasks

@@ -1,12 +1,13 @@
 """docs/generation.md is true: its commands and its Python run on a small model, in their order."""
 
+import argparse
+import ast
 import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 
@@ -14,8 +15,8 @@ from pipeline.tokenization.simple import ByteTokenizer
 from tests.conftest import REPOSITORY, environment
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
-from tests.waiting import HANG_S, wait_for
-from tools import bench_generate, chat
+from tests.waiting import wait_for
+from tools import chat
 from tools.model_options import add_sampling_options
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
@@ -33,55 +34,51 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "tools.chat" in command])
-def test_the_commands_of_the_terminal(home, command, monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "tools.chat"] and chat.main(words[3:]) == 0
-    assert capsys.readouterr().out.startswith("def main():")
+    commands = [shlex.split(command) for command in COMMANDS if "tools.chat" in command]
+    assert commands
+    for python, dash, module, *arguments in commands:
+        assert (python, dash, module) == ("python", "-m", "tools.chat") and chat.main(arguments) == 0
+        assert capsys.readouterr().out.startswith("def main():")
 
 
-def test_the_benchmark_of_the_page(capsys):
-    [command] = [command for command in COMMANDS if "tools.bench_generate" in command]
-    words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "tools.bench_generate"] and bench_generate.main(words[3:]) == 0
-    assert "ladder_15m" in capsys.readouterr().out
-
-
+@pytest.mark.slow
 def test_the_python_of_the_page(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     [code] = [text for _, language, text in BLOCKS if language == "python"]
     exec(compile(code, "docs/generation.md", "exec"), {})  # noqa: S102 - the page's own
-    [texts] = [eval(line) for line in capsys.readouterr().out.splitlines()]  # noqa: S307
+    texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2 and all(texts)
 
 
+@pytest.mark.slow
 @needs_server
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_server_and_the_requests_of_the_page(home):
-    [command] = [command for command in COMMANDS if "tools.serve" in command]
+    [[_, *words]] = [shlex.split(command) for command in COMMANDS if "tools.serve" in command]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = shlex.split(command.replace("8000", port))
-    server = subprocess.Popen([sys.executable, *words[1:]], cwd=home, env=environment(), stdout=subprocess.PIPE,
-                              text=True)
+
+    def asked(command):
+        return subprocess.run(command.replace("8000", port), shell=True, capture_output=True, text=True,
+                              check=True).stdout
+    server = subprocess.Popen([sys.executable, *(word.replace("8000", port) for word in words)], cwd=home,
+                              env=environment(), stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
         assert "/v1/completions" in wait_for(server.stdout.readline, of=server)
-        assert "<textarea" in urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=HANG_S).read().decode()
-        answers = [subprocess.run(command.replace("8000", port), shell=True, capture_output=True, text=True, check=True,
-                                  timeout=HANG_S).stdout for command in COMMANDS if command.startswith("curl")]
+        assert "<textarea" in asked("curl -s http://127.0.0.1:8000/")
+        answers = [asked(command) for command in COMMANDS if command.startswith("curl")]
     finally:
         server.terminate()
         server.wait()
-    assert '"text_completion"' in answers[0] and answers[1].endswith("data: [DONE]\n\n") and '"ok"' in answers[2]
-    assert '"text_offset"' in answers[3] and '"token_logprobs":[null,-' in answers[3]
-    assert all("error" not in answer for answer in answers)
+    for answer, part in zip(answers, ('"text_completion"', "data: [DONE]\n\n", '"ok"', '"token_logprobs":[null,-'),
+                            strict=True):
+        assert part in answer and "error" not in answer
 
 
 def test_every_option_is_on_the_page():
-    import argparse
     parser = argparse.ArgumentParser(add_help=False)
     add_sampling_options(parser)
-    for action in parser._actions:
-        assert f"`{action.option_strings[0]}`" in PAGE
+    assert all(f"`{action.option_strings[0]}`" in PAGE for action in parser._actions)

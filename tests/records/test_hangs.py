@@ -80,6 +80,7 @@ def test_a_torn_record_counts_as_none(tmp_path):
     assert [record.rank for record in read_hang(tmp_path)] == [0]
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch):
     """Ranks whose watchdogs fire later are recorded too; beyond the first ones there is the record only."""
     monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", HANG_S)
@@ -99,6 +100,7 @@ def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch
     assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.[!j]*"))
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_writes_nothing_but_not_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 3.0)
     process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "hangs" / "x", 0, 2))

@@ -18,10 +18,11 @@ def groups_end():
 
 @pytest.mark.parametrize("ranks, gpu, settings", [
     (2, True, {"parallel": {}}),
-    (4, False, {"parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2}}),
-    (4, True, {"parallel": {"dp_replicate": 2, "reshard": "never"},
-               "train": {"optimizer": "muon", "activation_checkpointing": "selective"}}),
-    (8, True, {"parallel": {"pp": 2, "cp": 2, "tp": 2}}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (4, False, {"parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2}}),
+        (4, True, {"parallel": {"dp_replicate": 2, "reshard": "never"},
+                   "train": {"optimizer": "muon", "activation_checkpointing": "selective"}}),
+        (8, True, {"parallel": {"pp": 2, "cp": 2, "tp": 2}}))),
 ], ids=["FSDP2", "pipeline x tensor", "HSDP, Muon", "pipeline x context x tensor"])
 def test_a_rehearsed_step_is_the_measured_one(ranks, gpu, settings):
     """Calls and bytes of each collective in each group are equal, and so is the peak of memory, kind by kind; in a

@@ -48,13 +48,6 @@ def test_what_is_measured_is_told_and_written(tmp_path, capsys, monkeypatch):
     assert found["text_mb"] >= 1.5 and "2 processes" in told and "of memmap rows, batches of 32" in told
 
 
-def test_what_cannot_be_measured_is_said(tmp_path, capsys):
-    assert main(["--only", "encoding"]) == 2
-    assert "does not know encoding; the sections are encode, shard" in capsys.readouterr().err
-    assert main(["--text", str(tmp_path / "none.txt")]) == 2
-    assert f"{tmp_path}/none.txt cannot be read" in capsys.readouterr().err
-
-
 @pytest.mark.soak
 def test_the_same_ids_as_datatrove(tmp_path):
     pytest.importorskip("datatrove")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-import time
-from dataclasses import replace
 
 import pytest
 
 from tests.conftest import REPOSITORY, environment
-from tools.bench_gpu import CASES, Case, Suite
+from tools.bench_gpu import CASES
 from tools.gpu_tables import derived, write_tables
 
 SHORT = ("peaks", "attention 8b", "head", "profile", "checkpoint", "decode", "causal, compiled", "eager")
@@ -63,21 +60,3 @@ def test_mfu_is_taken_of_both_counts_and_both_peaks(tmp_path):
     assert row["of_matrix_peak_full"] == pytest.approx(5 / 7)
     write_tables(tmp_path / "results.md", {**result, "rows": [*result["rows"], row]})
     assert "| 50,000 | 500.0 | 50.5% | 40.4% | 71.4% / 57.1% |" in (tmp_path / "results.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_case_that_fails_dies_or_hangs_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
-    suite, good = Suite(tmp_path, 60, True, None), Case("good", "matrix", 1)
-    suite.measure(Case("bad", "train", 1, {"shape_name": "8b", "backend": "no such"}))
-    suite.measure(good)
-    suite.worker.process.kill()
-    suite.worker.process.join()
-    suite.measure(replace(good, name="dead"))
-    suite.ready_worker()
-    suite.until = time.monotonic() + 0.01
-    suite.measure(Case("slow", "decode", 1, {"shape_name": "8b"}))
-    suite.run(CASES[:1])  # for which no time is left
-    assert [row["status"] for row in suite.result["rows"]] == ["failed", "ok", "failed", "timeout", "skipped"]
-    assert json.loads((tmp_path / "results.json").read_text())["rows"] == suite.result["rows"]
-    assert "skipped" in (tmp_path / "results.md").read_text()

@@ -1,6 +1,5 @@
 """The table of presets and the answer about the KV cache, against numbers computed by hand."""
 
-
 import pytest
 
 from model.presets import PRESETS

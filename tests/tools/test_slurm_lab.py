@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -105,19 +104,18 @@ def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):
 
 
 def test_folders_that_do_not_do_are_refused(short_folder, monkeypatch):
-    for length, refused in ((LONGEST_FOLDER - 5, False), (LONGEST_FOLDER - 4, True)):
-        with pytest.raises(UserError, match="leave room for") if refused else nullcontext():
-            check_folder(Path("/tmp") / ("x" * length))
-    with pytest.raises(UserError, match=r"slurm\.conf cannot hold the path"):
-        check_folder(Path("/tmp/a b"))
-    (short_folder / "mine").mkdir()
-    (short_folder / "mine" / "letter.txt").write_text("dear")
-    lab = Lab(short_folder / "mine")
-    lab.down()
+    check_folder(Path("/tmp") / ("x" * (LONGEST_FOLDER - 5)))
+    for path, why in ((f"/tmp/{'x' * (LONGEST_FOLDER - 4)}", "leave room for"),
+                      ("/tmp/a b", r"slurm\.conf cannot hold the path")):
+        with pytest.raises(UserError, match=why):
+            check_folder(Path(path))
+    letter = short_folder / "mine" / "letter.txt"
+    letter.parent.mkdir()
+    letter.write_text("dear")
     monkeypatch.setattr(slurm_lab, "_which", lambda program: "/bin/true")
     with pytest.raises(UserError, match="holds something that is not a Slurm lab"):
-        lab.up(1)
-    assert (short_folder / "mine" / "letter.txt").exists() and not lab.is_up
+        Lab(letter.parent).up(1)
+    assert letter.exists() and not Lab(letter.parent).is_up
     with pytest.raises(UserError, match="There is no Slurm lab in"):
         Lab(short_folder / "none").kill_node("n1")
 

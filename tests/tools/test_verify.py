@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.files import read_json, read_sealed, seal_of, sealed_text, sha256_file, write_json, write_sealed
+from pipeline.files import read_json, read_sealed, sealed_text, sha256_file, write_json, write_sealed
 from tests.conftest import run_stage, write_config
 from tools.verify.__main__ import main, share_of, verify
-from tools.verify.checks import WENT, Check, check_file, check_seal, check_source
+from tools.verify.checks import WENT, check_file, check_seal
 from tools.verify.findings import Report
 from tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 
+pytestmark = pytest.mark.slow
 STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
 STEPS = ("first", "last", "between")
 
@@ -209,20 +210,6 @@ def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
     assert report.notes[FAR] == [str(tokens[0])] and named(report) == {str(text)}
 
 
-def test_what_cannot_be_read_is_named_by_its_path(tmp_path):
-    def fails(*_):
-        raise OSError(5, "Input/output error")
-    record, paths = {"path": "train/a.tar"}, [str(tmp_path / "train/a.tar"), str(tmp_path / "train/b.arrow")]
-    sides = (tmp_path, record, "mend"), (tmp_path, {"path": "train/b.arrow"}, "mend")
-    for arguments, expected in (((*sides, None), paths), ((None, sides[1], {"size": 9}), paths[1:]),
-                                ((sides[0], None, {"size": 9}), paths[:1]), ((record, "shard"), ["train/a.tar"]),
-                                ((tmp_path, record, "mend"), [str(tmp_path)])):
-        assert [problem.file for problem in Check(fails, arguments)().problems] == expected
-    (tmp_path / "folder").mkdir()  # an OSError that names its file
-    found = Check(check_source, ({"path": str(tmp_path / "folder"), "sha256": "0", "name": "a", "mtime_ns": 0}, ""))
-    assert [problem.file for problem in found().problems] == [str(tmp_path / "folder")]
-
-
 def test_what_a_run_at_work_removes_meanwhile_is_no_problem(copied):
     report, checks = listed(copied)
     shutil.rmtree(copied / "train/checkpoints/step-00000002")
@@ -255,20 +242,3 @@ def test_a_configuration_cut_at_a_line_is_told(copied):
         (str(config), "its seal is gone: it was cut or edited")]
     config.write_text("name: mini\n")  # what can not be loaded any more
     assert str(config) in {problem.file for problem in listed(copied)[0].problems}
-
-
-def test_seals(tmp_path: Path):
-    """Any byte, also of the seal itself; what was sealed reads back as it was."""
-    path, value = tmp_path / "a.json", {"a": [1, {"b": "ä\udce9"}], "seal": "old", "c": {}}
-    write_sealed(path, value)
-    assert seal_of(path) == "sealed" and read_sealed(path) == {"a": [1, {"b": "ä\udce9"}], "c": {}}
-    data = path.read_bytes()
-    for at in range(len(data)):
-        for bit in (0, 5):
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:])
-            assert seal_of(path) == "damaged", at
-    text = tmp_path / "a.yaml"
-    text.write_text(sealed_text("a: 1\n"))
-    assert seal_of(text) == "sealed" and yaml.safe_load(text.read_text()) == {"a": 1}
-    text.write_text("a: 1\n")
-    assert seal_of(text) == "not sealed"

@@ -1,6 +1,7 @@
 """Weights from form to form by the command: what goes with them, interruptions, refusals, memory."""
 
 import base64
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.kinds import open_tokenizer
 from tests.conftest import REPOSITORY, environment
+from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.stages.limited import LARGE_TENSORS
@@ -161,31 +163,21 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("form, more", [("hf", ("--shard-gb", "0.00006")), ("meta", ("--parts", "4"))])
-def test_killed_at_any_file_it_goes_on_and_comes_out_the_same(form, more, source, tmp_path, capsys, monkeypatch):
-    target, partial = tmp_path / "target", tmp_path / "target.partial"
-    carry(capsys, source, tmp_path / "whole", form, *more)
-    whole, written, make = contents(tmp_path / "whole"), [], OutputFolder.make
-    assert len(whole) > 5
-
-    def make_until(folder, name, write):
-        def torn(path):
-            path.write_bytes(b"torn")
-            raise Killed
-        done = make(folder, name, torn if len(written) == allowed else write)
-        written.extend([name] * done)
-        return done
-
-    for allowed in range(len(whole) - 1):  # weights.json is no step
-        before = {name: (partial / name).stat().st_ino for name in written}
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(OutputFolder, "make", make_until)
-            carry(capsys, source, target, form, *more)
-        assert not target.exists() and len(written) == allowed == len(set(written))
-        assert before == {name: (partial / name).stat().st_ino for name in before}
-        (partial / "weights.json.host-1.tmp").write_text("half a record")
-    said = carry(capsys, source, target, form, *more)
-    assert said.count("was finished before") > 1 and not partial.exists()
-    assert {**contents(target), "weights.json": b""} == {**whole, "weights.json": b""}
+def test_killed_before_any_change_of_files_it_goes_on_and_comes_out_the_same(form, more, source, tmp_path, capsys):
+    whole, target, going_on = tmp_path / "whole", tmp_path / "target", False
+    arguments = ["--from", str(source), "--format", form, *more, "--to"]
+    assert main([*arguments, str(whole)]) == 0
+    for number in itertools.count(1, 4):
+        if cut_off(lambda: main([*arguments, str(target)]), target, number) == 0:
+            break
+        there, again = target.exists(), tmp_path / "target.partial"
+        capsys.readouterr()
+        assert there or main([*arguments, str(target)]) == 0
+        going_on |= "was finished before" in capsys.readouterr().out
+        assert {**contents(target), "weights.json": b""} == {**contents(whole), "weights.json": b""}
+        assert not again.exists()
+        shutil.rmtree(target)
+    assert number > 25 and going_on
 
 
 def interrupted(capsys, monkeypatch, source, target):

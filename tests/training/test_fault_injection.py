@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,47 +10,6 @@ from torch import nn
 
 from pipeline.errors import UserError
 from pipeline.training.fault_injection import EXIT_STATUS, KINDS, SWITCH, Fault, Faults, flip_bit, parse_faults
-from tests.waiting import HANG_S, wait_for
-
-
-def child(folder, rank):
-    """Four steps of a rank that, asked to end, does so after its step, with status 77; what it says goes to a file."""
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    with open(folder / "said", "w", buffering=1) as file:
-        faults = Faults.from_environment(rank, folder / "train", lambda text: print(text, file=file))
-        for step in range(1, 5):
-            faults.before_step(step, nn.Linear(2, 2), lambda: bool(asked))
-            print("step", step, file=file)
-            if asked:
-                sys.exit(77)
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts `child` as a process under a switch; forked, since torch takes seconds to import."""
-    def begin(switch, rank=0):
-        monkeypatch.setenv(SWITCH, switch)
-        process = multiprocessing.get_context("fork").Process(target=child, args=(tmp_path, rank))
-        process.start()
-        processes.append(process)
-        return process
-
-    processes: list[multiprocessing.process.BaseProcess] = []
-    yield begin
-    for process in processes:
-        process.kill()
-
-
-def ended(process, seconds=HANG_S):
-    process.join(seconds)
-    return process.exitcode
-
-
-def ignores(pid, *numbers):
-    """Whether a process ignores these signals."""
-    mask = int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
-    return all(mask >> (number - 1) & 1 for number in numbers)
 
 
 def test_the_switch_is_read_with_all_its_options():
@@ -61,24 +17,6 @@ def test_the_switch_is_read_with_all_its_options():
     assert parse_faults(text) == [
         Fault("kill", 1, 5), Fault("slow", 0, 3, seconds=0.5), Fault("flip", 2, 9, bit=31, again=1)]
     assert parse_faults("") == []
-
-
-def test_a_rank_that_waits_goes_on_when_told_or_asked_to_end(start, tmp_path):
-    process, faults = start("wait:rank=0,step=2; wait:rank=0,step=3"), tmp_path / "train/faults"
-    wait_for(lambda: (faults / "wait-rank0-step2").exists() or not process.is_alive())
-    assert (tmp_path / "said").read_text().endswith("\nstep 1\ninjected fault: wait on rank 0 at step 2\n")
-    (faults / "wait-rank0-step2.go").touch()
-    wait_for(lambda: (faults / "wait-rank0-step3").exists() or not process.is_alive())
-    process.terminate()
-    assert ended(process) == 77
-    assert (tmp_path / "said").read_text().endswith("\nstep 2\ninjected fault: wait on rank 0 at step 3\nstep 3\n")
-
-
-def test_a_rank_that_was_asked_to_end_before_does_not_wait_and_another_ranks_fault_is_not_its_own(tmp_path):
-    """The first as while the fault's file, which is written durably, was on its way to a busy disk."""
-    for rank, waits in ((1, False), (0, True)):
-        Faults(parse_faults("wait:rank=0,step=1"), rank, tmp_path, print).before_step(1, nn.Linear(2, 2), lambda: True)
-        assert (tmp_path / "faults/wait-rank0-step1").exists() == waits
 
 
 @pytest.mark.parametrize("text, problem", [
@@ -93,24 +31,47 @@ def test_a_switch_that_cannot_be_read_names_every_kind(text, problem):
     assert problem in str(caught.value) and all(f"{kind}: " in str(caught.value) for kind in KINDS)
 
 
-@pytest.mark.parametrize("kind, status", [("exit", EXIT_STATUS), ("kill", -signal.SIGKILL)])
-def test_a_process_ends_once_and_not_again_after_a_restart(tmp_path, start, kind, status):
-    fault = f"{kind} on rank 0 at step 3"
-    assert ended(start(f"{kind}:rank=0,step=3")) == status
-    assert (tmp_path / "said").read_text().splitlines() == [
-        f"WARNING: {SWITCH} is set: {fault} will be made to happen", "step 1", "step 2", f"injected fault: {fault}"]
-    assert ended(start(f"{kind}:rank=0,step=3")) == 0
-    said = (tmp_path / "said").read_text()
-    assert "happened before" in said and said.endswith("step 4\n")
+class EndError(BaseException):
+    """The end of a process, or of a wait that has none."""
 
 
-def test_a_hanging_process_ignores_all_but_sigkill(tmp_path, start):
-    process = start("hang:rank=0,step=2")
-    wait_for(lambda: ignores(process.pid, signal.SIGTERM, signal.SIGUSR2) or not process.is_alive())
-    process.terminate()
-    assert ended(process, 1) is None
-    process.kill()
-    assert ended(process) == -signal.SIGKILL
+@pytest.mark.parametrize("kind, end", [
+    ("exit", f"exit {EXIT_STATUS}"), ("kill", rf"kill \d+ {signal.SIGKILL:d}"), ("hang", "sleep 3600"),
+    ("wait", "sleep 0.05")])
+def test_what_ends_or_holds_up_a_process_does_so_once_in_its_step_on_its_rank(tmp_path, monkeypatch, kind, end):
+    ignored = set()
+
+    def over(name):
+        def call(*arguments):
+            raise EndError(" ".join(map(str, [name, *map(int_of, arguments)])))
+        return call
+
+    def int_of(value):
+        return int(value) if isinstance(value, signal.Signals) else value
+    for module, name in (("sys", "exit"), ("os", "kill"), ("time", "sleep")):
+        monkeypatch.setattr(f"pipeline.training.fault_injection.{module}.{name}", over(name))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: ignored.add(number))
+    monkeypatch.setenv(SWITCH, f"{kind}:rank=0,step=3")
+    said, fault = [], f"{kind} on rank 0 at step 3"
+
+    def steps(rank, asked=False):
+        faults = Faults.from_environment(rank, tmp_path, said.append)
+        for step in range(1, 5):
+            faults.before_step(step, nn.Linear(2, 2), lambda: asked)
+    steps(1)
+    assert said == [], "another rank's business"
+    with pytest.raises(EndError, match=f"^{end}$"):
+        steps(0)
+    assert said == [f"WARNING: {SWITCH} is set: {fault} will be made to happen", f"injected fault: {fault}"]
+    assert (kind != "hang") == (not ignored) and (not ignored or {signal.SIGTERM, signal.SIGUSR2} <= ignored)
+    steps(0)
+    assert "happened before" in said[2] and len(said) == 3
+    if kind == "wait":  # until it is told to go on, or the rank is asked to end
+        (tmp_path / "faults/wait-rank0-step3").unlink()
+        steps(0, asked=True)
+        (tmp_path / "faults/wait-rank0-step3").unlink()
+        (tmp_path / "faults/wait-rank0-step3.go").touch()
+        steps(0)
 
 
 def test_a_spoiled_loss_is_spoiled_in_its_step_only_and_once(tmp_path):
@@ -125,16 +86,15 @@ def test_a_spoiled_loss_is_spoiled_in_its_step_only_and_once(tmp_path):
 @pytest.mark.parametrize("dtype, integers, own", [
     (torch.float32, torch.int32, 22), (torch.float64, torch.int64, 51), (torch.bfloat16, torch.int16, 6)])
 def test_exactly_one_bit_of_one_weight_is_flipped(dtype, integers, own):
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).to(dtype)
-    for bit in (None, 0, 8 * dtype.itemsize - 1):
-        before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-        assert "0.weight" in flip_bit(model, bit)
-        after = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-        [changed] = [int(value) % (1 << 8 * dtype.itemsize) for value in before.view(integers) ^ after.view(integers)
-                     if value]
-        assert changed == 1 << (own if bit is None else bit)
-    with pytest.raises(UserError, match=f"bits 0 to {8 * dtype.itemsize - 1}"):
-        flip_bit(model, 8 * dtype.itemsize)
+    model, highest = nn.Linear(3, 5, bias=False).to(dtype), 8 * dtype.itemsize - 1
+    for bit in (None, 0, highest):
+        before = model.weight.detach().clone().view(integers)
+        assert "element [2, 1] of weight" in flip_bit(model, bit)
+        changed = before ^ model.weight.detach().view(integers)
+        assert int(changed[2, 1]) % (1 << highest + 1) == 1 << (own if bit is None else bit)
+        assert changed.count_nonzero() == 1
+    with pytest.raises(UserError, match=f"bits 0 to {highest}"):
+        flip_bit(model, highest + 1)
     with pytest.raises(UserError, match="no weights"):
         flip_bit(nn.Identity())
 

@@ -49,6 +49,7 @@ def test_different_devices_are_slow_and_not_wrong():
     assert not mixed.problem() and "CPU on ranks 0-2 (nodes n0, n1), A100 on rank 3" in mixed.warning()
 
 
+@pytest.mark.slow
 def test_a_real_run_tells_and_refuses(fresh):
     said = run_stage("train", fresh, ranks=2, DROVER_RANKS="2").stdout
     assert said.count("2 ranks on 1 node: ") == 1

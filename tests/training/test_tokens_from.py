@@ -16,6 +16,7 @@ from tests.conftest import run_stage
 from tests.object_store import Bucket
 from tools.copy_tokens import main as copy_tokens
 
+pytestmark = pytest.mark.slow
 TIMES = {"tokens_per_s", "step_s", "data_wait_s", "memory_mb", "time", "train_s", "goodput", "look_s", "mfu",
          "shards_checked"}
 
@@ -49,8 +50,7 @@ def ending(run: Path) -> dict[str, Any]:
     return next(event["store"] for event in reversed(events) if "store" in event)
 
 
-@pytest.mark.parametrize(("of", "ranks", "read"), [("moto_server", 1, "parts"), *(
-    pytest.param("seaweed", *crossed, marks=pytest.mark.slow) for crossed in ((2, "parts"), (1, "shards")))])
+@pytest.mark.parametrize(("of", "ranks", "read"), [("moto_server", 1, "shards"), ("seaweed", 2, "parts")])
 def test_from_a_store_is_as_from_files_over_a_kill(fresh: Path, request, tmp_path: Path, of: str, ranks: int,
                                                    read: str):
     url = copied(fresh, request.getfixturevalue(of))
@@ -69,7 +69,6 @@ def test_from_a_store_is_as_from_files_over_a_kill(fresh: Path, request, tmp_pat
         assert took["ranges"] > 0 and took["fetched"] == 0 and not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow
 def test_what_cannot_be_read_ends_training_by_name(fresh: Path, seaweed: Bucket, tmp_path: Path):
     url = copied(fresh, seaweed)
 

@@ -56,6 +56,7 @@ def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe
     assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in found.values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_are_looked_at_too_and_stay_compiled(ranks, monkeypatch, checkpointing):
     compiler = torch.compile
