@@ -16,6 +16,7 @@ import sys
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import run_of
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
+from pipeline.records.weight_files import weights_folder
 from tools.model_options import add_model_options, opened_model
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -50,17 +51,18 @@ def serve(options: argparse.Namespace) -> None:
     if options.batch < 1 or options.queue < 0:
         raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
                         f"{options.queue}.")
-    try:
-        import uvicorn
-
-        from tools.serving.app import Server
-    except ImportError as error:
-        raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
-                        f"pip install -e '.[serve]'") from None
-    from tools.serving.asked import Reader
-    from tools.serving.worker import Worker
-
     with _listening(options.host, options.port) as listening:
+        weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
+        try:
+            import uvicorn
+
+            from tools.serving.app import Server
+        except ImportError as error:
+            raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
+                            f"pip install -e '.[serve]'") from None
+        from tools.serving.asked import Reader
+        from tools.serving.worker import Worker
+
         opened = opened_model(options)
         run = run_of(opened.path)
         name = options.name or (run.folder if run is not None else opened.path).resolve().name

@@ -11,17 +11,19 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
-from pipeline.config.tree import Config
 from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.readers import FORMATS, divisible, file_format
 from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
 from pipeline.stores.object_files import InputFile, ObjectFile, find
 from pipeline.stores.store import is_url
+
+if TYPE_CHECKING:
+    from pipeline.config.tree import Config
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -119,10 +121,12 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
 
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = NOT_STDLIB if source.include_tests else NOT_STDLIB | TEST_FOLDERS
-    return [path for path in root.rglob("*.py")
-            if path.is_file() and not left_out.intersection(path.relative_to(root).parts[:-1])]
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = set(inside) - left_out  # not walked: installed packages may have tens of thousands of folders
+        found += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    return found
 
 
 def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:

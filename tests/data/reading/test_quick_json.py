@@ -44,9 +44,8 @@ def test_every_character_is_written_as_before():
             to_json(Document(f"a{chr(code)}", "s", "1", {}))
 
 
-@pytest.mark.parametrize("meta", [
-    {"a": 1e16}, {"a": [1.5, -0.0]}, {"a": 2**63}, {"a": 2**64}, {"a": -2**70}, {1: "a"}, {None: 1, "b": True},
-    {"a": {"b": {2.5: "c"}}}, {"a": (1, 2)}, {"a": []}, {"a": {}}, {"a": None, "b": False}])
+@pytest.mark.parametrize("meta", [{"a": [1.5, -0.0, 1e16]}, {"a": 2**63}, {"a": -2**70}, {1: "a"},
+                                  {"a": {"b": {2.5: "c"}}}, {"a": (1, 2)}, {"a": [], "b": {}, "c": [None, False]}])
 def test_meta_of_every_kind_is_written_as_before(meta):
     assert to_json(Document("t", "s", "1", meta)) == slow({"text": "t", "source": "s", "id": "1", "meta": meta})
 
@@ -68,7 +67,7 @@ JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**70, 2**7
                                                                                         max_size=4)), max_leaves=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(JSON)
 def test_any_value(value):
     agrees(json.dumps(value))
@@ -97,9 +96,8 @@ def test_numbers_and_depths_on_which_libraries_differ_are_left_to_the_slow_one()
 
 
 def test_a_member_reads_back_as_it_was():
-    for meta in ({"a": -0.0, "b": 2**70, "c": 0.1}, {}, {"x": [None, {"y": "\u2028"}]}):
-        document = Document("text \0\u2028", "s", "1", meta)
-        back = from_json(to_json(document), "")
-        assert back == document and same(back.meta, meta)
+    document = Document("text \0\u2028", "s", "1", {"a": -0.0, "b": 2**70, "c": 0.1, "x": [None, {"y": "\u2028"}]})
+    back = from_json(to_json(document), "")
+    assert back == document and same(back.meta, document.meta)
     with pytest.raises(ValueError, match="Expecting"):
         from_json(b"{not json", "")
