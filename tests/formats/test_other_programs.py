@@ -32,7 +32,7 @@ def test_transformers_quantises_an_export_on_a_cpu(exported):
     assert 0 < (logits - exact).std() < 0.1 * exact.std()
 
 
-def test_the_vocabulary_of_a_gguf_file(exported, tmp_path):
+def test_the_vocabulary_of_a_gguf_file(exported):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     vocabulary = gguf.SpecialVocab(exported, load_merges=True)
     assert vocabulary.special_token_ids["bos"] == TOKENIZER_OF_BYTES.bos_id
@@ -40,23 +40,7 @@ def test_the_vocabulary_of_a_gguf_file(exported, tmp_path):
     assert vocabulary.add_special_token["bos"] is True and not vocabulary.add_special_token.get("eos")
     assert vocabulary.chat_template == TEMPLATE
 
-    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "llama")
-    tokens, types = [], []
-    known = gguf.BpeVocab(exported)
-    for text, _, kind in known.all_tokens():
-        tokens.append(text)
-        types.append(kind)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    vocabulary.add_to_gguf(writer, quiet=True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    fields = gguf.GGUFReader(tmp_path / "vocabulary.gguf").fields
-    read = [str(fields["tokenizer.ggml.tokens"].contents(index)) for index in range(len(tokens))]
-    special = json.loads((exported / "tokenizer.json").read_text())["added_tokens"]
-    for token in special:  # llama.cpp knows the end of a turn by its name
-        assert read[token["id"]] == token["content"] and types[token["id"]] == gguf.TokenType.CONTROL
-    assert fields["tokenizer.ggml.bos_token_id"].contents() == TOKENIZER_OF_BYTES.bos_id
-    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
-    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    known = list(gguf.BpeVocab(exported).all_tokens())
+    for token in json.loads((exported / "tokenizer.json").read_text())["added_tokens"]:
+        text, _, kind = known[token["id"]]  # llama.cpp knows the end of a turn by its name
+        assert (text.decode(), kind) == (token["content"], gguf.TokenType.CONTROL)

@@ -1,15 +1,12 @@
 """What holds for every kind of vocabulary, on odd text and on text that nobody thought of."""
 
-import os
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, padded, reads_back
 from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN, TiktokenTokenizer
+from pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -144,12 +141,3 @@ def test_characters_are_sorted_and_unknown_ones_are_spelled_in_bytes(vocabularie
     ("a b", "a b", True), ("a\u2581b", "a b", True), ("a\u2581b", "a  b", False), ("a b", "ab", False)])
 def test_only_the_word_mark_may_come_back_as_a_space(text, decoded, same):
     assert reads_back(text, decoded) is same
-
-
-@pytest.mark.skipif("LLAMA3_TOKENIZER" not in os.environ, reason="LLAMA3_TOKENIZER names no tokenizer.model of Meta's")
-def test_metas_file_gives_metas_ids():
-    vocabulary = TiktokenTokenizer(Path(os.environ["LLAMA3_TOKENIZER"]))
-    assert vocabulary.encode("This is a test sentence.") == [2028, 374, 264, 1296, 11914, 13]
-    assert vocabulary.encode("  two  spaces\n\n\tdef f():") == [220, 1403, 220, 12908, 271, 7604, 282, 4658]
-    assert vocabulary.encode("<|eot_id|>") == [27, 91, 68, 354, 851, 91, 29]
-    assert (vocabulary.size, vocabulary.bos_id, vocabulary.special_tokens["<|eot_id|>"]) == (128256, 128000, 128009)
