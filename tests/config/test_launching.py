@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from launch.resources import asked_of
 from pipeline.config.launching import minutes
 from pipeline.config.loading import cluster_profile, load_config, save_config
-from pipeline.errors import UserError
+from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
 
 
@@ -24,14 +22,8 @@ def test_every_notation_of_a_time_limit(time, expected):
 @pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00"])
 def test_what_is_no_time_limit_is_refused_with_its_place(tmp_path, time):
     path = write(tmp_path / "a.yaml", {"launch": {"train": {"time": time}}})
-    with pytest.raises(UserError, match=r"a\.yaml:3.*launch\.train\.time"):
-        load_config(path)
-
-
-def write(path: Path, values: dict) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(values))
-    return path
+    said = refusal(path)
+    assert "a.yaml:3: 'launch.train.time'" in said
 
 
 PROFILE = {"partition": "gpu", "time": "1-00:00:00", "environment": {"NCCL_DEBUG": "WARN", "A": "profile"},
@@ -56,15 +48,13 @@ def test_a_saved_configuration_does_not_ask_for_the_profile_again(tmp_path):
     assert load_config(tmp_path / "saved.yaml") == config and config.launch.partition == "gpu"
 
 
-def test_mistakes_in_a_profile_are_named_with_its_line(tmp_path):
-    write(tmp_path / "clusters/ours.yaml", {"partion": "gpu"})
-    with pytest.raises(UserError, match=r"ours\.yaml:1: unknown key 'launch\.partion'; did you mean 'partition'"):
-        load_config(write(tmp_path / "a.yaml", {}), ["launch.cluster=ours"])
-    write(tmp_path / "clusters/ours.yaml", {"launch": {"partition": "gpu"}})
-    with pytest.raises(UserError, match="no `launch:`"):
-        load_config(tmp_path / "a.yaml", ["launch.cluster=ours"])
-    with pytest.raises(UserError, match=r"no cluster profile 'theirs'.*example, lab, ours"):
-        load_config(tmp_path / "a.yaml", ["launch.cluster=theirs"])
+@pytest.mark.parametrize(("profile", "name", "said"), [
+    ({"partion": "gpu"}, "ours", "ours.yaml:1: unknown key 'launch.partion'; did you mean 'partition'"),
+    ({"launch": {"partition": "gpu"}}, "ours", "no `launch:`"),
+    ({}, "theirs", "no cluster profile 'theirs'"), ({}, "theirs", "example, lab, ours")])
+def test_mistakes_in_a_profile_are_named_with_its_line(tmp_path, profile, name, said):
+    write(tmp_path / "clusters/ours.yaml", profile)
+    assert said in refusal(write(tmp_path / "a.yaml", {}), f"launch.cluster={name}")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/clusters").glob("*.yaml")), ids=lambda path: path.stem)

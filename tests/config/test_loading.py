@@ -3,30 +3,15 @@
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.config.explaining import field_texts
-from pipeline.config.loading import config_hash, dump_config, load_config, save_config
+from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.section import flatten, identity
 from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from tests.config.files import refusal, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
-
-
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def refusal(path, *overrides):
-    with pytest.raises(UserError) as caught:
-        load_config(path, overrides)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -53,21 +38,15 @@ def test_resolved_config_loads_back_equal(tmp_path):
 
 
 def test_base_is_relative_to_its_file_and_own_values_win(tmp_path):
-    write(tmp_path / "shared/base.yaml", "train: {lr: 0.5, steps: 77}\nmodel: {dim: 128}\n")
+    """Lists are replaced, not joined."""
+    write(tmp_path / "shared/base.yaml", "train: {lr: 0.5, steps: 77, prompts: [a, b]}\nmodel: {dim: 128}\n")
     write(tmp_path / "shared/other.yaml", "train: {lr: 0.25}\n")
-    path = write(tmp_path / "runs/mine.yaml", "base: [../shared/base.yaml, ../shared/other.yaml]\nmodel: {layers: 3}\n")
+    path = write(tmp_path / "runs/mine.yaml",
+                 "base: [../shared/base.yaml, ../shared/other.yaml]\nmodel: {layers: 3}\ntrain: {prompts: [c]}\n")
     config = load_config(path)
     assert (config.train.lr, config.train.steps, config.model.dim, config.model.layers) == (0.25, 77, 128, 3)
-
-
-def test_lists_are_replaced_not_joined(tmp_path):
-    write(tmp_path / "base.yaml", "train: {prompts: [a, b]}\n")
-    assert load_config(write(tmp_path / "mine.yaml", "base: base.yaml\ntrain: {prompts: [c]}\n")).train.prompts == ["c"]
-
-
-def test_a_base_that_is_its_own_base_is_refused(tmp_path):
-    write(tmp_path / "a.yaml", "base: b.yaml\n")
-    path = write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert config.train.prompts == ["c"]
+    write(tmp_path / "shared/other.yaml", "base: ../runs/mine.yaml\n")
     assert "its own base" in refusal(path)
 
 
@@ -115,21 +94,6 @@ def test_every_problem_is_reported_at_once_with_file_and_line(tmp_path):
         assert expected in text
 
 
-def test_impossible_combinations_are_reported_at_once_with_their_numbers(tmp_path):
-    path = write(tmp_path / "c.yaml", """
-model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
-train: {sample_tokens: 128, sequence_length: 256, batch_tokens: 1000, warmup_steps: 60, steps: 50}
-tokenizer: {vocab_size: 70016}
-encode: {dtype: uint16}
-""")
-    text = refusal(path)
-    for expected in ("heads (6) must be divisible by kv_heads (4)", "sequence_length 256 is longer than "
-                     "model.context_length 128", "batch_tokens 1000 is not a multiple", "warmup_steps 60",
-                     "uint16 holds ids up to 65535, but the vocabulary has 70016",
-                     "train.sample_tokens 128 leaves no room"):
-        assert expected in text
-
-
 def test_broken_files_are_refused_in_one_sentence(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "none.yaml")
     assert "not valid YAML" in refusal(write(tmp_path / "broken.yaml", "train: [1\n"))
@@ -156,19 +120,3 @@ def test_every_field_says_what_it_is():
                 if isinstance(part, type) and hasattr(part, "model_fields"):
                     yield from undocumented(part, f"{prefix}{name}.")
     assert list(undocumented(Config)) == []
-
-
-@given(st.dictionaries(st.sampled_from(["train.lr", "train.steps", "model.dim", "seed"]),
-                       st.integers(1, 10**6), min_size=1))
-@settings(deadline=None)
-def test_overrides_equal_the_same_values_in_yaml(values):
-    by_command = load_config(REPOSITORY / "configs/demo.yaml", [f"{key}={value}" for key, value in values.items()],
-                             check=False)
-    tree: dict = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    merged = yaml.safe_load(dump_config(load_config(REPOSITORY / "configs/demo.yaml", check=False)))
-    for section, value in tree.items():
-        merged[section] = {**merged[section], **value} if isinstance(value, dict) else value
-    assert by_command == Config.model_validate(merged)

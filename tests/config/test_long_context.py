@@ -3,14 +3,12 @@
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from launch.describe import training_facts
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
 from pipeline.config.loading import load_config
-from pipeline.parallel.context_plan import plan
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "configs/llama3_8b_128k.yaml"
@@ -44,11 +42,3 @@ def test_the_plan_says_what_each_rank_holds_and_gathers():
 def test_what_cannot_be_split_evenly_is_refused_with_the_numbers():
     with pytest.raises(Exception, match=r"sequence_length 131072 is not divisible by 24 \(parallel: cp 24 x tp 1\)"):
         load_config(CONFIG, ["parallel.cp=24"])
-
-
-def test_work_is_even_at_its_length():
-    random, documents = np.random.default_rng(0), []
-    while sum(documents) < 131_072:
-        documents.append(int(random.lognormal(8, 1.5)) + 1)
-    work = plan((*documents[:-1], 131_072 - sum(documents[:-1])), 8).work()
-    assert max(work) <= 1.05 * sum(work) / 8 and min(work) >= 0.95 * sum(work) / 8

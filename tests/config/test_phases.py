@@ -1,7 +1,6 @@
 """Phases as they are written, and what follows: steps, checks of each, learning rates, and what of them is past."""
 
 import pytest
-import yaml
 
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.loading import dump_config, load_config
@@ -11,9 +10,9 @@ from pipeline.config.section import identity
 from pipeline.config.training import TrainConfig
 from pipeline.contract.run import Run
 from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
 from pipeline.training.resume import past_changes
+from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
@@ -23,20 +22,12 @@ PHASES = [{"until": "10k", "batch_tokens": 2048}, {"until": "40k", "sequence_len
 SHORT = {"sequence_length": 64, "warmup_steps": 0}
 
 
-def write(folder, train, **sections):
-    path = folder / "c.yaml"
-    path.write_text(yaml.safe_dump({"shard": SOURCES, "model": {"context_length": 256}, "train": train, **sections}))
-    return path
+def written(folder, train, **sections):
+    return write(folder / "c.yaml", {"shard": SOURCES, "model": {"context_length": 256}, "train": train, **sections})
 
 
-def load(folder, train, *overrides, **sections):
-    return load_config(write(folder, train, **sections), overrides)
-
-
-def refusal(folder, train, *overrides, **sections):
-    with pytest.raises(UserError) as caught:
-        load(folder, train, *overrides, **sections)
-    return str(caught.value)
+def load(folder, train, **sections):
+    return load_config(written(folder, train, **sections))
 
 
 def plan(phases, **train):
@@ -76,7 +67,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path
 
 def test_steps_that_are_given_must_be_those_of_the_phases(tmp_path):
     assert "train.steps 7 is not what train.phases come to, 15. Leave it out" in refusal(
-        tmp_path, {"steps": 7, **SHORT, "phases": PHASES})
+        written(tmp_path, {"steps": 7, **SHORT, "phases": PHASES}))
 
 
 def test_without_phases_nothing_is_new():
@@ -88,13 +79,13 @@ def test_without_phases_nothing_is_new():
 
 
 def test_all_problems_of_all_phases_come_at_once(tmp_path):
-    said = refusal(tmp_path, {**SHORT, "batch_tokens": 1024, "max_epochs": {"wob": 1, "web": 0}, "phases": [
+    path = written(tmp_path, {**SHORT, "batch_tokens": 1024, "max_epochs": {"wob": 1, "web": 0}, "phases": [
         {"until": "10k", "mixture": {"web": 0, "code": 0}},
         {"until": "9k", "sequence_length": 512, "batch_tokens": 1000},
         {"until": "90k", "sequence_length": 96, "batch_tokens": 960, "mixture": {"web": 1, "books": 2},
          "schedule": "constant", "lr_end": 0},
-        {"until": "100k", "warmup_steps": 500, "mixture": {"web": 1, "code": 1e-7}}]}, "train.packing=best_fit",
-        "train.grain_tokens=512", parallel={"tp": 64})
+        {"until": "100k", "warmup_steps": 500, "mixture": {"web": 1, "code": 1e-7}}]}, parallel={"tp": 64})
+    said = refusal(path, "train.packing=best_fit", "train.grain_tokens=512")
     for expected in (
             "train.grain_tokens is set, but train.packing 'best_fit' cuts no running text",
             "train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0",
@@ -126,7 +117,7 @@ def test_ranks_are_checked_against_every_phase(tmp_path):
 
 
 def test_unknown_keys_of_phases_are_named(tmp_path):
-    said = refusal(tmp_path, {"phases": [{"until": "1M", "seq_len": 5}, {"lr": 1, "until": "many"}]})
+    said = refusal(written(tmp_path, {"phases": [{"until": "1M", "seq_len": 5}, {"lr": 1, "until": "many"}]}))
     assert "unknown key 'train.phases.0.seq_len'" in said and "'train.phases.1.until' is 'many'" in said
 
 
@@ -181,8 +172,6 @@ def test_other_phases_alone_need_no_force(tmp_path):
 def test_the_shipped_example_ramps_lengthens_and_anneals():
     config = load_config(REPOSITORY / "configs/phases_demo.yaml")
     found = PhasePlan.of(config.train)
-    first, second, third = found.phases
-    assert first.train.batch_tokens < second.train.batch_tokens
-    assert first.train.sequence_length < second.train.sequence_length
-    assert third.train.mixture != second.train.mixture and planned_rate(config.train.steps - 1, found) == 0
-    assert config.train.steps == third.end_step
+    first, second, third = (phase.train for phase in found.phases)
+    assert first.batch_tokens < second.batch_tokens and first.sequence_length < second.sequence_length
+    assert third.mixture != second.mixture and planned_rate(config.train.steps - 1, found) == 0

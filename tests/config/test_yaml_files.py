@@ -3,18 +3,7 @@
 import pytest
 
 from pipeline.config.loading import load_config
-from pipeline.errors import UserError
-
-
-def write(path, text):
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def refusal(path, *overrides):
-    with pytest.raises(UserError) as caught:
-        load_config(path, overrides)
-    return str(caught.value)
+from tests.config.files import refusal, write
 
 
 def test_merge_keys(tmp_path):

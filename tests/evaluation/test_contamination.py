@@ -15,7 +15,6 @@ from pipeline.evaluation.contamination import (
     DIRTY,
     LEAST,
     ItemIndex,
-    N,
     clean_and_dirty,
     shares_in_training_text,
 )
@@ -117,16 +116,6 @@ def test_ranks_share_the_shards_and_agree(tmp_path):
             rank=rank, world=2, gather=lambda value: [parts.append(value), value][1:]))
     together = shares_in_training_text(items, *place, SimpleNamespace(rank=0, world=2, gather=lambda value: parts))
     assert together == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_memory_is_of_the_items(tmp_path):
-    """What the index holds does not grow with what it scans."""
-    index = ItemIndex([" ".join(text_of("item", 20))])
-    before = (len(index._codes), {size: len(flags) for size, flags in index.met.items()})
-    for number in range(50):
-        index.scan(" ".join(f"word{number}_{place}" for place in range(200)))
-    assert (len(index._codes), {size: len(flags) for size, flags in index.met.items()}) == before
-    assert before[1] == {N: 8}
 
 
 def test_clean_and_dirty_scores():

@@ -115,33 +115,28 @@ def test_what_is_not_there_is_said(home, arguments, message):
         DroverModel(**{**arguments, **({"run": str(home / arguments["run"])} if "run" in arguments else {})})
 
 
-def test_an_interrupted_command_goes_on(home, monkeypatch):
+@pytest.mark.parametrize(("asking", "answering", "requests"), [
+    ("loglikelihood", "_score", [(f"{number} is", " less") for number in range(6)]),
+    ("generate_until", "_write", [(f"{number}", {"until": ["x"], "max_gen_toks": 3}) for number in range(6)])])
+def test_an_interrupted_command_goes_on(home, tmp_path, monkeypatch, asking, answering, requests):
     """The harness's cache has every batch that was answered before the kill; the rest alone is asked for again."""
     model = DroverModel(run=str(home / "run"), batch=1, device="cpu")
-    asked = [SimpleNamespace(args=(f"{number} is", " less")) for number in range(6)]
-    texts = [SimpleNamespace(args=(f"{number}", {"until": ["x"], "max_gen_toks": 3})) for number in range(4)]
-    expected = model.loglikelihood(asked), model.generate_until(texts)
-    kept = CachingLM(model, str(home / "cache.db"))
-    answered = {"_score": 0, "_write": 0}
+    asked = [SimpleNamespace(args=arguments) for arguments in requests]
+    expected, answer = getattr(model, asking)(asked), getattr(model, answering)
+    calls = []
 
-    def dies(name, function):
-        def counting(*arguments):
-            if answered[name] == 3 and name not in killed:
-                killed.add(name)
-                raise KeyboardInterrupt
-            answered[name] += 1
-            return function(*arguments)
-        return counting
-    killed = set()
-    for name in answered:
-        monkeypatch.setattr(model, name, dies(name, getattr(model, name)))
+    def dies_at_the_fourth(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    monkeypatch.setattr(model, answering, dies_at_the_fourth)
+    kept = CachingLM(model, str(tmp_path / "cache.db"))
     with pytest.raises(KeyboardInterrupt):
-        kept.loglikelihood(asked)
-    assert kept.loglikelihood(asked) == expected[0]
-    with pytest.raises(KeyboardInterrupt):
-        kept.generate_until(texts)
-    assert kept.generate_until(texts) == expected[1]
-    assert answered == {"_score": 6, "_write": 4}, "none of them twice"
+        getattr(kept, asking)(asked)
+    assert getattr(kept, asking)(asked) == expected
+    assert len(calls) == 7, "none of them answered twice"
 
 
 def test_texts_do_not_depend_on_the_batch(home):

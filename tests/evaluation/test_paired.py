@@ -73,21 +73,6 @@ def added(gold, answers):
     return [(2.0 * (right and said), float(right + said)) for right, said in zip(gold, answers, strict=True)]
 
 
-def test_f1_is_paired():
-    from sklearn.metrics import f1_score
-    chance = random.Random(5)
-    gold = [chance.random() < 0.4 for _ in range(400)]
-    first = [right if chance.random() < 0.75 else not right for right in gold]
-    second = [right if chance.random() < 0.4 else said for right, said in zip(gold, first, strict=True)]
-    found = difference(added(gold, first), added(gold, second), "f1")
-    assert score(added(gold, first), "f1")[0] == pytest.approx(f1_score(gold, first))
-    assert found.difference == pytest.approx(f1_score(gold, second) - f1_score(gold, first))
-    spread = redrawn(added(gold, first), added(gold, second), ratio)
-    assert found.stderr == pytest.approx(spread, rel=0.05)
-    rights = [(one == right, other == right) for one, other, right in zip(first, second, gold, strict=True)]
-    assert (found.higher, found.lower) == (rights.count((False, True)), rights.count((True, False)))
-
-
 def test_f1_by_hand():
     """First: a true positive, a false positive, a false negative: 2 / 4. Second: all right. A true negative adds
     nothing, and where no item is or is called positive, f1 is 0, as scikit-learn has it."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -158,15 +157,6 @@ def test_draws_are_the_harnesss_by_default():
     import inspect
     default = inspect.signature(evaluate).parameters["bootstrap_iters"].default
     assert EvaluateConfig().bootstrap_iters == default
-
-
-def test_chance_and_right_answers_of_a_winograd_task(model, folder):
-    found = ours(model, folder, "winograd")["winograd"]
-    assert found["chance"] == 0.5 and found["items_without_right_choice"] == 0
-    nats = sum(direct(model, item["second" if item["label"] else "first"], " " + item["ending"])[0]
-               for item in TASKS["winograd"]["items"])
-    size = sum(len(" " + item["ending"]) for item in TASKS["winograd"]["items"])
-    assert found["answer_bits_per_byte"] == pytest.approx(-nats / math.log(2) / size, rel=1e-5)
 
 
 def test_items_without_a_right_choice_are_counted(model, folder):

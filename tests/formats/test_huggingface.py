@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
-from pipeline.formats.huggingface import from_huggingface, read_folder, stream_folder, to_huggingface
+from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface
 from pipeline.formats.huggingface_config import config_to_json
-from pipeline.formats.sharded_tensors import CheckpointReader
 from tests.conftest import REPOSITORY, environment
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_state
@@ -203,22 +202,6 @@ def test_state_that_does_not_fit_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             write_state(tmp_path, wrong, config, dtype=torch.float32, bos_id=1, eos_id=2)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("untied", torch.bfloat16), ("tied", torch.float32)])
-def test_a_stream_from_pieces_gives_the_same_files(name, dtype, tmp_path):
-    model = built(CONFIGS[name])
-    parameters = dict(model.named_parameters())
-    write_checkpoint(tmp_path / "pieces", parameters, ranks=3, cuts=5)
-    options = {"dtype": dtype, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 20_000}
-    write_state(tmp_path / "memory", model.state_dict(), model.config, **options)
-    with CheckpointReader(tmp_path / "pieces") as reader:
-        asked = []
-        stream_folder(tmp_path / "stream", {name: reader.shape(name) for name in reader.names()},
-                      lambda name: asked.append(name) or reader.read(name), model.config, **options)
-    assert asked == list(parameters)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "memory").iterdir()}
-    assert len(files) > 4 and files == {path.name: path.read_bytes() for path in (tmp_path / "stream").iterdir()}
 
 
 LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)

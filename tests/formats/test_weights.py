@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
+from pipeline.config.shapes import shape_of
 from pipeline.errors import UserError
 from pipeline.formats.huggingface import to_huggingface
+from pipeline.formats.huggingface_config import config_to_json
 from pipeline.formats.weights import MODEL, load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
@@ -190,20 +192,17 @@ def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spelled", ["type", "rope_type"])
-@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
-def test_scaling_is_read_in_every_spelling(where, spelled, tmp_path):
-    folder = as_huggingface(tmp_path / "x", Llama(SHAPES["scaled"]))
-    config = json.loads((folder / "config.json").read_text())
-    scaling = config.pop("rope_scaling")
+@pytest.mark.parametrize(("where", "spelled"), [
+    ("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")])
+def test_scaling_is_read_in_every_spelling(where, spelled):
+    content = config_to_json(SHAPES["scaled"], torch.float32)
+    scaling, theta = content.pop("rope_scaling"), content.pop("rope_theta")
     scaling[spelled] = scaling.pop("rope_type")
-    config.pop("rope_parameters")
-    theta = config.pop("rope_theta")
-    config |= {where: {**scaling, "rope_theta": theta}} if where == "rope_parameters" else \
+    content.pop("rope_parameters")
+    content |= {where: {**scaling, "rope_theta": theta}} if where == "rope_parameters" else \
         {where: scaling, "rope_theta": theta}
-    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": False, "pretraining_tp": 1}))
-    with open_weights(folder) as weights:
-        assert (weights.config.rope_scaling, weights.config.rope_theta) == (SHAPES["scaled"].rope_scaling, 5e5)
+    found = shape_of(content | {"attention_bias": False, "pretraining_tp": 1})
+    assert (found.rope_scaling, found.rope_theta) == (SHAPES["scaled"].rope_scaling, 5e5)
 
 
 def test_a_folder_of_something_else_names_what_is_known(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 from model.config import ModelConfig, RopeScaling
 from model.presets import PRESETS
-from pipeline.config.explaining import field_texts
 
 # Computed once from Meta's params.json files, independently of this code: parameters, bytes of the KV cache for each
 # token in 16 bits, width of the feed-forward layer, sequence length, training FLOPs per token with full attention.
@@ -103,8 +102,3 @@ def test_problems_are_sentences_with_numbers(changes, sentences):
 def test_wrong_names_and_types_are_refused(changes):
     with pytest.raises(pydantic.ValidationError):
         ModelConfig(**changes)
-
-
-def test_every_field_advises():
-    for config in (ModelConfig, RopeScaling):
-        assert field_texts(config).keys() == config.model_fields.keys()

@@ -1,14 +1,10 @@
-"""Rotary embedding: golden frequencies, the matrix that it is, and the property it exists for."""
-
-import math
+"""Rotary embedding: golden frequencies, two ways to turn, dtypes. tests/formats compares it with transformers."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from model.config import ModelConfig, RopeScaling
-from model.rope import RotaryTable, cos_sin, rotary_frequencies, rotate
+from model.rope import RotaryTable, rotary_frequencies, rotate
 from tests.model.agreement import agree
 
 TABLE = RotaryTable(ModelConfig(dim=32, heads=2, context_length=64))
@@ -40,30 +36,6 @@ def test_frequencies(head_dim, factor, bands, golden):
         kept, divided = (int(torch.isclose(ratio, torch.tensor(each, dtype=ratio.dtype)).sum())
                          for each in (1.0, float(factor)))
         assert (kept, head_dim // 2 - kept - divided, divided) == bands
-
-
-def test_equals_the_block_diagonal_matrix():
-    x, frequencies = random(1, 5, 2, 8), rotary_frequencies(8, 1e4)
-    result = rotate(x, *cos_sin(torch.arange(5)[None], frequencies))
-    for position in range(5):
-        blocks = [
-            torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64)
-            for a in (position * frequencies).tolist()
-        ]
-        expected = x[0, position] @ torch.block_diag(*blocks).T
-        assert torch.allclose(result[0, position], expected, rtol=0, atol=1e-13)
-
-
-@settings(max_examples=50, deadline=None)
-@given(m=st.floats(0, 1000), n=st.floats(0, 1000), shift=st.floats(0, 1000), seed=st.integers(0, 10_000))
-def test_scores_depend_on_the_distance_only(m, n, shift, seed):
-    q, k = random(2, 1, 1, 1, 8, seed=seed)
-
-    def turned(x, position):
-        return rotate(x, *cos_sin(torch.tensor([[position]], dtype=torch.float64), rotary_frequencies(8, 1e4)))
-
-    score, shifted = ((turned(q, m + more) * turned(k, n + more)).sum().item() for more in (0, shift))
-    assert score == pytest.approx(shifted, abs=1e-9)
 
 
 def test_in_bfloat16_only_input_and_result_are_rounded():

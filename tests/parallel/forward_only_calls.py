@@ -65,28 +65,6 @@ def one_fails(ranks, folder):
     return {"ranks": ranks.gather((made, told, placed.broken))}
 
 
-def answers(ranks, folder):
-    """Requests of the harness, shared out unevenly over two ranks that share the model."""
-    from types import SimpleNamespace
-
-    from pipeline.evaluation.harness import HarnessModel
-    from pipeline.tokenization.simple import ByteTokenizer
-
-    with open_weights(Path(folder)) as weights:
-        placed = place(weights, ranks, torch.float32, dp_shard=2)
-        whole = load_model(weights, ranks.device, torch.float32)
-    whole.backend = placed.model.backend
-    scored = [SimpleNamespace(args=(f"context {number} " * number, " answer")) for number in range(1, 6)]
-    written = [SimpleNamespace(args=("q" * (number + 1), {"max_gen_toks": 3 + 4 * number, "do_sample": number > 2}))
-               for number in range(5)]
-    found = []
-    for harness in (HarnessModel(placed.model, ByteTokenizer(), batch=2, rank=ranks.rank, world=2, placed=placed),
-                    HarnessModel(whole, ByteTokenizer(), batch=2)):
-        found.append([harness.loglikelihood(scored), harness.loglikelihood_rolling(scored[:1]),
-                      harness.generate_until(written)])
-    return {"equal": found[0] == found[1], "ranks": len(set(map(str, ranks.gather(found[0]))))}
-
-
 def write(folder, **changes):
     """A folder in Hugging Face's form with weights that make sharp choices."""
     from model.llama import Llama, initialise

@@ -16,7 +16,6 @@ from model.llama import Llama, initialise
 from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
 from tests.model.test_backends import WAYS, names
-from tests.model.varlen_on_cpu import VarlenOnCpu
 
 CONFIG = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=64, context_length=32)
 TOKENS = torch.arange(32).view(1, 32)
@@ -100,26 +99,6 @@ def test_compiled_blocks_keep_by_name_too(kept, gained):
     loss(model).backward()
     again = {*PRODUCTS, *(["gate"] * gained)} - {*kept, "w2"}
     assert products == [2 * (len(PRODUCTS) + gained) + len(again)]
-
-
-def test_varlen_is_compiled_once_for_documents_of_any_number():
-    """Twice for all: for the first shape of the edges, and for those of other lengths."""
-    torch._dynamo.reset()
-    graphs = []
-    model = built(VarlenOnCpu(), ["attention"])
-
-    def counted(graph, inputs):
-        graphs.append(graph)
-        return graph
-    backend = aot_autograd(fw_compiler=counted, bw_compiler=lambda graph, inputs: graph)
-    model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
-    reference = built(Sdpa())
-    for count in range(1, 24):
-        documents = torch.tensor([[min(place, count) for place in range(32)]])
-        found, expected = (one(TOKENS, TOKENS.roll(-1, 1), documents=documents) for one in (model, reference))
-        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-        found.backward()
-    assert len(graphs) <= 3
 
 
 def test_nothing_is_noted_where_nothing_is_named():

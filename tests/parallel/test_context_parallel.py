@@ -84,22 +84,6 @@ def test_segments_together_equal_the_dense_mask_forward_and_backward(backend, ro
     agree(attended(backend, three, rows, ranks, window), attend(*three, layout, windowed=window is not None), three)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_a_key_is_found_where_it_is_used_and_nowhere_else(rows, window):
-    """What is without meaning is read by nobody, and each use of a key is counted once."""
-    for rank in range(4):
-        found = gathered(rows, 4, rank, window)
-        meant = sum(found.keys.lengths)
-        packed = torch.randn(found.keys.rows, 1, 3, dtype=torch.float64)
-        packed[meant:] = torch.nan
-        expected = torch.zeros(found.uses.shape[1], 1, 3, dtype=torch.float64)
-        expected.index_add_(0, torch.from_numpy(found.index[:meant]), packed[:meant])
-        sums = _sum((packed, 2 * packed), torch.from_numpy(found.uses))
-        assert torch.equal(sums[:, 0], expected) and torch.equal(sums[:, 1], 2 * expected)
-        assert _sum((packed.bfloat16(),), torch.from_numpy(found.uses)).dtype == torch.float32
-
-
 def test_keys_beyond_a_window_are_left_out():
     whole, windowed = (gathered(((4096,),), 4, 3, window) for window in (None, 64))
     assert windowed.keys.lengths == (512 + 63, 512 + 63) and windowed.keys.rows < whole.keys.rows

@@ -32,23 +32,14 @@ def test_one_rank_fails_and_the_other_ends_its_work(tmp_path):
     assert found["ranks"] == [(4, None, False), (1, "a text that cannot be read", False)]
 
 
-def test_the_harness_answers_the_same(tmp_path):
-    found = run_case(2, "forward only", {"body": f"{BODY}answers", "folder": str(write(tmp_path, vocab_size=512))})
-    assert found == {"equal": True, "ranks": 1}
-
-
 def test_as_few_ranks_as_the_memory_allows():
     config = ModelConfig(dim=256, layers=8, heads=4, kv_heads=2, ffn_dim=512, vocab_size=1024, context_length=64)
     size = 4 * config.parameter_count
     assert needed(config, torch.float32, 1) == size == 2 * needed(config, torch.bfloat16, 1)
     assert fewest(config, torch.float32, size, 8) == 1 and fewest(config, torch.float32, size - 1, 8) > 1
-    for world in (6, 8):
-        for allowed in (size * 0.4, size * 0.7, size * 0.9):
-            found = fewest(config, torch.float32, allowed, world)
-            assert world % found == 0
-            assert found == world or needed(config, torch.float32, found) <= allowed
-            assert found == 1 or all(needed(config, torch.float32, fewer) > allowed for fewer in range(1, found)
-                                     if world % fewer == 0)
+    for allowed in (size * 0.4, size * 0.7, size * 0.9):
+        found = fewest(config, torch.float32, allowed, 6)
+        assert found == next((ranks for ranks in (1, 2, 3, 6) if needed(config, torch.float32, ranks) <= allowed), 6)
     assert fewest(config, torch.float32, 1, 8) == 8, "nothing is enough: what takes least"
     # Two units that follow each other are whole on a rank, once more while they are gathered.
     unit = 1024 * 256

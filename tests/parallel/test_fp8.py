@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
 
 from model.config import ModelConfig
 from model.llama import Llama, initialise
@@ -14,7 +13,7 @@ from pipeline.config.outside import absent_torchao
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
-from pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
+from pipeline.parallel.activation_checkpointing import checkpoint_activations
 from pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.parallel.groups import end_groups, run_case
 from tests.parallel.train_steps import MODEL
@@ -38,11 +37,11 @@ def settings(**train):
     return TrainConfig(precision="fp8", **train)
 
 
-def converted(recipe="rowwise", device=CPU, **train):
-    """TINY with its initial weights in bfloat16; device: as which it multiplies."""
+def converted(recipe):
+    """TINY with its initial weights in bfloat16."""
     with torch.device("meta"):
         model = Llama(TINY)
-    convert_to_fp8(model, settings(fp8_recipe=recipe, **train), device)
+    convert_to_fp8(model, settings(fp8_recipe=recipe), CPU)
     model = model.to_empty(device="cpu").bfloat16()
     initialise(model, TINY, seed=0)
     return model
@@ -86,12 +85,6 @@ def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
         division(MODEL, settings(fp8_skip=["layers.*"]))
 
 
-def away(model, other):
-    """How far each gradient is from the other model's, by name: the norm of the difference over the norm."""
-    return {name: float((parameter.grad - theirs.grad).norm() / theirs.grad.norm()) for (name, parameter), theirs in
-            zip(model.named_parameters(), other.parameters(), strict=True)}
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_parameters_are_what_they_were(recipe):
     """Names, order, shapes, type and gradients: what a checkpoint holds does not change."""
@@ -103,15 +96,8 @@ def test_parameters_are_what_they_were(recipe):
         assert name == known and type(ours) is type(theirs) and ours.requires_grad and torch.equal(ours, theirs)
     expected, found = step(plain), step(model)
     assert found != expected and abs(found / expected - 1) < 0.01
-    assert 0 < max(away(model, plain).values()) < 0.2
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_a_cpu_multiplies_is_what_the_product_of_the_hardware_multiplies(recipe):
-    """torch's own fp8 product, slow on a CPU, against the one in float32 of the same rounded factors."""
-    ours, theirs = converted(recipe), converted(recipe, GPU)
-    assert abs(step(ours) / step(theirs) - 1) < 1e-3
-    assert max(away(ours, theirs).values()) < 0.1
+    assert 0 < max((ours.grad - theirs.grad).norm() / theirs.grad.norm() for ours, theirs in
+                   zip(model.parameters(), plain.parameters(), strict=True)) < 0.2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -139,26 +125,6 @@ def test_activation_checkpointing_is_bit_equal_and_keeps_by_name(recipe):
         assert torch.equal(step(model), expected)
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad), name
-
-
-@pytest.mark.parametrize("device", [CPU, GPU], ids=["emulated", "scaled_mm"])
-def test_compiled_blocks_keep_products_in_fp8_by_name(device):
-    """In a block's backward graph each product has two, and one more if it is computed again; w2's no one needs."""
-    counted = {}
-    for kept in (["wq", "wo", "w1"], ["attention"]):
-        products = []
-
-        def backward(graph, inputs, products=products):
-            products.append(sum(node.target in PRODUCT_OPERATORS for node in graph.graph.nodes))
-            return graph
-        torch._dynamo.reset()
-        model = converted(device=device)
-        checkpoint_activations(model, settings(activation_checkpointing="selective", kept_activations=kept))
-        backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
-        model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
-        step(model)
-        [counted[tuple(kept)]] = products
-    assert counted["wq", "wo", "w1"] == 2 * 7 + 6 - 3 and counted["attention",] == 2 * 7 + 6
 
 
 @pytest.mark.parametrize(("recipe", "capability", "words"), [

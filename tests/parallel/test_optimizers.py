@@ -78,13 +78,6 @@ def test_a_checkpoint_of_one_layout_goes_on_under_another(tmp_path, optimizer):
         assert away(steps(layout, first=3, load=folder, train=train), expected) < 1e-12
 
 
-def test_states_that_got_lost_would_show():
-    """The two tests above compare something: without its momentum, or its count of updates, Muon goes elsewhere."""
-    expected = alone()
-    assert away(alone(rejected=(2,)), expected) > 1e-3
-    assert away(alone(train=(("optimizer", "muon"), ("lr", 5.5e-4))), expected) > 1e-3
-
-
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     folder = str(tmp_path / "step")
     steps(ALONE, steps=1, save=folder, train=(("optimizer", "adamw"),))

@@ -182,20 +182,11 @@ class Counted(TorchDispatchMode):
 
 
 def waits(ranks, seconds, parallel):
-    """The names of the mesh's groups and how many seconds they wait; and what every second rank of the tensor groups
-    gets for waiting for the other, which never comes."""
-    patient = dataclasses.replace(ranks, patience=timedelta(seconds=seconds))
-    mesh, late = Grid(patient, ParallelConfig(**parallel)).mesh, ""
+    """The names of the mesh's groups and how many seconds they wait."""
+    mesh = Grid(dataclasses.replace(ranks, patience=timedelta(seconds=seconds)), ParallelConfig(**parallel)).mesh
     groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names}
-    told = {axis: (group.group_desc, group._get_backend(ranks.device).options._timeout.total_seconds())
+    return {axis: (group.group_desc, group._get_backend(ranks.device).options._timeout.total_seconds())
             for axis, group in groups.items()}
-    if mesh.get_local_rank("tensor") == 0:
-        try:
-            dist.all_reduce(torch.zeros(1), group=groups["tensor"])
-        except RuntimeError as error:
-            late = str(error)
-    ranks.barrier()
-    return {"groups": told, "late": late}
 
 
 def whole(ranks, mine):

@@ -54,6 +54,7 @@ def test_they_are_said_and_in_the_report():
     assert rare_ids(older, REPORT) == {} and warnings({}) == [] and len(_tokens({"splits": {}})) == 1
 
 
+@pytest.mark.slow
 def test_encode_counts_them(tmp_path):
     """The vocabulary of characters is of the training text's first part; the held-out end is Greek."""
     (tmp_path / "a.txt").write_text("\n\n".join([f"plain text {number} of letters" for number in range(200)]

@@ -18,11 +18,8 @@ def test_chunks_are_the_text_in_small_pieces(text):
     assert "".join(chunks) == text
     assert all(0 < len(chunk) <= training.CHUNK_CHARACTERS for chunk in chunks)
     assert max((len(chunk.encode()) for chunk in chunks), default=0) <= training.MAX_SENTENCE_BYTES
-
-
-def test_chunks_end_at_line_ends():
-    text = "a line of some length\n" * 1000
-    assert all(chunk.endswith("\n") for chunk in chunked(text)) and len(list(chunked(text))) == 6
+    lines = list(chunked("a line of some length\n" * 1000))
+    assert len(lines) == 6 and all(chunk.endswith("\n") for chunk in lines)
 
 
 def documents(count=400):
@@ -48,27 +45,22 @@ def test_a_sample_may_be_everything_and_counts_nul():
     assert counts == Sample(chunks=1, text_bytes=3, nul_characters=2)
 
 
-@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
-def test_training_again_gives_the_same_bytes(files, texts, tmp_path, algorithm):
-    size = {"bpe": 1024, "unigram": 768}[algorithm]
-    path = tmp_path / "again.model"
-    train_sentencepiece((chunk for text in texts for chunk in chunked(text)),
-                        TokenizerConfig(vocab_size=size, algorithm=algorithm), path, tmp_path / "train.log")
-    assert path.read_bytes() == files[algorithm].read_bytes()
-
-
-def test_the_pieces_do_not_depend_on_the_number_of_threads(files, texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("algorithm", "size", "threads"), [("bpe", 1024, None), ("unigram", 768, None),
+                                                            ("bpe", 1024, 1), ("bpe", 1024, 2)])
+def test_training_again_gives_the_same_bytes_and_on_any_threads_the_same_pieces(files, texts, tmp_path, monkeypatch,
+                                                                              algorithm, size, threads):
     from sentencepiece import SentencePieceProcessor
 
     def pieces(path):
         processor = SentencePieceProcessor(model_file=str(path))
         return [(processor.id_to_piece(token), processor.get_score(token)) for token in range(len(processor))]
-    for threads in (1, 2):
-        monkeypatch.setattr(training, "THREADS", threads)
-        path = tmp_path / f"{threads}.model"
-        train_sentencepiece((chunk for text in texts for chunk in chunked(text)), TokenizerConfig(vocab_size=1024),
-                            path, tmp_path / "train.log")
-        assert pieces(path) == pieces(files["bpe"])
+
+    monkeypatch.setattr(training, "THREADS", threads or training.THREADS)
+    path = tmp_path / "again.model"
+    train_sentencepiece((chunk for text in texts for chunk in chunked(text)),
+                        TokenizerConfig(vocab_size=size, algorithm=algorithm), path, tmp_path / "train.log")
+    assert pieces(path) == pieces(files[algorithm])
+    assert threads or path.read_bytes() == files[algorithm].read_bytes()
 
 
 def test_skipped_text_fails_training(tmp_path, texts):
@@ -98,11 +90,14 @@ def test_what_cannot_be_trained_says_what_to_change(tmp_path, texts, size, messa
 
 
 def test_a_too_large_vocabulary_is_told_the_largest_that_fits(tmp_path, texts):
+    def train(size):
+        train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m", tmp_path / "log")
+
     with pytest.raises(UserError, match=r"Set it to (\d+) or less") as caught:
-        train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=32768), tmp_path / "m", tmp_path / "log")
+        train(32768)
     size = int(str(caught.value).split("Set it to ")[1].split()[0])
     assert size % 128 == 0
-    train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m", tmp_path / "log")
+    train(size)
 
 
 def test_the_trainer_speaks_although_somebody_silenced_it(tmp_path, texts):

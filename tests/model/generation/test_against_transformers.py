@@ -51,9 +51,3 @@ def test_greedy_tokens_are_equal(both, penalty):
     expected = [theirs(both[0], prompt, TOKENIZER.eos_id, repetition_penalty=penalty) for prompt in PROMPTS]
     assert ours(both[1], PROMPTS, TOKENIZER.eos_id, penalty) == expected
     assert len(set(map(tuple, expected))) == len(PROMPTS)
-
-
-def test_a_stop_is_where_theirs_is(both):
-    eos = theirs(both[0], PROMPTS[0], TOKENIZER.eos_id)[9]
-    expected = [theirs(both[0], prompt, eos) for prompt in PROMPTS]
-    assert ours(both[1], PROMPTS, eos) == expected and len(expected[0]) <= 10

@@ -52,20 +52,6 @@ def test_rows_together_are_told_of_as_one_pass_over_each_has_it(model, logits, m
               logprobs[:length - 1] if of_prompt is not None else [], of_prompt or 0)
 
 
-def test_telling_changes_no_text(model):
-    for settings in ({"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}):
-        plain, told = (written(model, [Sampling(max_tokens=20, seed=number, **settings, **more) for number in range(4)])
-                       for more in ({}, {"logprobs": 3}))
-        assert [row.tokens for row in plain] == [row.tokens for row in told]
-
-
-def test_a_stop_id_has_a_score_too(model):
-    [whole, *_] = written(model, [Sampling(max_tokens=20)] * 4)
-    stop = whole.tokens[5]
-    [row, *_] = written(model, [Sampling(max_tokens=20, logprobs=1, stop_ids={stop})] * 4)
-    assert row.end == "stop" and [score.token for score in row.scores] == [*row.tokens, stop]
-
-
 def test_nobody_asks_and_nothing_is_computed(model, monkeypatch):
     def refuse(*arguments):
         raise AssertionError
