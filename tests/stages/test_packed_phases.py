@@ -14,7 +14,7 @@ from pipeline.contract.run import run_in
 from pipeline.reporting.consumption import consumption_tables
 from pipeline.reporting.course import training_section
 from pipeline.reporting.facts import Facts
-from tests.conftest import run_stage, write_config
+from tests.conftest import run_stage
 from tests.stages.training import (
     THREE_PHASES,
     curve,
@@ -31,28 +31,16 @@ from tests.stages.training import (
 from tools.verify import __main__ as verify
 from tools.where import __main__ as where
 
-TRAIN = {"steps": None, "precision": "fp64", "packing": "best_fit", "mixture": {"code": 1, "more": 2},
-         "phases": THREE_PHASES, "checkpoint": {"every_steps": 2}, "sample_every": 6}
-
-
-@pytest.fixture(scope="module")
-def short_documents(tmp_path_factory, corpus) -> Path:
-    """Config of a run with token shards of short documents from two sources."""
-    files = sorted(corpus.glob("*.txt"))
-    sources = [{"kind": "files", "name": name, "paths": [str(path) for path in part], "separator": "\n\n"}
-               for name, part in (("code", files[::2]), ("more", files[1::2]))]
-    config = write_config(tmp_path_factory.mktemp("two"), corpus, shard={"sources": sources}, train=TRAIN)
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
-    return config
+TRAIN = {"steps": None, "precision": "fp64", "packing": "best_fit", "phases": THREE_PHASES, "sample_every": 6}
 
 
 @pytest.fixture
-def fresh(tmp_path, short_documents) -> Path:
+def fresh(tmp_path, two_sources) -> Path:
     """Config of a run in packed phases that can train at once."""
-    return reusing(short_documents, tmp_path)
+    return reusing(two_sources, tmp_path, train=TRAIN)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(fresh, capsys):
     said = run_stage("train", fresh, "name=whole").stdout
     assert "  of code the epoch has " in said and said.count("  padding: ") == 3
@@ -139,6 +127,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(fresh):
         (record["samples"], record["targets"]) for record in curve(fresh, "whole")]
 
 
+@pytest.mark.slow
 def test_a_rollback_has_what_is_left_planned_again(fresh):
     """In a phase before the length changes: what the epoch has left then is less."""
     settings = ["train.guards.spike=rollback", "train.guards.spike_min_history=2", "train.checkpoint.background=false"]

@@ -5,36 +5,20 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import yaml
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.records.metrics import read_metrics
-from tests.conftest import run_stage, write_config
-from tests.stages.training import curve, events, lines, proven, train_and_kill, train_folder
+from tests.conftest import run_stage
+from tests.stages.training import curve, events, lines, proven, reusing, train_and_kill, train_folder
 from tools.where import __main__ as where
 
 SETTINGS = ["train.packing=best_fit", "train.precision=fp64", "train.steps=16"]
 
 
-@pytest.fixture(scope="module")
-def short_documents(tmp_path_factory, corpus):
-    """Config of a run with token shards of short documents and some longer than a sequence: paragraphs of code."""
-    source = {"kind": "files", "name": "code", "paths": [f"{corpus}/*.txt"], "separator": "\n\n"}
-    config = write_config(tmp_path_factory.mktemp("short"), corpus, shard={"sources": [source]})
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
-    return config
-
-
 @pytest.fixture
-def fresh(tmp_path, short_documents):
-    """Config of a new run that reuses those shards."""
-    config = yaml.safe_load(short_documents.read_text())
-    config["train"]["micro_batch"] = 8
-    config.update(runs_dir=str(tmp_path / "runs"), reuse=str(short_documents.parent / "runs/mini"))
-    path = tmp_path / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+def fresh(tmp_path, two_sources):
+    """Config of a new run on short documents and some longer than a sequence."""
+    return reusing(two_sources, tmp_path, train={"mixture": None, "checkpoint": {"every_steps": 4}, "micro_batch": 8})
 
 
 def test_a_packed_run_says_its_waste_and_goes_on_on_other_ranks(fresh, capsys):
@@ -77,23 +61,13 @@ def test_a_packed_run_says_its_waste_and_goes_on_on_other_ranks(fresh, capsys):
     assert capsys.readouterr().out == told and not plan.exists(), "a tool only reads"
 
 
-def test_a_run_is_not_packed_otherwise_in_its_midst(fresh):
-    train_and_kill(fresh, ranks=1, after_step=4, log="events")
-    assert "train.packing" in run_stage("train", fresh, "train.packing=best_fit", expect=2).stderr
-    run_stage("train", fresh)
-    assert all("padding_share" not in record for record in lines(fresh))
-    assert "packing" not in read_manifest(train_folder(fresh)).counts
-    assert not (train_folder(fresh) / "packing").exists()
-
-
-@pytest.mark.parametrize("parallel", [["parallel.cp=2"], ["parallel.pp=2", "train.micro_batch=4"],
-                                      ["parallel.tp=2"], ["train.across_documents=true"]],
-                         ids=lambda settings: settings[0])
-def test_a_packed_batch_is_the_same_however_it_is_spread(fresh, parallel):
+@pytest.mark.slow
+@pytest.mark.parametrize(("spread", "ranks"), [
+    (["parallel.cp=2", "parallel.pp=2", "train.micro_batch=4"], 4), (["train.across_documents=true"], 2)])
+def test_a_packed_batch_is_the_same_however_it_is_spread(fresh, spread, ranks):
     settings = ["train.packing=best_fit", "train.precision=fp64", "train.steps=3"]
-    same = [setting for setting in parallel if "across" in setting]
-    run_stage("train", fresh, "name=whole", *settings, *same)
-    run_stage("train", fresh, *settings, *parallel, ranks=2)
+    run_stage("train", fresh, "name=whole", *settings, *(spread if ranks == 2 else []))
+    run_stage("train", fresh, *settings, *spread, ranks=ranks)
     for one, two in zip(curve(fresh, "whole"), curve(fresh), strict=True):
         assert one["targets"] == two["targets"] and one["loss"] == pytest.approx(two["loss"], rel=1e-10)
     assert [record["tokens"] for record in lines(fresh)] == [record["tokens"] for record in lines(fresh, "whole")]

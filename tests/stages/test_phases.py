@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 import yaml
 
@@ -25,33 +23,19 @@ from tests.stages.training import (
 from tools.audit import audit
 from tools.where import __main__ as where
 
-TRAIN = {"steps": None, "precision": "fp64", "mixture": {"code": 1, "more": 2}, "phases": THREE_PHASES,
-         "checkpoint": {"every_steps": 2}, "sample_every": 6}
-
-
-@pytest.fixture(scope="module")
-def two_sources(tmp_path_factory, corpus):
-    """Config of a run with two sources of which the token shards are there."""
-    files = sorted(corpus.glob("*.txt"))
-    sources = [{"kind": "files", "name": name, "paths": [str(path) for path in part]}
-               for name, part in (("code", files[::2]), ("more", files[1::2]))]
-    config = write_config(tmp_path_factory.mktemp("two"), corpus, shard={"sources": sources}, train=TRAIN)
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
-    return config
+TRAIN = {"steps": None, "precision": "fp64", "phases": THREE_PHASES, "sample_every": 6}
 
 
 @pytest.fixture
 def phased(tmp_path, two_sources):
     """Config of a run in phases that can train at once."""
-    return reusing(two_sources, tmp_path)
+    return reusing(two_sources, tmp_path, train=TRAIN)
 
 
-def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(phased):
+def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased):
     run_stage("train", phased, "name=whole")
-    for ranks, after, settings in ((1, 2, []), (2, 6, []), (2, 8, ["parallel.pp=2"]), (4, 10, ["parallel.cp=2",
-                                                                                         "parallel.tp=2"])):
-        train_and_kill(phased, *settings, ranks=ranks, after_step=after, how=signal.SIGKILL, log="events")
+    for ranks, after, settings in ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"])):
+        train_and_kill(phased, *settings, ranks=ranks, after_step=after, log="events")
     run_stage("train", phased, ranks=2)
     assert proven(phased) and proven(phased, "whole")
     whole = {record["step"]: record for record in curve(phased, "whole")}
@@ -63,9 +47,8 @@ def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(phased):
     assert [record["tokens"] for record in lines(phased, "whole")] == [
         *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
     assert lines(phased, "whole")[-1]["lr"] == 0
-    counts = read_manifest(train_folder(phased)).counts
+    counts, whole_counts = (read_manifest(train_folder(phased, name)).counts for name in ("mini", "whole"))
     assert counts["tokens"] == 20480 and counts["steps"] == 12
-    whole_counts = read_manifest(train_folder(phased, "whole")).counts
     assert counts["phases"] == whole_counts["phases"] and counts["plan_sha256"] == whole_counts["plan_sha256"]
 
 
@@ -105,6 +88,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert read_manifest(train_folder(phased)).counts["steps"] == 16 and proven(phased)
 
 
+@pytest.mark.slow
 def test_steps_of_a_former_plan_count_no_more(phased, capsys):
     """Killed after steps that no checkpoint has, and ended sooner along another plan, of which they were no part."""
     run_with_faults(phased, "kill:rank=0,step=12", "train.checkpoint.background=false",
@@ -150,6 +134,7 @@ def test_a_rollback_in_the_last_step_of_a_phase_moves_the_next_ones(phased, caps
     assert [sum(phase["tokens"].values()) for phase in counts["phases"]] == [12288, 12288]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     """Rolled back to the beginning of a phase, which is then changed: the numbers are other text in it."""
     phases = [{"until": 12288, "sequence_length": 32, "batch_tokens": 1024},
@@ -177,6 +162,7 @@ def test_more_epochs_than_allowed_are_refused_before_a_step(phased):
         "train", phased, "train.max_epochs={more: 0.01, code: 9}", expect=2).stderr
 
 
+@pytest.mark.slow
 def test_fewer_documents_than_ranks_train_all_the_same(tmp_path, corpus):
     """Sequences are dealt out, not documents: three documents on four ranks, over phases that go through them often."""
     texts = tmp_path / "texts"
