@@ -113,8 +113,8 @@ def test_a_source(chain):
     assert read_manifest(chain.parent / "runs/source/shard").digest == whole.digest
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-@pytest.mark.parametrize("at", [3, 700, -1], ids=["name of a member", "text", "padding"])
+@pytest.mark.parametrize(("split", "at"), [("train", 3), ("heldout", 700), ("train", -1)],
+                         ids=["name of a member", "text", "padding"])
 def test_a_text_shard(chain, capsys, split, at):
     """Wherever in it: not every byte is text."""
     path = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1]
@@ -146,40 +146,29 @@ def trained(chain):
     return chain
 
 
-def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch):
-    """Found before the first checkpoint or once that is there, which is then set aside: for the second one training
-    waits."""
+@pytest.mark.parametrize("copied", [False, True], ids=["early", "late and copied"])
+def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
+    """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
+    training waits."""
     shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    whole = read_manifest(trained.parent / "runs/mini/train")
+    whole, store = read_manifest(trained.parent / "runs/mini/train"), Store(f"file://{tmp_path}/store")
     assert whole.counts["token_shards_checked"] > len(shards) > 3
-    for name, saved in (("early", 0), ("late", 2)):
-        here = (*reusing(trained, name),)
-        checkpoints = trained.parent / "runs" / name / "train/checkpoints"
-        with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-            hold_back(patch, lambda here=checkpoints, saved=saved: not saved or [*here.glob("step-*/COMPLETE.json")])
-            refused(capsys, trained, "train", path, *here)
-        assert not list(checkpoints.glob("step-????????"))
-        aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
-        assert saved <= max(aside, default=0) <= 2
-        assert read_manifest(checkpoints.parent) is None
-        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
-        assert do(trained, "train", *here) == 0
-        assert curve(trained, name) == curve(trained)
-        assert weights(read_manifest(checkpoints.parent)) == weights(whole)
-        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
-
-
-def test_copies_of_checkpoints_that_may_be_made_of_damage_go_as_well(trained, capsys, monkeypatch, tmp_path):
-    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    store = Store(f"file://{tmp_path}/store")
-    here = (*reusing(trained, "copied"), f"train.checkpoint.copy_to={store.url}")
-    checkpoints = trained.parent / "runs/copied/train/checkpoints"
+    name = f"copied-{copied}"
+    here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
+    checkpoints = trained.parent / "runs" / name / "train/checkpoints"
     with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-        hold_back(patch, lambda: CopiedCheckpoints(store).found().whole)
+        hold_back(patch, lambda: not copied or CopiedCheckpoints(store).found().whole)
         refused(capsys, trained, "train", path, *here)
     assert CopiedCheckpoints(store).found().whole == [] and not list(checkpoints.glob("step-????????"))
+    aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
+    assert (2 if copied else 0) <= max(aside, default=0) <= 2
+    assert read_manifest(checkpoints.parent) is None
+    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
     assert do(trained, "train", *here) == 0
-    assert curve(trained, "copied") == curve(trained) and CopiedCheckpoints(store).found().whole[-1] == 12
+    assert curve(trained, name) == curve(trained)
+    assert weights(read_manifest(checkpoints.parent)) == weights(whole)
+    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
+    assert CopiedCheckpoints(store).found().whole[-1:] == ([12] if copied else [])
 
 
 def hold_back(patch, ready):
@@ -221,29 +210,19 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
     assert str(path) in read_state(trained.parent / "runs/two/train").reason
 
 
-CONVERTED = {"a checkpoint": "train/checkpoints/step-00000012/rank-00000.safetensors",
-             "a vocabulary": "tokenizer/hf/tokenizer.json", "held-out tokens": "encode/heldout/b-00000.arrow"}
-
-
-@pytest.mark.parametrize("name", CONVERTED.values(), ids=CONVERTED)
-def test_what_convert_reads(trained, capsys, name):
+def test_what_convert_and_evaluate_read(trained, capsys):
+    """A checkpoint, vocabulary and held-out tokens; then the export, held-out text and tokens, vocabulary and task."""
     run = trained.parent / "runs/mini"
     before = read_manifest(run / "convert").digest
-    with flipped(run / name) as path:
-        refused(capsys, trained, "convert", path, "--force")
+    for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
+                 "encode/heldout/b-00000.arrow"):
+        with flipped(run / name) as path:
+            refused(capsys, trained, "convert", path, "--force")
     assert do(trained, "convert") == 0
     assert read_manifest(run / "convert").digest == before
-
-
-EVALUATED = {"the export": "convert/hf/model-00001-of-00001.safetensors", "held-out text": "shard/heldout/a-00000.tar",
-             "held-out tokens": "encode/heldout/b-00000.arrow", "a vocabulary": "tokenizer/vocabulary.json",
-             "a task": "../../words.jsonl"}
-
-
-def test_what_evaluate_reads(trained, capsys):
-    run = trained.parent / "runs/mini"
     assert do(trained, "evaluate", body=lambda work: None) == 130
-    for name in EVALUATED.values():
+    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/a-00000.tar",
+                 "encode/heldout/b-00000.arrow", "tokenizer/vocabulary.json", "../../words.jsonl"):
         with flipped((run / name).resolve(), 12 if name.startswith("..") else None) as path:
             refused(capsys, trained, "evaluate", path)
         assert not list((run / "evaluate/units").rglob("*.json")), "what was measured of damaged inputs is not kept"

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,27 +17,9 @@ from pipeline.contract.stages import REPOSITORY
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluate import evaluate
 from pipeline.report import report
-from tests.stages.small_run import copy_of, make_small_run, told_of
+from tests.conftest import start_stage
+from tests.stages.small_run import told_of
 from tests.waiting import HANG_S
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    """The configuration of a run with everything up to convert."""
-    return make_small_run(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture
-def copied(small_run, tmp_path):
-    """Arguments for a stage of another run that is at the same point, before evaluate."""
-    return copy_of(small_run, tmp_path)
-
-
-def run_ranks(config, world, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m",
-               "pipeline.evaluate", "--config", str(config), *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +78,7 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
     assert evaluated[1]["heldout"]["sources"]["prose"]["nats"] == pytest.approx(nats, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_comparison_has_the_stages_figures(small_run, evaluated, tmp_path, capsys):
     """Held-out bits per byte and tasks of the same model, measured document by document and item by item."""
     from tools.compare import main
@@ -150,20 +132,18 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
     assert "Measured on " in page and f"of {results['heldout']['overall']['of_tokens']:,} tokens)" in page
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = {name: (folder / name).read_bytes() for name in ("results.json", "results.md")}
-    ended = run_ranks(small_run, 2, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}")
-    assert ended.returncode == 0, ended.stderr
+    process = start_stage("evaluate", small_run, "--force", f"evaluate.memory_gb={1 if shards == 1 else 1e-6}", ranks=2)
+    said, complaint = process.communicate(HANG_S)
+    assert process.wait() == 0, complaint
     assert {name: (folder / name).read_bytes() for name in alone} == alone
     counts = json.loads((folder / "manifest.json").read_text())["counts"]
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
-    assert ("weights sharded over 2 ranks (FSDP2" in ended.stdout) == (shards == 2)
-
-
-def test_again_it_is_up_to_date(small_run, evaluated, capsys):
+    assert ("weights sharded over 2 ranks (FSDP2" in said) == (shards == 2)
     assert stage_main("evaluate", evaluate, ["--config", str(small_run)]) == 0
     assert "up to date" in capsys.readouterr().out
 

@@ -12,19 +12,7 @@ from pipeline.contract.run import Run
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluate import evaluate
 from pipeline.report import report
-from tests.stages.small_run import TASK, copy_of, make_small_run, told_of
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    """The configuration of a run with everything up to convert."""
-    return make_small_run(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture
-def copied(small_run, tmp_path):
-    """Arguments for a stage of another run that is at the same point, before evaluate."""
-    return copy_of(small_run, tmp_path)
+from tests.stages.small_run import TASK, told_of
 
 
 @pytest.fixture

@@ -65,6 +65,9 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     assert curve(fresh) == curve(fresh, "whole") and len(curve(fresh)) == 12 and "switched off" not in whole.stdout
     assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
+    refused = run_stage("train", fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
+    assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr
+    assert not train_folder(fresh, "none").exists() or not list(train_folder(fresh, "none").glob("*.jsonl"))
     assert (event["sink"], event["error"]) == ("my_sinks:Broken", "ConnectionError: nobody answers")
     told = (tmp_path / "runs/mini/told.txt").read_text().split("\n")
     assert told[:3] == ["start", "step 1", "step 2"] and told[3:] == ["close", ""]
@@ -117,26 +120,19 @@ def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh,
     assert f"pip install --editable '.[{extra}]'" in error and not train_folder(fresh).exists()
 
 
-def test_the_stage_itself_refuses_it_too(fresh):
-    run = run_stage("train", fresh, "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
-    assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in run.stderr
-    assert not list(train_folder(fresh).glob("*.jsonl"))
-
-
-@pytest.mark.parametrize(("override", "said"), [
-    ("train.log_to=[wandbb]", "'train.log_to.0' is 'wandbb' (str): there is no log sink of this kind, did you mean "
-                              "'wandb'?"),
-    ("train.log_to=[tensorboard, {kind: wandb, projekt: x}]", "unknown key 'train.log_to.1.projekt'; did you mean "
-                                                              "'project'?"),
-    ("train.log_to=[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
-    ("train.log_to=[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
-    ("train.log_to=tensorboard", "'train.log_to' is 'tensorboard' (str)")])
-def test_wrong_settings_are_named(tmp_path, override, said):
+def test_wrong_settings_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("name: a\n")
-    with pytest.raises(UserError) as caught:
-        load_config(path, [override])
-    assert said in str(caught.value)
+    for value, said in (
+            ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind, did you mean 'wandb'?"),
+            ("[tensorboard, {kind: wandb, projekt: x}]",
+             "unknown key 'train.log_to.1.projekt'; did you mean 'project'?"),
+            ("[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
+            ("[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
+            ("tensorboard", "'train.log_to' is 'tensorboard' (str)")):
+        with pytest.raises(UserError) as caught:
+            load_config(path, [f"train.log_to={value}"])
+        assert said in str(caught.value)
 
 
 def test_where_it_is_logged_makes_nothing_stale(tmp_path):
