@@ -78,15 +78,3 @@ def test_the_chain_on_a_small_text(tmp_path):
     metrics = read_metrics(run / "train/metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3, 4] and metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[-1]["heldout_bpb"]["shakespeare"] == pytest.approx(found["bits_per_byte"], rel=1e-4)
-
-
-def test_training_on_shakespeare_begins(tmp_path):
-    if not SHAKESPEARE.is_file():
-        pytest.skip(f"{SHAKESPEARE} is not there: char-rnn's input.txt")
-    run = run_stages(tmp_path, SHAKESPEARE, "shard", "tokenizer", "encode", "train")
-    text = SHAKESPEARE.read_text()
-    assert heldout_text(run) == text[int(len(text) * 0.9):]
-    manifest = read_manifest(run / "train")
-    assert manifest is not None
-    assert (manifest.counts["vocab_size"], manifest.counts["parameters"]) == (ROWS, 795_776)
-    assert manifest.counts["heldout_bpb"]["shakespeare"] * math.log(2) < math.log(ROWS) - 0.5

@@ -197,15 +197,3 @@ def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     run_stage("train", copied[0], url, "train.steps=20")
     assert read_manifest(train_folder(copied[0])).drift == drift != []
     assert json.loads((place / "run.json").read_text())["drift"] == drift
-
-
-def test_copies_of_checkpoints_that_were_set_aside_are_not_gone_on_from(copied):
-    """The tokens that they were made of were found to be damaged, and the store could not be told then."""
-    resumed(copied)
-    folder = train_folder(copied[0])
-    (folder / "manifest.json").unlink()
-    checkpoints = folder / "checkpoints"
-    (checkpoints / "step-00000016").rename(checkpoints / "set-aside-step-00000016")
-    said = resumed(copied).stdout
-    assert "removed the copy of step-00000016" in said and "continuing after step 8" in said
-    assert_equal_to_the_bit(copied[0])

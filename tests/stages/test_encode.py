@@ -1,12 +1,10 @@
 """The encode stage as users run it: documents come back, counts agree, kills and process counts leave no trace."""
 
 import json
-import os
 
 import numpy as np
 import pyarrow.ipc
 import pytest
-import yaml
 from tokenizers import models
 
 import pipeline.encode as encode_stage
@@ -24,7 +22,7 @@ from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_chara
 from pipeline.tokenization.fast import EncoderError, FastEncoder
 from pipeline.tokenization.kinds import load_tokenizer
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
-from tests.conftest import run_stage, write_config
+from tests.conftest import run_stage
 from tests.stages.training import copy_run
 from tools.verify.__main__ import verify
 from tools.verify.shards import token_problems
@@ -85,17 +83,6 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes_and_the_ids_not_on_t
             0, one.token_count).tolist()
 
 
-def test_a_torn_shard_alone_is_made_again(run, copy):
-    folder = run_folder(copy) / "encode"
-    before = read_manifest(folder)
-    torn, *others = [folder / record["path"] for record in before.outputs]
-    times = [path.stat().st_mtime_ns for path in others]
-    os.truncate(torn, torn.stat().st_size // 2)
-    assert str(torn) in run("encode", copy).out
-    assert read_manifest(folder).digest == before.digest
-    assert [path.stat().st_mtime_ns for path in others] == times
-
-
 def test_another_tokenizer_makes_the_tokens_stale(run, copy):
     run("tokenizer", copy, "--force", "tokenizer.kind=byte")
     told = run("encode", copy, "tokenizer.kind=byte", expect=2)
@@ -104,15 +91,6 @@ def test_another_tokenizer_makes_the_tokens_stale(run, copy):
     counts = read_manifest(run_folder(copy) / "encode").counts
     assert counts["vocab_size"] == 512
     assert counts["total"]["tokens"] == counts["total"]["text_bytes"] + 2 * counts["total"]["docs"]
-
-
-def test_a_vocabulary_that_was_exchanged_is_refused(run, copy):
-    path = run_folder(copy) / "tokenizer/tokenizer.model"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    told = run("encode", copy, "--force", expect=2)
-    assert f"{path} is not what the stage tokenizer committed" in told.err
 
 
 def test_too_narrow_a_type_is_refused_with_the_numbers():
@@ -257,17 +235,6 @@ def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
     monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
     one = encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
     assert set(one.proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
-
-
-def test_equal_texts_that_are_kept_are_encoded(run, tmp_path, corpus):
-    config = write_config(tmp_path, corpus, shard={"drop_duplicates": False}, tokenizer={"kind": "byte"})
-    settings = yaml.safe_load(config.read_text())
-    settings["shard"]["sources"].append({**settings["shard"]["sources"][0], "name": "again"})
-    config.write_text(yaml.safe_dump(settings))
-    for stage in ("shard", "tokenizer", "encode"):
-        run(stage, config)
-    splits = read_manifest(run_folder(config) / "encode").counts["splits"]
-    assert splits["train"]["code"] == splits["train"]["again"]
 
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):

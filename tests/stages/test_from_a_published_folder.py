@@ -14,8 +14,6 @@ from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
 from tests.tokenization.test_ready_folders import TEMPLATE
-from tools.chat import main as chat
-from tools.weights import main as weights
 
 NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
@@ -167,25 +165,3 @@ def test_the_export_is_equal_beyond_the_first_context(runs):
         theirs, ours = model(ids).logits, opened.model(ids)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert (theirs - ours).abs().max() < 1e-4 and theirs.abs().max() > 0.5
-
-
-def test_weights_carry_it_out_of_the_run_too(runs, source, tmp_path, capsys):
-    _, folder, _ = runs
-    out = folder / "second/convert/hf"
-    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "hf"), "--format", "hf"]) == 0
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads((out / name).read_text()), name
-    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads((out / "config.json").read_text())
-    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "meta"), "--format", "meta"]) == 2
-    told = capsys.readouterr().err
-    assert "here it is factor 32 from 64 tokens" in told and "RopeScaling" not in told
-
-
-def test_it_talks(runs, capsys):
-    _, folder, _ = runs
-    assert chat(["--model", str(folder / "second"), "--chat", "Hello", "--max-tokens", "3", "--device", "cpu"]) == 0
-    from pipeline.evaluation.open_model import open_model
-    from pipeline.evaluation.prompts import ending_ids
-    opened = open_model(folder / "second", torch.device("cpu"), torch.float32)
-    known = opened.tokenizer.special_tokens
-    assert ending_ids(opened) == {known[name] for name in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")}

@@ -47,17 +47,3 @@ def test_the_corpus_is_that_of_files_read_whole(config, monkeypatch):
     assert counts == expected and counts["documents_in"] == 6001 and counts["rejected"] == 1
     [line] = (folder_of(config, "one") / "rejected.jsonl").read_text().splitlines()
     assert json.loads(line)["record"] == str((config.parent / "a.jsonl").stat().st_size - len('{"text": "cut'))
-
-
-def test_a_file_that_is_read_in_parts_and_whole_is_no_change(tmp_path, capsys, monkeypatch):
-    """By two sources: it has two hashes, in two forms, and neither is taken for the other."""
-    monkeypatch.setattr(sources, "LEAST_PART", 1000)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_text("".join(f"{number:07d} words of a line\n\n" for number in range(5000)))
-    config = write_config(tmp_path, [files_source("parts", tmp_path / "in/a.txt", separator="\n\n"),
-                                     files_source("whole", tmp_path / "in/a.txt")], shard_mb=0.02, heldout_share=0.1)
-    assert run(config) == 0, capsys.readouterr().err
-    assert run(config) == 0, capsys.readouterr().err
-    (tmp_path / "in/a.txt").touch()
-    assert run(config) == 0, capsys.readouterr().err
-    assert "up to date" in capsys.readouterr().out

@@ -23,10 +23,8 @@ from tests.stages.training import (
     lines,
     proven,
     reusing,
-    run_with_faults,
     train_and_kill,
     train_folder,
-    with_phases,
 )
 from tools.verify import __main__ as verify
 from tools.where import __main__ as where
@@ -103,40 +101,3 @@ def _found_again(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert verify.main(["--run", folder, "--processes", "1"]) == 1
     assert rest.name in capsys.readouterr().out
-
-
-def test_what_is_to_come_may_change_and_what_was_may_not(fresh):
-    """A longer length than any before may come: there are no grains that it would have to fit."""
-    first, second, third = THREE_PHASES
-    third = {key: value for key, value in third.items() if key != "sequence_length"}
-    run_with_faults(with_phases(fresh, [first, second, third]), "kill:rank=0,step=7",
-                    "train.checkpoint.background=false", expect=-9)
-    seen = {record["step"]: record for record in curve(fresh) if record["step"] <= 6}
-    refused = run_stage("train", with_phases(fresh, [first, {**second, "sequence_length": 128}, third]),
-                        expect=2).stderr
-    assert "cannot be planned anew" in refused and "train.phases[1].sequence_length: 64 -> 128" in refused
-    changed = [first, {**second, "until": "16k"}, {"until": 20480, "sequence_length": 128, "batch_tokens": 2048,
-                                                   "mixture": {"code": 0, "more": 1}, "lr": 0.001}]
-    said = run_stage("train", with_phases(fresh, changed)).stdout
-    assert "plan changed: train.phases[1].until: 12.29k -> 16k" in said
-    assert "plan changed: train.phases[2].sequence_length: 64 -> 128" in said
-    assert proven(fresh) and [record["phase"] for record in lines(fresh) if record["step"] > 6] == [2] * 4 + [3] * 2
-    assert {record["step"]: record for record in curve(fresh) if record["step"] <= 6} == seen
-    run_stage("train", fresh, "name=whole")  # along other learning rates, on the same sequences
-    assert [(record["samples"], record["targets"]) for record in curve(fresh)] == [
-        (record["samples"], record["targets"]) for record in curve(fresh, "whole")]
-
-
-@pytest.mark.slow
-def test_a_rollback_has_what_is_left_planned_again(fresh):
-    """In a phase before the length changes: what the epoch has left then is less."""
-    settings = ["train.guards.spike=rollback", "train.guards.spike_min_history=2", "train.checkpoint.background=false"]
-    run_stage("train", fresh, "name=whole", *settings)
-    run_with_faults(fresh, "spike:rank=0,step=8,factor=600", *settings, ranks=2)
-    counts, whole = (read_manifest(train_folder(fresh, name)).counts for name in ("mini", "whole"))
-    [event] = events(fresh, "rollback")
-    assert event["step"] == 8 and proven(fresh) and proven(fresh, "whole")
-    assert [sum(phase["left_out"].values()) > 0 for phase in counts["phases"]] == [False, True, False]
-    assert counts["phases"][0] == whole["phases"][0] and counts["plan_sha256"] == whole["plan_sha256"]
-    names = [{path.name for path in (train_folder(fresh, name) / "packing").iterdir()} for name in ("mini", "whole")]
-    assert names[1] < names[0] and len(names[0] - names[1]) == 1, "what is left after the second phase"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipeline.contract.manifest import read_manifest
-from tests.conftest import run_stage, write_config
+from tests.conftest import run_stage
 from tests.stages.training import (
     THREE_PHASES,
     curve,
@@ -113,27 +113,6 @@ def test_steps_of_a_former_plan_count_no_more(phased, capsys):
     assert "this run has done 10 steps" in capsys.readouterr().out
 
 
-def test_a_rollback_in_the_last_step_of_a_phase_moves_the_next_ones(phased, capsys):
-    """What it leaves out is of its own phase: the next begins at later numbers, and no token is lost or comes twice."""
-    phases = [{"until": 12288, "sequence_length": 32, "batch_tokens": 1024},
-              {"until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.005}]
-    with_phases(phased, phases)
-    spikes = "spike:rank=0,step=12,factor=60;kill:rank=0,step=14;spike:rank=0,step=18,factor=60"
-    settings = ["train.guards.spike=rollback", "train.guards.spike_min_history=4"]
-    run_with_faults(phased, spikes, *settings, expect=-9)
-    run_with_faults(phased, spikes, *settings)
-    assert proven(phased)
-    assert [event["step"] for event in events(phased, "rollback")] == [12, 18]
-    found = {record["step"]: record for record in curve(phased)}
-    assert found[12]["samples"] == [11 * 32, 13 * 32] and found[13]["samples"] == [13 * 32, 14 * 32]
-    assert found[18]["samples"] == [18 * 32, 20 * 32]
-    assert where.main(["--run", str(train_folder(phased).parent), "--step", "13"]) == 0
-    assert "step 13: samples [416, 448)" in capsys.readouterr().out
-    counts = read_manifest(train_folder(phased)).counts
-    assert counts["tokens"] == 24576 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [1024, 2048]
-    assert [sum(phase["tokens"].values()) for phase in counts["phases"]] == [12288, 12288]
-
-
 @pytest.mark.slow
 def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     """Rolled back to the beginning of a phase, which is then changed: the numbers are other text in it."""
@@ -152,31 +131,3 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     assert "left out no more" in change["changes"][-1]
     assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]
     assert {record["step"]: record["samples"] for record in curve(phased)}[18] == [544, 576] and proven(phased)
-
-
-def test_more_epochs_than_allowed_are_refused_before_a_step(phased):
-    said = run_stage("train", phased, "train.max_epochs=0.01", expect=2).stderr
-    assert "train.max_epochs allows 0.01 of code, and the plan takes 0." in said and " of more, " in said
-    assert not (train_folder(phased) / "metrics.jsonl").exists()
-    assert "train.max_epochs allows 0.01 of more" in run_stage(
-        "train", phased, "train.max_epochs={more: 0.01, code: 9}", expect=2).stderr
-
-
-@pytest.mark.slow
-def test_fewer_documents_than_ranks_train_all_the_same(tmp_path, corpus):
-    """Sequences are dealt out, not documents: three documents on four ranks, over phases that go through them often."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number, path in enumerate(sorted(corpus.glob("*.txt"))[:3]):
-        (texts / f"{number}.txt").write_text(path.read_text()[:3000])
-    config = write_config(tmp_path, texts, tokenizer={"kind": "byte"}, shard={"heldout_rule": "tail"}, train={
-        **TRAIN, "mixture": None, "micro_batch": 2, "phases": [
-            {"until": "4k", "sequence_length": 32},
-            {"until": "40k", "batch_tokens": 4096, "sequence_length": 128, "micro_batch": 4}]})
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
-    said = run_stage("train", config, ranks=4).stdout
-    counts = read_manifest(train_folder(config)).counts
-    assert counts["ranks"] == 4 and counts["tokens"] == 4096 + 9 * 4096 and proven(config)
-    assert [event["micro_batch"] for event in events(config, "start")] == [[2, 4]], "of all phases, wherever it starts"
-    assert counts["epochs"]["code"] > 4 and "beyond 4 the same text helps little" in said

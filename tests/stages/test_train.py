@@ -150,7 +150,11 @@ def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
     assert marker["config"]["model"]["context_length"] == 256 and marker["progress"]["precision"] == "fp64"
 
 
-def test_a_finished_run_can_be_prolonged_and_forced(begun):
+def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
+    victim, loss = checkpoints(begun, "whole") / "step-00000016/rank-00000.safetensors", curve(begun, "whole")
+    victim.unlink()
+    said = run_stage("train", begun, "name=whole").stdout
+    assert "making it again" in said and "is damaged" in said and victim.is_file() and curve(begun, "whole") == loss
     longer = ["name=whole", "train.steps=20"]
     assert "continuing after step 16" in run_stage("train", begun, *longer, "--accept-drift").stdout
     assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
