@@ -3,9 +3,7 @@ what one option promises holds beside the others, and the run equals the plain o
 
 from __future__ import annotations
 
-import re
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,10 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.copies.claim import LOCK
 from pipeline.data.shard_table import ShardTable
 from pipeline.data.stored.opening import used
-from pipeline.training.data.token_check import DAMAGED
 from tests.conftest import run_stage
 from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import events, proven, reusing, run_with_faults, train_folder
 from tests.training.test_tokens_from import ending, metrics, weights
-from tools.audit import audit
 from tools.copy_tokens import main as copy_tokens
 
 PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 0}},
@@ -141,48 +137,19 @@ def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
     assert used(never, table).tolist() == used(alone, table).tolist()
 
 
-@contextmanager
-def damaged(config: Path, source: str, column: str):
-    """A training shard of the source with one bit turned in the middle of a column; its path."""
-    encode = config.parent / "runs/mini/encode"
-    record = next(record for record in read_manifest(encode).outputs
-                  if (record["split"], record["source"]) == ("train", source))
-    at = record[f"{column}_offset"] + (8 * (record["docs"] // 2) if column == "offsets" else record["tokens"] // 2 * 2)
-    with flipped(encode / record["path"], at) as path:
-        yield path
-
-
 @pytest.mark.slow
-def test_damage_that_a_later_phase_reads_is_told_with_its_steps(fresh, short_documents, plain):
-    settings, _ = OPTIONS["phases"]
-    run_stage("train", fresh, "name=whole", *settings)
-    with damaged(short_documents, "more", "data") as path:
-        told = run_stage("train", fresh, *settings, expect=2).stderr
-    assert told.count("stops here") == 1 and str(path) in told
-    steps = re.search(r"It was read by the steps ([\d, -]+)", told)
-    assert steps is not None and min(map(int, re.findall(r"\d+", steps[1]))) in (7, 8, 9)
-    left = {folder.name for folder in (train_folder(fresh) / "checkpoints").iterdir()}
-    assert "step-00000006" in left and not any(name > "step-00000008" for name in left if name.startswith("step"))
-    assert "continuing after step " in run_stage("train", fresh, *settings).stdout
-    assert metrics(fresh.parent / "runs/mini") == metrics(fresh.parent / "runs/whole")
-    assert weights(fresh.parent / "runs/mini") == weights(fresh.parent / "runs/whole")
-    assert audit(fresh.parent / "runs/mini").faults == []
-    [event] = events(fresh, DAMAGED)
-    assert event["first_step"] in (7, 8, 9) and event["step"] in (6, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["packing", "packed-phases"])
-def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents, option):
+def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents):
     """Where documents begin is read for the plan before the first step has anything compared."""
-    settings, _ = OPTIONS[option]
+    settings, _ = OPTIONS["packed-phases"]
     run_stage("train", fresh, "name=whole", *settings)
-    with damaged(short_documents, "code", "offsets") as path:
+    encode = short_documents.parent / "runs/mini/encode"
+    record = next(record for record in read_manifest(encode).outputs
+                  if (record["split"], record["source"]) == ("train", "code"))
+    with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
         told = run_stage("train", fresh, *settings, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
     run_stage("train", fresh, *settings)
     run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
     assert metrics(run) == metrics(whole) and weights(run) == weights(whole)
     indexes = [path.relative_to(whole) for path in (whole / "train/packing").rglob("index.json")]
-    assert len(indexes) == (1 if option == "packing" else 3)
-    assert all((run / path).read_bytes() == (whole / path).read_bytes() for path in indexes)
+    assert len(indexes) == 3 and all((run / path).read_bytes() == (whole / path).read_bytes() for path in indexes)
