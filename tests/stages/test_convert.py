@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
 import yaml
 
-from model.llama import Llama, initialise
+from model.llama import Llama
 from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.stages import STAGES
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run
 from pipeline.convert import PREFIX, convert
-from pipeline.files import output_record, write_json
 from pipeline.formats.sharded_tensors import CheckpointReader
-from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
 from tests.conftest import write_config
-from tests.formats.cutting import write_checkpoint
+from tests.stages.small_run import fake_training
 
 
 @pytest.fixture
@@ -37,25 +33,6 @@ def reusing(folder, encoded, **changes):
     sources = yaml.safe_load(encoded.read_text())["shard"]["sources"]
     return write_config(folder, encoded.parent, reuse=str(encoded.parent / "runs/mini"),
                         shard={"sources": json.loads(json.dumps(sources))}, **changes)
-
-
-def fake_training(run, moments=True):
-    """A finished stage train: weights and, unless they are left out, one moment, cut at random over three ranks."""
-    shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
-    model = Llama(shape)
-    initialise(model, shape, seed=5)
-    folder = run.own_folder("train")
-    checkpoint = folder / "checkpoints/step-00000003"
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    records = write_checkpoint(checkpoint, {PREFIX + name: tensor for name, tensor in state.items()}
-                               | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()
-                                  if moments})
-    write_json(checkpoint / MARKER, {"format": FORMAT, "progress": asdict(TrainingProgress(step=3)), "files": records})
-    counts = {"checkpoint": "checkpoints/step-00000003", "vocab_size": shape.vocab_size,
-              "parameters": shape.parameter_count}
-    Manifest(stage="train", fingerprint=run.fingerprint("train"), counts=counts, config_sha256="",
-             outputs=[output_record(folder, checkpoint / record["path"]) for record in records],
-             code=code_hashes(STAGES["train"]), finished="2026-03-01T10:00:00+00:00").write(folder)
 
 
 def run_convert(config, *overrides):

@@ -3,10 +3,10 @@ it is mended, as if nothing had been."""
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 import pipeline.contract.input_check
 from pipeline.contract.entry import stage_main
@@ -24,7 +24,7 @@ from pipeline.train import train
 from pipeline.training.data.token_check import COMPARED
 from tests.conftest import run_stage
 from tests.stages.small_run import TASK
-from tests.stages.training import curve
+from tests.stages.training import copy_run, curve
 from tests.waiting import wait_for
 
 BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
@@ -32,30 +32,13 @@ BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train"
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """Configuration of a run whose stages up to encode are done."""
+def chain(tmp_path_factory, two_sources):
+    """Configuration of a run of one process whose stages up to encode are done."""
     folder = tmp_path_factory.mktemp("chain")
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("\n\n".join(
-            f"def function_{number}_{name}(x):\n    return x * {number} + {number * 7}" for number in range(160)))
     (folder / "words.yaml").write_text(TASK)
     (folder / "words.jsonl").write_text('{"query": "def ", "choices": ["f", "g"], "gold": 0}\n' * 4)
-    (folder / "c.yaml").write_text(yaml.safe_dump({
-        "name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
-        "shard": {"heldout_share": 0.2, "shard_mb": 0.003, "sources": [
-            {"kind": "files", "name": name, "paths": [str(folder / f"{name}.txt")], "separator": "\n\n"}
-            for name in ("a", "b")]},
-        "tokenizer": {"kind": "char"},
-        "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context_length": 64},
-        "train": {"steps": 12, "sequence_length": 64, "batch_tokens": 256, "micro_batch": 2, "heldout_every": 6,
-                  "heldout_tokens": 300, "warmup_steps": 2, "sample_every": 100, "sample_tokens": 8, "prompts": [],
-                  "checkpoint": {"every_steps": 2}},
-        "convert": {"check_tokens": 64},
-        "evaluate": {"tasks": ["words"], "task_folders": [str(folder)], "prompts": [], "prompt_tokens": 8,
-                     "heldout_tokens": 500}}))
-    for stage in ("shard", "tokenizer", "encode"):
-        assert do(folder / "c.yaml", stage) == 0
-    return folder / "c.yaml"
+    return copy_run(two_sources, folder, launch={"processes": 1}, train={"prompts": [], "sample_every": 100},
+                    evaluate={"tasks": ["words"], "task_folders": [str(folder)], "prompts": []})
 
 
 def do(config, stage, *arguments, body=None):
@@ -101,7 +84,7 @@ def reusing(config, name):
 
 def test_a_source(chain):
     """It is hashed while it is read: what is there then counts, and the stage knows what that was."""
-    text, here = chain.parent / "b.txt", ("name=source",)
+    text, here = Path(read_manifest(chain.parent / "runs/mini/shard").files[0]["path"]), ("name=source",)
     with flipped(text):
         assert do(chain, "shard", *here, "--force") == 0
         manifest = read_manifest(chain.parent / "runs/source/shard")
@@ -215,14 +198,14 @@ def test_what_convert_and_evaluate_read(trained, capsys):
     run = trained.parent / "runs/mini"
     before = read_manifest(run / "convert").digest
     for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
-                 "encode/heldout/b-00000.arrow"):
+                 "encode/heldout/more-00000.arrow"):
         with flipped(run / name) as path:
             refused(capsys, trained, "convert", path, "--force")
     assert do(trained, "convert") == 0
     assert read_manifest(run / "convert").digest == before
     assert do(trained, "evaluate", body=lambda work: None) == 130
-    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/a-00000.tar",
-                 "encode/heldout/b-00000.arrow", "tokenizer/vocabulary.json", "../../words.jsonl"):
+    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/code-00000.tar",
+                 "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json", "../../words.jsonl"):
         with flipped((run / name).resolve(), 12 if name.startswith("..") else None) as path:
             refused(capsys, trained, "evaluate", path)
         assert not list((run / "evaluate/units").rglob("*.json")), "what was measured of damaged inputs is not kept"

@@ -9,9 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
-from tests.conftest import REPOSITORY, run_stage
+from tests.conftest import run_stage
 from tests.stages.training import (
     assert_equal,
     curve,
@@ -150,19 +149,3 @@ def test_a_copy_of_the_embedding_that_went_wrong_is_found_by_all_stages_of_a_pip
     told = run_with_faults(fresh, "flip:rank=2,step=4", *FOUR_LAYERS, *TIED, "parallel.pp=3", ranks=3, expect=2)
     assert "Training stopped in step 4: weights that must be equal to the last bit differ" in told.stderr
     assert "tok_embeddings.weight" in told.stderr and "rank 2 on" in told.stderr
-
-
-@pytest.mark.slow
-def test_what_the_long_context_configuration_says_trains_at_small_size(fresh):
-    """On as many ranks as share a sequence there, with their checkpointing and positions."""
-    shipped = load_config(REPOSITORY / "configs/llama3_8b_128k.yaml")
-    few = ["train.steps=4", "train.warmup_steps=1", "train.precision=fp64",
-           "model.rope_scaling.original_context_length=16",
-           f"model.rope_scaling.factor={shipped.model.rope_scaling.factor}"]
-    cp = shipped.parallel.cp
-    spread = [f"parallel.cp={cp}", f"train.activation_checkpointing={shipped.train.activation_checkpointing}"]
-    told = run_stage("train", fresh, *few, *spread, ranks=cp)
-    assert f"context parallel {cp}" in told.stdout and proven(fresh)
-    assert [event["attention"] for event in events(fresh, "start")] == ["by_document"]
-    run_stage("train", fresh, "name=whole", *few)
-    assert difference(lines(fresh), {record["step"]: record for record in curve(fresh, "whole")}) < 1e-12

@@ -17,7 +17,8 @@ from pipeline.copies.export import copy_export
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.stores.store import Store, preflight
-from tests.stages.test_convert import fake_training, reusing, run_convert
+from tests.stages.small_run import fake_training
+from tests.stages.test_convert import reusing, run_convert
 
 
 @pytest.fixture(scope="module")

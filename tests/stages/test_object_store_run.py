@@ -1,5 +1,5 @@
-"""A run that lives in an object store: sources, token shards, checkpoints and the export are all there, and what is on
-the machine is lost on the way. It equals the run that had a disk of its own, to the last bit."""
+"""A run that lives in an object store: sources, token shards and checkpoints are there, and the machine is lost on the
+way. It equals the run that had a disk of its own, to the last bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.copies.__main__ import main as fetch_copy
 from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import LOCK
 from pipeline.files import read_lines
@@ -44,17 +43,16 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
         run_stage(stage, local)
     run_with_faults(local, "kill:rank=0,step=11", *SETTINGS, expect=-9)
     run_stage("train", local, *SETTINGS, ranks=2)
-    run_stage("convert", local, *SETTINGS)
 
     for path in corpus.iterdir():
         Store(bucket.url_of("texts")).put(path.name, path)
     source = {"kind": "files", "name": "code", "paths": [f"{bucket.url_of('texts')}/*.txt"]}
-    tokens, copies, models = (bucket.url_of(name) for name in ("tokens", "checkpoints", "model"))
+    tokens, copies = bucket.url_of("tokens"), bucket.url_of("checkpoints")
     cache = tmp_path / "cache"
     stored = write_config(
         tmp_path / "stored", corpus, shard={"sources": [source]}, encode={"copy_to": tokens},
         train={"micro_batch": 8, "tokens_from": tokens, "cache": {"folder": str(cache)},
-               "checkpoint": {"copy_to": copies}}, convert={"copy_to": models})
+               "checkpoint": {"copy_to": copies}})
     for stage in ("shard", "tokenizer", "encode"):
         run_stage(stage, stored)
         assert hashes(stored, stage) == hashes(local, stage)
@@ -97,12 +95,4 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
         assert_equal_to_the_bit(stored, to="local")
         assert read_manifest(train_folder(stored)).counts["steps"] == 16 and (again or proven(stored))
     assert proven(local)
-    run_stage("convert", stored, *SETTINGS)
     assert not list((stored.parent / "runs/mini/encode").rglob("*.arrow"))
-    assert fetch_copy([models, str(tmp_path / "fetched")]) == 0
-    export = local.parent / "runs/mini/convert/hf"
-    weights = [path.name for path in export.glob("*.safetensors")]
-    assert weights and {path.name for path in export.iterdir()} == {path.name for path in
-                                                                    (tmp_path / "fetched").iterdir()}
-    for name in weights:
-        assert (tmp_path / "fetched" / name).read_bytes() == (export / name).read_bytes()

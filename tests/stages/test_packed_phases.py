@@ -3,7 +3,6 @@ it is what came of it; and what of a plan may change."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from tests.stages.training import (
     train_folder,
 )
 from tools.verify import __main__ as verify
-from tools.where import __main__ as where
 
 TRAIN = {"steps": None, "precision": "fp64", "packing": "best_fit", "phases": THREE_PHASES, "sample_every": 6}
 
@@ -38,17 +36,19 @@ def fresh(tmp_path, two_sources) -> Path:
     return reusing(two_sources, tmp_path, train=TRAIN)
 
 
-@pytest.mark.slow
 def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(fresh, capsys):
+    """A plan that is damaged meanwhile is made again, no other is."""
     said = run_stage("train", fresh, "name=whole").stdout
     assert "  of code the epoch has " in said and said.count("  padding: ") == 3
+    assert "they were not planned before" in said and "best-fit packing: " in said
     for ranks, after, settings in ((1, 2, []), (2, 6, []), (2, 8, ["parallel.pp=2"]), (4, 10, ["parallel.cp=2",
                                                                                          "parallel.tp=2"])):
         train_and_kill(fresh, *settings, ranks=ranks, after_step=after, how=signal.SIGKILL, log="events")
-    plans = sorted((train_folder(fresh) / "packing").rglob("*.bins"))
-    written = {path: path.stat().st_mtime_ns for path in plans}
-    again = run_stage("train", fresh, ranks=2).stdout
-    assert "planned the best-fit packing" not in again and written == {path: path.stat().st_mtime_ns for path in plans}
+    plans = {path: path.stat().st_mtime_ns for path in (train_folder(fresh) / "packing").rglob("*.bins")}
+    damaged = next(path for path in plans if path.parents[1].name == "128")
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert "planned the best-fit packing of 1 of " in run_stage("train", fresh, ranks=2).stdout
+    assert {path for path, time in plans.items() if path.stat().st_mtime_ns != time} == {damaged}
     assert proven(fresh) and proven(fresh, "whole")
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(fresh)} == set(whole)
@@ -63,12 +63,22 @@ def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(fresh, capsys):
     assert folders[0] == folders[1] and set(counts["packing"]) - {"kind"} == {
         path.name for path in (train_folder(fresh) / "packing").iterdir()}
     _as_told(fresh, counts)
-    _found_again(fresh, capsys)
+    rest = next(path for path in (train_folder(fresh) / "packing").glob("*-left-*/train/*.bins"))
+    content = rest.read_bytes()
+    rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert verify.main(["--run", str(train_folder(fresh).parent), "--processes", "1"]) == 1
+    told = capsys.readouterr().out
+    assert rest.name in told and damaged.name not in told.replace(rest.name, "")
 
 
 def _as_told(config: Path, counts: dict) -> None:
     """What is counted of the phases is what the steps counted; what was planned comes to it within a few sequences."""
     padding = {record["step"]: record["padding_share"] for record in lines(config)}
+    assert all(0 <= share < 0.3 for share in padding.values()) and any(padding.values())
+    [start] = events(config, "start")
+    assert start["packing"] == counts["packing"]
+    assert all(0 < plan["padding_share"] < 0.3 and 0 < plan["documents_cut"] < plan["documents"]
+               for plan in counts["packing"].values() if isinstance(plan, dict))
     for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
         learned = sum(size * (1 - padding[step]) for step in range(4 * number + 1, 4 * number + 5))
         assert phase["learned"] == pytest.approx(learned, abs=0.5)
@@ -84,20 +94,3 @@ def _as_told(config: Path, counts: dict) -> None:
     assert told["packing 64"].startswith("sequences ") and "planned" not in told
     sums = [row for row in table.rows if row[1] == "all, without padding"]
     assert [row[4] for row in sums] == [f"{phase['learned']:,}" for phase in counts["phases"]]
-
-
-def _found_again(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a step of the last phase to its documents, and back; and all that lies there is whole."""
-    folder = str(train_folder(config).parent)
-    capsys.readouterr()
-    assert where.main(["--run", folder, "--step", "10", "--json"]) == 0
-    piece = json.loads(capsys.readouterr().out)["pieces"][0]
-    assert where.main(["--run", folder, "--document", piece["key"], "--json", "--processes", "1"]) == 0
-    [document] = json.loads(capsys.readouterr().out)["documents"]
-    assert [one["tokens"] for one in document["readings"] if one["sample"] == piece["sample"]] == [piece["tokens"]]
-    assert verify.main(["--run", folder, "--processes", "1"]) == 0
-    rest = next(path for path in (train_folder(config) / "packing").glob("*-left-*/train/*.bins"))
-    content = rest.read_bytes()
-    rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert verify.main(["--run", folder, "--processes", "1"]) == 1
-    assert rest.name in capsys.readouterr().out

@@ -168,26 +168,6 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
 
-def test_the_first_of_equal_texts_stays_over_all_sources(tmp_path):
-    (tmp_path / "a.txt").write_text("same|\u2581 a\0|only a\0|same")
-    (tmp_path / "b.txt").write_text("only b|same|\u2581 a\0|b")
-    config = write_config(tmp_path, [files_source(name, tmp_path / f"{name}.txt", separator="|") for name in "ab"],
-                          heldout_share=0.4)
-    assert run(config) == 0
-    kept = documents(config, "train") + documents(config, "heldout")
-    assert sorted((document.source, document.id) for document in kept) == [
-        ("a", "a.txt:1"), ("a", "a.txt:2"), ("a", "a.txt:3"), ("b", "b.txt:1"), ("b", "b.txt:4")]
-    counts = read_manifest(folder_of(config)).counts
-    assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 1)  # which tokenizers stumble over
-    sources = counts["sources"]
-    assert (sources["a"]["dropped"]["duplicate"], sources["b"]["dropped"]["duplicate"]) == (1, 2)
-
-    assert run(config, "name=all", "shard.drop_duplicates=false") == 0
-    kept = documents(config, "train", "all") + documents(config, "heldout", "all")
-    assert len(kept) == 8 and len({document.key for document in kept}) == 8
-    assert len({(document.key.partition("-")[0], document.text) for document in kept}) == 5
-
-
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     lines = [json.dumps({"text": f"text {number}"}).encode() for number in range(98)]
     lines[10:10] = [b'{"text": "br\xffoken"}']
@@ -233,8 +213,8 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "finished units that are removed" in capsys.readouterr().out
 
 
-LINES = st.lists(st.one_of(st.sampled_from(["", "  ", "same", "other"]).map(lambda text: {"text": text}),
-                           st.text(max_size=5).map(lambda text: {"text": text}),
+TEXTS = st.one_of(st.sampled_from(["", "  ", "same", "other", "a\0", "\u2581 b"]), st.text(max_size=5))
+LINES = st.lists(st.one_of(TEXTS.map(lambda text: {"text": text}),
                            st.sampled_from([{"text": None}, {"text": "\udc80"}, {"body": "x"}, [], "x"])), max_size=12)
 
 
@@ -252,8 +232,8 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
                           shard_mb=1e-5, max_rejected_share=1.0, drop_duplicates=drop)
     expected = {"train": [], "heldout": [], "empty": 0, "duplicate": 0, "rejected": 0}
     seen = set()
-    for _, lines in sorted(files, key=lambda entry: entry[0]):
-        for line in lines:
+    for number, (_, lines) in sorted(enumerate(files), key=lambda entry: entry[1][0]):
+        for at, line in enumerate(lines, 1):
             text = line.get("text") if isinstance(line, dict) else None
             if not isinstance(text, str) or "\udc80" in text:
                 expected["rejected"] += 1
@@ -263,15 +243,19 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
                 expected["duplicate"] += 1
             else:
                 seen.add(text)
-                expected["heldout" if share(text) < 0.5 else "train"].append(text)
+                expected["heldout" if share(text) < 0.5 else "train"].append((f"{number}.jsonl:{at}", text))
     status = run(config)
     if not expected["train"] or not expected["heldout"]:
         assert status == 2
         return
     assert status == 0
     for split in ("train", "heldout"):
-        assert [document.text for document in documents(config, split)] == expected[split]
+        assert [(document.id, document.text) for document in documents(config, split)] == expected[split]
+    kept = expected["train"] + expected["heldout"]
+    assert len({document.key for split in ("train", "heldout") for document in documents(config, split)}) == len(kept)
     counts = read_manifest(folder_of(config)).counts
+    assert counts["documents_with_nul"] == sum("\0" in text for _, text in kept)
+    assert counts["documents_with_u2581"] == sum("\u2581" in text for _, text in kept)
     assert counts["documents_in"] == sum(len(lines) for _, lines in files)
     assert (counts["dropped"], counts["rejected"]) == (
         {"duplicate": expected["duplicate"], "empty": expected["empty"]}, expected["rejected"])

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -18,26 +17,11 @@ from pipeline.files import read_lines
 from pipeline.records.checkpoints import complete_checkpoints
 from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, descendants, run_with_faults, train_and_kill, train_folder
-from tests.waiting import wait_for
+from tests.stages.training import curve, run_with_faults, train_and_kill, train_folder
 
 
 def checkpoints(config, name="mini"):
     return train_folder(config, name) / "checkpoints"
-
-
-@pytest.mark.slow
-def test_workers_end_when_their_agent_is_killed(fresh):
-    """Otherwise they would go on writing into the run that the user starts next."""
-    command = stage_command("train", fresh, "train.steps=100000", ranks=2)
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    wait_for(lambda: list(read_lines(train_folder(fresh) / "metrics.jsonl")))
-    workers = descendants(process.pid)
-    assert len(workers) >= 2
-    process.kill()
-    process.wait()
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
 def test_a_run_trains_and_says_so(fresh):
