@@ -112,7 +112,7 @@ def assert_equal(config: Path, name: str = "mini", to: str = "whole", within: fl
     measured = [record for record in curve(config, name) if "heldout_bpb" in record]
     assert [record["step"] for record in measured] == [4, 8, 12, 16]
     for record in measured:
-        assert record["heldout_bpb"] == pytest.approx(whole[record["step"]]["heldout_bpb"], rel=1e-12)
+        assert record["heldout_bpb"] == pytest.approx(whole[record["step"]]["heldout_bpb"], rel=within)
     assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
 
 
@@ -151,10 +151,11 @@ def kill(process: WarmProcess | subprocess.Popen[str], how: int = signal.SIGKILL
         with suppress(ProcessLookupError):
             os.kill(pid, how)
     process.wait(HANG_S)
-    wait_for(lambda: not any(map(_runs, everyone)))
+    wait_for(lambda: not any(map(is_running, everyone)))
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not only waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
