@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pipeline.contract.run
 import pipeline.contract.stage_work
 from pipeline.config.loading import load_config
 from pipeline.contract.locks import lock
@@ -217,3 +218,20 @@ def test_units_of_other_settings_are_not_taken(place):
     (place / "runs/a/shard/2.txt").write_text("longer than it was")
     call(place, "shard", body)
     assert made == [1, 2, 1, 2]
+
+
+def test_a_manifest_is_parsed_again_only_when_it_is_another_file(place, monkeypatch):
+    call(place, "shard", copy_corpus)
+    parsed, folder = [], place / "runs/a/shard"
+    monkeypatch.setattr(pipeline.contract.run, "read_manifest",
+                        lambda where: parsed.append(where) or read_manifest(where))
+    run = Run(load_config(place / "c.yaml"))
+    first = run.finished("shard")
+    assert run.state("shard").kind == "done" and run.finished("shard") is first and parsed == [folder]
+    first.drift.append({"stage": "shard", "differences": ["told"]})
+    first.write(folder)
+    assert run.finished("shard") is not first and run.finished("shard").drift == first.drift and len(parsed) == 2
+    run.forget_manifests()
+    assert run.finished("shard").drift == first.drift and len(parsed) == 3
+    (folder / "manifest.json").unlink()
+    assert run.manifest("shard") is None

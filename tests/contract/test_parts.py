@@ -19,16 +19,14 @@ from pipeline.files import read_json
 from pipeline.shard import shard
 from tests.conftest import start_stage
 from tests.contract.conftest import ended
-from tests.stages.test_shard import files_source, make_corpus, write_config
+from tests.stages.test_shard import corpus_config
 from tests.waiting import wait_for
 
 
 @pytest.fixture
 def corpus(tmp_path):
     """A config over two generated sources in twelve files, each a unit of shard, and many small shards."""
-    make_corpus(tmp_path / "in")
-    sources = [files_source(name, tmp_path / "in" / name / "*.jsonl") for name in ("web", "books")]
-    return write_config(tmp_path, sources, shard_mb=0.04, heldout_share=0.1)
+    return corpus_config(tmp_path)
 
 
 def test_shards_and_tokens_made_in_parts_are_those_of_one_run(corpus):

@@ -69,13 +69,6 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
     assert call(place, "shard", never, "shard.heldout_share=0.5") == 0 and state(place) == ("done", None)
 
 
-def test_who_is_refused_a_stage_in_use_leaves_its_state_alone(place):
-    call(place, "shard", lambda work: None)
-    held = lock(place / "runs/a", "shard")
-    assert call(place, "shard", never) == 2 and state(place) == ("running", None)
-    held.close()
-
-
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
     monkeypatch.setenv("DROVER_CHAIN", "c1")
@@ -131,20 +124,3 @@ def test_on_a_full_disk_the_last_word_takes_the_room_kept_for_it(place, monkeypa
     full.clear()
     assert call(place, "shard", copy_corpus) == 0 and state(place) == ("done", None)
     assert not reserve.exists()
-
-
-def test_what_a_killed_save_left_makes_room_for_the_next_start(place):
-    torn = place / "runs/a/shard/checkpoints/step-8.tmp"
-
-    def killed(work):
-        torn.mkdir(parents=True)
-        (torn / "rank-0.safetensors").write_bytes(b"half")
-        raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError):
-        call(place, "shard", killed)
-    seen = []
-
-    def look(work):
-        seen.append(torn.exists())
-        copy_corpus(work)
-    assert call(place, "shard", look) == 0 and seen == [False]

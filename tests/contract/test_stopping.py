@@ -1,7 +1,6 @@
 """Stages in units that are asked to stop: units that are finished stay, nothing half-done does, the rest follows."""
 
 import json
-import os
 import signal
 import subprocess
 from collections import Counter
@@ -12,15 +11,8 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import read_state
 from pipeline.files import read_json
 from tests.contract.conftest import ended
+from tests.stages.training import is_running
 from tests.waiting import wait_for
-
-
-def alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -58,7 +50,7 @@ def test_units_that_take_too_long_are_left(twelve, asked, grace, processes):
         ("running", False, None) if killed else ("preempted", asked == signal.SIGUSR2, 4)), told
     before = twelve.records()
     assert sorted(before) == [0, 1, 2, 3] and read_manifest(twelve.folder) is None
-    wait_for(lambda: not any(map(alive, twelve.workers() - {process.pid})))
+    wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
     twelve.gate.touch()
     twelve.run("launch.processes=2")
     assert not list(twelve.folder.rglob("*.tmp")) and before.items() <= twelve.records().items()

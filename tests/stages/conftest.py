@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.contract.entry import stage_main
+from pipeline.encode import encode
+from pipeline.shard import shard
+from pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.small_run import copy_of, make_small_run
 from tests.stages.training import reusing, run_with_faults
@@ -39,6 +43,18 @@ def begun(tmp_path, begun_once, encoded) -> Path:
     """The same for a test alone."""
     shutil.copytree(begun_once.parent / "runs", tmp_path / "runs")
     return reusing(encoded, tmp_path, train={"steps": 16, "precision": "fp64"})
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a stage in this process, with one worker; its standard output and error."""
+    def run_here(stage, config, *overrides, expect=0):
+        body = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode}[stage]
+        status = stage_main(stage, body, ["--config", str(config), *overrides, "launch.processes=1"])
+        told = capsys.readouterr()
+        assert status == expect and "Traceback" not in told.err, told.err
+        return told
+    return run_here
 
 
 @pytest.fixture(scope="session")

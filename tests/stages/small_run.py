@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,13 +14,13 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.stages import STAGES
+from pipeline.convert import PREFIX, convert
 from pipeline.encode import encode
-from pipeline.files import output_record
+from pipeline.files import output_record, write_json
+from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
 from pipeline.shard import shard
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.kinds import load_tokenizer
 from pipeline.tokenizer import make_tokenizer
-from tests.formats.exporting import write_model
+from tests.formats.cutting import write_checkpoint
 
 TASK = """
 task: words
@@ -60,21 +61,27 @@ def make_small_run(folder):
     for name, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):
         assert stage_main(name, body, ["--config", str(config)]) == 0
     fake_training(Run(load_config(config)))
+    assert stage_main("convert", convert, ["--config", str(config)]) == 0
     return config
 
 
-def fake_training(run):
-    """Manifests of train and convert around a model of random weights."""
+def fake_training(run, moments=True):
+    """A finished stage train: weights and, unless they are left out, one moment, cut at random over three ranks."""
     shape = run.config.model.model_copy(update={"vocab_size": run.finished("tokenizer").counts["vocab_size"]})
     model = Llama(shape)
     initialise(model, shape, seed=5)
-    write_model(run.own_folder("convert") / "hf", model, dtype=torch.float32, bos_id=None, eos_id=None)
-    write_hugging_face(load_tokenizer(run.stage_folder("tokenizer")), run.own_folder("convert") / "hf")
-    for name, counts in (("train", {"steps": 3, "tokens": 999, "parameters": shape.parameter_count}), ("convert", {})):
-        folder = run.own_folder(name)
-        outputs = [output_record(folder, path) for path in sorted(folder.glob("hf/*"))]
-        Manifest(stage=name, fingerprint=run.fingerprint(name), outputs=outputs, counts=counts, config_sha256="",
-                 code=code_hashes(STAGES[name]), finished="2026-03-01T10:00:00+00:00").write(folder)
+    folder = run.own_folder("train")
+    checkpoint = folder / "checkpoints/step-00000003"
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    records = write_checkpoint(checkpoint, {PREFIX + name: tensor for name, tensor in state.items()}
+                               | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()
+                                  if moments})
+    write_json(checkpoint / MARKER, {"format": FORMAT, "progress": asdict(TrainingProgress(step=3)), "files": records})
+    counts = {"checkpoint": "checkpoints/step-00000003", "vocab_size": shape.vocab_size, "steps": 3, "tokens": 999,
+              "parameters": shape.parameter_count}
+    Manifest(stage="train", fingerprint=run.fingerprint("train"), counts=counts, config_sha256="",
+             outputs=[output_record(folder, checkpoint / record["path"]) for record in records],
+             code=code_hashes(STAGES["train"]), finished="2026-03-01T10:00:00+00:00").write(folder)
 
 
 def copy_of(small_run, tmp_path):

@@ -3,10 +3,10 @@ it is mended, as if nothing had been."""
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 import pipeline.contract.input_check
 from pipeline.contract.entry import stage_main
@@ -24,7 +24,7 @@ from pipeline.train import train
 from pipeline.training.data.token_check import COMPARED
 from tests.conftest import run_stage
 from tests.stages.small_run import TASK
-from tests.stages.training import curve
+from tests.stages.training import copy_run, curve
 from tests.waiting import wait_for
 
 BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
@@ -32,30 +32,13 @@ BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train"
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """Configuration of a run whose stages up to encode are done."""
+def chain(tmp_path_factory, two_sources):
+    """Configuration of a run of one process whose stages up to encode are done."""
     folder = tmp_path_factory.mktemp("chain")
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text("\n\n".join(
-            f"def function_{number}_{name}(x):\n    return x * {number} + {number * 7}" for number in range(160)))
     (folder / "words.yaml").write_text(TASK)
     (folder / "words.jsonl").write_text('{"query": "def ", "choices": ["f", "g"], "gold": 0}\n' * 4)
-    (folder / "c.yaml").write_text(yaml.safe_dump({
-        "name": "mini", "runs_dir": str(folder / "runs"), "launch": {"processes": 1},
-        "shard": {"heldout_share": 0.2, "shard_mb": 0.003, "sources": [
-            {"kind": "files", "name": name, "paths": [str(folder / f"{name}.txt")], "separator": "\n\n"}
-            for name in ("a", "b")]},
-        "tokenizer": {"kind": "char"},
-        "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "context_length": 64},
-        "train": {"steps": 12, "sequence_length": 64, "batch_tokens": 256, "micro_batch": 2, "heldout_every": 6,
-                  "heldout_tokens": 300, "warmup_steps": 2, "sample_every": 100, "sample_tokens": 8, "prompts": [],
-                  "checkpoint": {"every_steps": 2}},
-        "convert": {"check_tokens": 64},
-        "evaluate": {"tasks": ["words"], "task_folders": [str(folder)], "prompts": [], "prompt_tokens": 8,
-                     "heldout_tokens": 500}}))
-    for stage in ("shard", "tokenizer", "encode"):
-        assert do(folder / "c.yaml", stage) == 0
-    return folder / "c.yaml"
+    return copy_run(two_sources, folder, launch={"processes": 1}, train={"prompts": [], "sample_every": 100},
+                    evaluate={"tasks": ["words"], "task_folders": [str(folder)], "prompts": []})
 
 
 def do(config, stage, *arguments, body=None):
@@ -101,7 +84,7 @@ def reusing(config, name):
 
 def test_a_source(chain):
     """It is hashed while it is read: what is there then counts, and the stage knows what that was."""
-    text, here = chain.parent / "b.txt", ("name=source",)
+    text, here = Path(read_manifest(chain.parent / "runs/mini/shard").files[0]["path"]), ("name=source",)
     with flipped(text):
         assert do(chain, "shard", *here, "--force") == 0
         manifest = read_manifest(chain.parent / "runs/source/shard")
@@ -113,8 +96,8 @@ def test_a_source(chain):
     assert read_manifest(chain.parent / "runs/source/shard").digest == whole.digest
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-@pytest.mark.parametrize("at", [3, 700, -1], ids=["name of a member", "text", "padding"])
+@pytest.mark.parametrize(("split", "at"), [("train", 3), ("heldout", 700), ("train", -1)],
+                         ids=["name of a member", "text", "padding"])
 def test_a_text_shard(chain, capsys, split, at):
     """Wherever in it: not every byte is text."""
     path = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1]
@@ -146,40 +129,29 @@ def trained(chain):
     return chain
 
 
-def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch):
-    """Found before the first checkpoint or once that is there, which is then set aside: for the second one training
-    waits."""
+@pytest.mark.parametrize("copied", [False, True], ids=["early", "late and copied"])
+def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
+    """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
+    training waits."""
     shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    whole = read_manifest(trained.parent / "runs/mini/train")
+    whole, store = read_manifest(trained.parent / "runs/mini/train"), Store(f"file://{tmp_path}/store")
     assert whole.counts["token_shards_checked"] > len(shards) > 3
-    for name, saved in (("early", 0), ("late", 2)):
-        here = (*reusing(trained, name),)
-        checkpoints = trained.parent / "runs" / name / "train/checkpoints"
-        with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-            hold_back(patch, lambda here=checkpoints, saved=saved: not saved or [*here.glob("step-*/COMPLETE.json")])
-            refused(capsys, trained, "train", path, *here)
-        assert not list(checkpoints.glob("step-????????"))
-        aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
-        assert saved <= max(aside, default=0) <= 2
-        assert read_manifest(checkpoints.parent) is None
-        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
-        assert do(trained, "train", *here) == 0
-        assert curve(trained, name) == curve(trained)
-        assert weights(read_manifest(checkpoints.parent)) == weights(whole)
-        assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
-
-
-def test_copies_of_checkpoints_that_may_be_made_of_damage_go_as_well(trained, capsys, monkeypatch, tmp_path):
-    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    store = Store(f"file://{tmp_path}/store")
-    here = (*reusing(trained, "copied"), f"train.checkpoint.copy_to={store.url}")
-    checkpoints = trained.parent / "runs/copied/train/checkpoints"
+    name = f"copied-{copied}"
+    here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
+    checkpoints = trained.parent / "runs" / name / "train/checkpoints"
     with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-        hold_back(patch, lambda: CopiedCheckpoints(store).found().whole)
+        hold_back(patch, lambda: not copied or CopiedCheckpoints(store).found().whole)
         refused(capsys, trained, "train", path, *here)
     assert CopiedCheckpoints(store).found().whole == [] and not list(checkpoints.glob("step-????????"))
+    aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
+    assert (2 if copied else 0) <= max(aside, default=0) <= 2
+    assert read_manifest(checkpoints.parent) is None
+    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
     assert do(trained, "train", *here) == 0
-    assert curve(trained, "copied") == curve(trained) and CopiedCheckpoints(store).found().whole[-1] == 12
+    assert curve(trained, name) == curve(trained)
+    assert weights(read_manifest(checkpoints.parent)) == weights(whole)
+    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
+    assert CopiedCheckpoints(store).found().whole[-1:] == ([12] if copied else [])
 
 
 def hold_back(patch, ready):
@@ -221,29 +193,19 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
     assert str(path) in read_state(trained.parent / "runs/two/train").reason
 
 
-CONVERTED = {"a checkpoint": "train/checkpoints/step-00000012/rank-00000.safetensors",
-             "a vocabulary": "tokenizer/hf/tokenizer.json", "held-out tokens": "encode/heldout/b-00000.arrow"}
-
-
-@pytest.mark.parametrize("name", CONVERTED.values(), ids=CONVERTED)
-def test_what_convert_reads(trained, capsys, name):
+def test_what_convert_and_evaluate_read(trained, capsys):
+    """A checkpoint, vocabulary and held-out tokens; then the export, held-out text and tokens, vocabulary and task."""
     run = trained.parent / "runs/mini"
     before = read_manifest(run / "convert").digest
-    with flipped(run / name) as path:
-        refused(capsys, trained, "convert", path, "--force")
+    for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
+                 "encode/heldout/more-00000.arrow"):
+        with flipped(run / name) as path:
+            refused(capsys, trained, "convert", path, "--force")
     assert do(trained, "convert") == 0
     assert read_manifest(run / "convert").digest == before
-
-
-EVALUATED = {"the export": "convert/hf/model-00001-of-00001.safetensors", "held-out text": "shard/heldout/a-00000.tar",
-             "held-out tokens": "encode/heldout/b-00000.arrow", "a vocabulary": "tokenizer/vocabulary.json",
-             "a task": "../../words.jsonl"}
-
-
-def test_what_evaluate_reads(trained, capsys):
-    run = trained.parent / "runs/mini"
     assert do(trained, "evaluate", body=lambda work: None) == 130
-    for name in EVALUATED.values():
+    for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/code-00000.tar",
+                 "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json", "../../words.jsonl"):
         with flipped((run / name).resolve(), 12 if name.startswith("..") else None) as path:
             refused(capsys, trained, "evaluate", path)
         assert not list((run / "evaluate/units").rglob("*.json")), "what was measured of damaged inputs is not kept"

@@ -12,19 +12,7 @@ from pipeline.contract.run import Run
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluate import evaluate
 from pipeline.report import report
-from tests.stages.small_run import TASK, copy_of, make_small_run, told_of
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    """The configuration of a run with everything up to convert."""
-    return make_small_run(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture
-def copied(small_run, tmp_path):
-    """Arguments for a stage of another run that is at the same point, before evaluate."""
-    return copy_of(small_run, tmp_path)
+from tests.stages.small_run import TASK, told_of
 
 
 @pytest.fixture
@@ -106,24 +94,21 @@ def test_items_in_the_training_text_are_told_apart(tasks, copied, tmp_path, caps
 
 
 def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
+    """It may be taken out without --force, or mended: then it alone is measured."""
     assert tasks("one", "broken", "two") == 2
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
     assert "kept (held-out text, continuations, task one, task two)" in said.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     assert "Traceback" in (tmp_path / "copy/evaluate/lm_eval.log").read_text()
-    assert tasks("one", "two") == 0, "taken out without --force"
-    told = capsys.readouterr().out
-    assert {told_of(told, part) for part in ("held-out text", "continuations", "task one", "task two")} == {"kept"}
-
-
-def test_a_task_that_is_mended_is_the_only_one_that_is_measured(tasks, tmp_path, capsys):
-    assert tasks("one", "broken") == 2
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    capsys.readouterr()
-    assert tasks("one", "broken") == 0
-    told = capsys.readouterr().out
-    assert told_of(told, "task one") == "kept" and told_of(told, "task broken") == "measured"
+    for names in (("one", "two"), ("one", "broken")):
+        assert tasks(*names) == 0
+        told = capsys.readouterr().out
+        assert {part: told_of(told, part) for part in ("held-out text", "continuations", "task one",
+                                                       f"task {names[1]}")} == {
+            "held-out text": "kept", "continuations": "kept", "task one": "kept",
+            f"task {names[1]}": "kept" if names[1] == "two" else "measured"}
 
 
 def test_a_kill_costs_the_task_that_it_hit(tasks, capsys, monkeypatch):

@@ -17,7 +17,8 @@ from pipeline.copies.export import copy_export
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.stores.store import Store, preflight
-from tests.stages.test_convert import fake_training, reusing, run_convert
+from tests.stages.small_run import fake_training
+from tests.stages.test_convert import reusing, run_convert
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def state(config: Path, url: str | None):
     return Run(load_config(config, ["convert.max_shard_mb=0.05", *given])).state("convert")
 
 
-@pytest.mark.parametrize("of", ["seaweed", "google", "azurite"])
+@pytest.mark.parametrize("of", ["seaweed", pytest.param("google", marks=pytest.mark.slow),
+                                pytest.param("azurite", marks=pytest.mark.slow)])
 def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, of, request, capsys, tmp_path):
     url, folder = request.getfixturevalue(of).url_of("models/mini"), converted.parent / "runs/mini/convert"
     before = {path: path.stat().st_mtime_ns for path in (folder / "hf").iterdir()}
@@ -80,39 +82,27 @@ def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_se
     assert not (tmp_path / "again").exists()
 
 
-def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, capsys):
-    url = f"file://{tmp_path}/store"
-    assert copying(converted, url) == 0
-    content = json.loads(Store(url).read(COPY))
+def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, monkeypatch):
+    """What is to go is named until it is gone; what is somebody else's stays."""
+    store = Store(f"file://{tmp_path}/store")
+    assert copying(converted, store.url) == 0
+    content = json.loads(store.read(COPY))
     old = [*content["files"], {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}]
-    Store(url).put("model-00099.safetensors", b"x")
-    Store(url).put("README.md", b"somebody else's")
-    Store(url).put("other/model.safetensors", b"somebody else's")
-    Store(url).put(COPY, json.dumps({**content, "files": old}).encode())
-    (converted.parent / "runs/mini/convert/copied.json").unlink()
-    assert copying(converted, url) == 0
-    assert json.loads(Store(url).read(COPY)) == content and Store(url).head("model-00099.safetensors") is None
-    assert Store(url).read("README.md") == Store(url).read("other/model.safetensors") == b"somebody else's"
-
-
-def test_what_is_to_go_is_named_until_it_is_gone(converted, tmp_path, monkeypatch, capsys):
-    url = f"file://{tmp_path}/store"
-    assert copying(converted, url) == 0
-    content = json.loads(Store(url).read(COPY))
-    old = {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}
-    Store(url).put(old["path"], b"x")
-    Store(url).put(COPY, json.dumps({**content, "files": [*content["files"], old]}).encode())
+    for name in ("model-00099.safetensors", "README.md", "other/model.safetensors"):
+        store.put(name, b"x")
+    store.put(COPY, json.dumps({**content, "files": old}).encode())
     (converted.parent / "runs/mini/convert/copied.json").unlink()
 
     def away(store, paths):
         raise UserError("the store is away.")
     with monkeypatch.context() as patch:
         patch.setattr(Store, "delete", away)
-        assert copying(converted, url) == 2
-    between = json.loads(Store(url).read(COPY))
-    assert not between["whole"] and between["files"] == [*content["files"], old]
-    assert copying(converted, url) == 0 and Store(url).head(old["path"]) is None
-    assert json.loads(Store(url).read(COPY)) == content
+        assert copying(converted, store.url) == 2
+    between = json.loads(store.read(COPY))
+    assert not between["whole"] and between["files"] == old
+    assert copying(converted, store.url) == 0 and json.loads(store.read(COPY)) == content
+    assert store.head("model-00099.safetensors") is None
+    assert store.read("README.md") == store.read("other/model.safetensors") == b"x"
 
 
 def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """What most who start from somebody's weights do: a Hugging Face folder of Llama 3.2's kind is trained further on a
-longer context, twice, and goes out again with everything that it came with."""
+longer context and goes out again with everything that it came with."""
 
 import json
 
@@ -9,13 +9,12 @@ import yaml
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pipeline.contract.stages import STAGES
 from pipeline.data.shard_table import open_shards
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
 from tests.tokenization.test_ready_folders import TEMPLATE
-from tools.chat import main as chat
-from tools.weights import main as weights
 
 NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
@@ -25,8 +24,9 @@ HOSTILE = ["", " ", "  two  spaces\n\n\tdef f():", "<|eot_id|>", "a<|begin_of_te
            "\u0131 \u0130 \u00df"]
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}
-FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=100",
-        "train.sample_every=100", "train.batch_tokens=2048", "train.micro_batch=2", "train.lr=1e-3"]
+FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=1",
+        "train.heldout_tokens=100", "train.sample_every=100", "train.batch_tokens=2048", "train.micro_batch=1",
+        "train.lr=1e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -65,35 +65,22 @@ def source(tmp_path_factory, text):
     return folder
 
 
-def longer(config, name, start, context, theta, **changes):
-    """The configuration of a further training on a longer context."""
-    settings = yaml.safe_load(config.read_text())
-    settings.update(name=name, model={"preset": str(start), "context_length": context, "rope_theta": theta}, **changes)
-    settings["train"].update(init_from=str(start), sequence_length=context)
-    path = config.with_name(f"{name}.yaml")
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, source, text):
-    """Both runs, and what training them said."""
+def further(tmp_path_factory, source, text):
+    """Config of a run that was trained further on a longer context, and what its stages said."""
     folder = tmp_path_factory.mktemp("further")
     corpus = folder / "corpus"
     corpus.mkdir()
     for number, document in enumerate(text):
         (corpus / f"{number}.txt").write_text(document)
-    ready = {"kind": "huggingface", "path": str(source)}
-    config = write_config(folder, corpus, shard={"shard_mb": 4}, tokenizer=ready, launch={"processes": 1},
-                          evaluate={"tasks": []})
-    first = longer(config, "first", source, 512, 1e6)
-    told = {stage: run_stage(stage, first, *FAST) for stage in ("shard", "tokenizer", "encode", "train", "convert")}
-    second = longer(config, "second", folder / "runs/first", 1024, 2e6, reuse=str(folder / "runs/first"))
+    config = write_config(folder, corpus, shard={"shard_mb": 4}, evaluate={"tasks": []}, launch={"processes": 1},
+                          tokenizer={"kind": "huggingface", "path": str(source)},
+                          train={"init_from": str(source), "sequence_length": 512})
+    settings = yaml.safe_load(config.read_text())
+    settings["model"] = {"preset": str(source), "context_length": 512, "rope_theta": 1e6}
+    config.write_text(yaml.safe_dump(settings))
     # One shard and one window of held-out text for two ranks.
-    shared = [*FAST, "train.micro_batch=1", "train.heldout_every=1", "train.heldout_tokens=100"]
-    for stage in ("train", "convert", "evaluate", "report"):
-        told[f"second {stage}"] = run_stage(stage, second, *shared, ranks=2 if stage == "train" else 1)
-    return first, folder / "runs", told
+    return config, {stage: run_stage(stage, config, *FAST, ranks=2 if stage == "train" else 1) for stage in STAGES}
 
 
 def own_loss(folder, config, shard, samples):
@@ -109,83 +96,45 @@ def own_loss(folder, config, shard, samples):
     return losses / targets
 
 
-def test_it_begins_at_the_loss_that_transformers_says(runs, source, capsys):
+def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     from tools.where.__main__ import main as where
-    first, folder, told = runs
-    assert "rope_scaling" not in told["train"].stdout, "what the folder says is kept where nothing else is asked for"
-    assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in told["train"].stdout
-    assert "new rows" not in told["train"].stdout
-    assert where(["--run", str(folder / "first"), "--step", "1"]) == 0
+    config, told = further
+    folder, said = config.parent / "runs/mini", told["train"].stdout
+    assert "rope_scaling" not in said, "what the folder says is kept where nothing else is asked for"
+    assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in said and "new rows" not in said
+    assert "around each document: <|begin_of_text|> (" in told["tokenizer"].stdout
+    assert "<|eot_id|> (" in told["tokenizer"].stdout
+    assert where(["--run", str(folder), "--step", "1"]) == 0
     samples = []
     for line in capsys.readouterr().out.splitlines()[1:]:
         words = line.split()
         begin, end = words[-1].split("..")
         samples.append((int(words[words.index("document") + 1]), int(begin), int(end)))
-    config = AutoConfig.from_pretrained(source)
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e6}
-    manifest = json.loads((folder / "first/encode/manifest.json").read_text())
-    [shard] = open_shards(folder / "first/encode", manifest["outputs"], "train", "code")
-    assert curve(first, "first")[0]["loss"] == pytest.approx(own_loss(source, config, shard, samples), rel=1e-6)
+    longer = AutoConfig.from_pretrained(source)
+    longer.rope_parameters = {**longer.rope_parameters, "rope_theta": 1e6}
+    manifest = json.loads((folder / "encode/manifest.json").read_text())
+    [shard] = open_shards(folder / "encode", manifest["outputs"], "train", "code")
+    assert curve(config)[0]["loss"] == pytest.approx(own_loss(source, longer, shard, samples), rel=1e-6)
 
 
-def test_everything_that_it_came_with_goes_out_again(runs, source):
-    _, folder, told = runs
-    out = folder / "second/convert/hf"
+def test_everything_that_it_came_with_goes_out_again(further, source):
+    config, told = further
+    out = config.parent / "runs/mini/convert/hf"
     theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (source, out))
     for sample in HOSTILE:
         assert ours(sample, verbose=False).input_ids == theirs(sample, verbose=False).input_ids, sample
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
-    assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 1024
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 512
     before, after = (json.loads((place / "generation_config.json").read_text()) for place in (source, out))
     for mine in ("transformers_version", "_from_model_config"):
         before.pop(mine, None)
     assert after == before and len(after["eos_token_id"]) == 3 and after["temperature"] == 0.6
-    config = AutoConfig.from_pretrained(out)
-    assert config.rope_parameters == {**SCALING, "rope_theta": 2e6} and config.tie_word_embeddings
-    assert config.max_position_embeddings == 1024 and config.vocab_size == theirs.vocab_size + len(NAMES)
-    assert config.eos_token_id == after["eos_token_id"] and config.pad_token_id == after["pad_token_id"]
-    assert all(record["heldout_bpb"]["code"] > 0 for record in curve(folder.parent / "second.yaml", "second"))
+    shape = AutoConfig.from_pretrained(out)
+    assert shape.rope_parameters == {**SCALING, "rope_theta": 1e6} and shape.tie_word_embeddings
+    assert shape.max_position_embeddings == 512 and shape.vocab_size == theirs.vocab_size + len(NAMES)
+    assert shape.eos_token_id == after["eos_token_id"] and shape.pad_token_id == after["pad_token_id"]
+    assert all(record["heldout_bpb"]["code"] > 0 for record in curve(config))
     assert "longer than" not in "".join(result.stderr for result in told.values())
-    report = (folder / "second/report.md").read_text()
-    assert f"started from the weights in {folder / 'first'} and trained on" in report
-
-
-def test_it_says_which_tokens_go_around_a_document(runs):
-    assert "around each document: <|begin_of_text|> (" in runs[2]["tokenizer"].stdout
-    assert "<|eot_id|> (" in runs[2]["tokenizer"].stdout
-
-
-def test_the_export_is_equal_beyond_the_first_context(runs):
-    """At 700 tokens, where the original had 256, the export under transformers and the checkpoint are one model."""
-    from pipeline.evaluation.open_model import open_model
-    _, folder, _ = runs
-    opened = open_model(folder / "second", torch.device("cpu"), torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder / "second/convert/hf").eval()
-    ids = torch.randint(0, 250, (1, 700), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        theirs, ours = model(ids).logits, opened.model(ids)
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert (theirs - ours).abs().max() < 1e-4 and theirs.abs().max() > 0.5
-
-
-def test_weights_carry_it_out_of_the_run_too(runs, source, tmp_path, capsys):
-    _, folder, _ = runs
-    out = folder / "second/convert/hf"
-    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "hf"), "--format", "hf"]) == 0
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads((out / name).read_text()), name
-    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads((out / "config.json").read_text())
-    assert weights(["--from", str(folder / "second"), "--to", str(tmp_path / "meta"), "--format", "meta"]) == 2
-    told = capsys.readouterr().err
-    assert "here it is factor 32 from 64 tokens" in told and "RopeScaling" not in told
-
-
-def test_it_talks(runs, capsys):
-    _, folder, _ = runs
-    assert chat(["--model", str(folder / "second"), "--chat", "Hello", "--max-tokens", "3", "--device", "cpu"]) == 0
-    from pipeline.evaluation.open_model import open_model
-    from pipeline.evaluation.prompts import ending_ids
-    opened = open_model(folder / "second", torch.device("cpu"), torch.float32)
-    known = opened.tokenizer.special_tokens
-    assert ending_ids(opened) == {known[name] for name in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")}
+    report = (config.parent / "runs/mini/report.md").read_text()
+    assert f"started from the weights in {source} and trained on" in report

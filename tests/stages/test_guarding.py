@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
-import subprocess
-import time
 
 import pytest
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_json
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tests.conftest import run_stage
 from tests.stages.training import (
     curve,
     difference,
     events,
-    kill,
     lines,
     proven,
     run_with_faults,
-    start,
     train_folder,
 )
-from tests.waiting import HANG_S, wait_for
 from tools.audit import audit
 
 ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100", "train.guards.spike=rollback",
@@ -74,14 +68,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_their_documents(fresh):
         "\n".join(audit(train_folder(fresh).parent).faults)
 
 
-def test_a_spike_before_the_first_checkpoint_is_skipped(fresh):
-    run_with_faults(fresh, "spike:rank=0,step=10,factor=50", *ROLLBACK, "train.steps=12",
-                    "train.checkpoint.every_steps=11")
-    assert read_manifest(train_folder(fresh)).counts["rollbacks"] == 0
-    assert events(fresh, "skip")[0]["outcome"] == "spike_skipped"
-    assert curve(fresh)[9]["loss"] > 100 and proven(fresh)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
     """Skipped updates leave weights and moments as they were, also where DeepSpeed calls the optimizer."""
@@ -109,31 +96,3 @@ def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     assert not list((train_folder(fresh) / "checkpoints").glob("step-*"))
     run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3)
     assert curve(fresh) == curve(fresh, "whole")
-
-
-def test_a_flipped_bit_under_zero_is_found_before_the_update_overwrites_it(fresh):
-    result = run_with_faults(fresh, "flip:rank=1,step=6", *ZERO, "parallel.zero_stage=1",
-                             "train.guards.replica_hash_every=3", ranks=2, expect=1)
-    assert "Training stopped in step 6" in result.stderr and "which of them is right cannot be told" in result.stderr
-
-
-def test_ranks_that_are_slow_end_or_hang_cost_time_and_nothing_else(fresh):
-    """Under the agent of the launcher, whose exit status is the lost rank's own."""
-    run_stage("train", fresh, "name=whole", ranks=2)
-    faults = "slow:rank=1,step=2,seconds=1;exit:rank=1,step=4;kill:rank=0,step=6;hang:rank=1,step=9"
-    command = stage_command("train", fresh, ranks=2)
-    command[2:3] = ["launch.agent", str(fresh.parent / "agent.log")]
-    for status in (13, 128 + signal.SIGKILL):
-        ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": faults}, check=False,
-                               capture_output=True, text=True, timeout=HANG_S)
-        assert ended.returncode == status, ended.stderr
-    assert lines(fresh)[1]["step_s"] > 1
-    process = start(fresh, ranks=2, faults=faults)
-    try:
-        wait_for((train_folder(fresh) / "faults/hang-rank1-step9").exists)
-        time.sleep(1)
-        assert process.poll() is None and lines(fresh)[-1]["step"] == 8
-    finally:
-        kill(process)
-    run_with_faults(fresh, faults, ranks=2)
-    assert curve(fresh) == curve(fresh, "whole") and proven(fresh)

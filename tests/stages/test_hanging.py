@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from pipeline.records.hangs import HUNG_STATUS, hang_folder, judge_hang, read_hang
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.test_stopping import LONG
-from tests.stages.training import curve, kill, lines, rank_process, start, train_folder
-from tests.waiting import HANG_S, wait_for
+from tests.stages.training import curve, train_folder
+from tests.waiting import HANG_S
 
 SETTINGS = ["train.batch_tokens=768", "train.micro_batch=4"]
 
@@ -47,23 +44,6 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on
     assert "before_step > hang (pipeline/training/fault_injection.py)" in found.text and "ranks 0, 2" in found.text
     run_stage("train", fresh, *settings, ranks=3)
     assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
-
-
-def test_a_process_that_is_stopped_is_named_although_it_writes_nothing(fresh):
-    process = start(fresh, *LONG, *SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6), ranks=3)
-    try:
-        wait_for(lambda: len(lines(fresh)) > 3, of=process)
-        late = rank_process(process.pid, 2)
-        os.kill(late, signal.SIGSTOP)
-        folder = hang_folder(train_folder(fresh), "local.0.0")
-        wait_for(lambda: len(read_hang(folder)) == 2)
-        found = judge_hang(folder, 3)
-        assert found.late == ((2, os.uname().nodename),) and "rank 2 (" in found.text and "left no record" in found.text
-        with suppress(ProcessLookupError):
-            os.kill(late, signal.SIGKILL)
-        process.wait(HANG_S)
-    finally:
-        kill(process)
 
 
 def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh):

@@ -1,71 +1,34 @@
 """Continued pretraining: a run that starts from another's weights, under every engine, from a checkpoint or export."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.conftest import REPOSITORY, environment, run_stage
-from tests.stages.training import curve, difference, events, lines, proven, reusing, train_and_kill, train_folder
-
-FIRST = ["name=first", "train.precision=fp64", "train.steps=8"]
-STILL = ["train.precision=fp64", "train.steps=2", "train.warmup_steps=0", "train.lr=1e-13", "train.heldout_every=1",
-         "train.sample_every=100"]
-"""Two steps that change the weights by nothing that a measurement could show."""
-
-LAYOUTS = (
-    ("one", 1, 1e-12), ("sharded", 2, 1e-12), ("tensor", 2, 1e-12, "parallel.tp=2"),
-    ("zero", 2, 1e-5, "parallel.engine=deepspeed", "parallel.zero_stage=3", "train.precision=fp32"))
-"""Name, ranks, how near in loss, settings."""
+from launch.submit import main as submit
+from tests.conftest import run_stage
+from tests.stages.training import curve, difference, events, lines, proven, reusing, run_with_faults, train_folder
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, encoded):
-    """Of the run whose weights are taken; it is trained and converted."""
-    folder = tmp_path_factory.mktemp("first")
-    path = reusing(encoded, folder)
-    run_stage("train", path, *FIRST)
-    run_stage("convert", path, *FIRST, "convert.dtype=float32")
-    return path
+def first(tmp_path_factory, encoded):
+    """The run whose weights are taken; it has done 8 steps."""
+    path = reusing(encoded, tmp_path_factory.mktemp("first"))
+    run_stage("train", path, "name=first", "train.precision=fp64", "train.steps=8")
+    return train_folder(path, "first").parent
 
 
-@pytest.fixture(scope="module")
-def first(config):
-    return train_folder(config, "first").parent
-
-
-def test_it_begins_at_the_loss_that_the_weights_have_on_every_layout(fresh, config, first):
-    held, losses = curve(config, "first")[-1]["heldout_bpb"], {}
-    for name, ranks, bound, *layout in LAYOUTS:
-        run_stage("train", fresh, f"name={name}", f"train.init_from={first}", *STILL, *layout, ranks=ranks)
-        begun = curve(fresh, name)[0]
-        assert begun["heldout_bpb"] == pytest.approx(held, rel=bound) and proven(fresh, name)
-        losses[name] = begun["loss"]
-        assert losses[name] == pytest.approx(losses["one"], rel=bound)
-
-    told = run_stage("train", fresh, "name=exported", f"train.init_from={first}/convert/hf", *STILL)
-    assert "starts from the weights in" in told.stdout and "(hf; the same tokenizer)" in told.stdout
-    assert curve(fresh, "exported")[0]["loss"] == pytest.approx(losses["one"], rel=1e-6)  # rounded once, to float32
-
-
-def test_a_longer_context_is_a_change_by_name(fresh, first):
-    longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128"]
-    told = run_stage("train", fresh, "name=longer", f"train.init_from={first}", "train.steps=4", *longer)
-    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in told.stdout
-    assert proven(fresh, "longer")
-
-
-def test_after_a_kill_it_goes_on_from_its_own_weights(fresh, first):
-    settings = [f"train.init_from={first}", "train.precision=fp64"]
-    run_stage("train", fresh, "name=whole", *settings)
-    train_and_kill(fresh, *settings, ranks=1, after_step=4, log="events")
+def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh, first):
+    settings = [f"train.init_from={first}", "train.precision=fp64", "model.context_length=256", "model.rope_theta=1e6",
+                "train.sequence_length=128"]
+    told = run_stage("train", fresh, "name=whole", *settings).stdout
+    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in told
+    run_with_faults(fresh, "kill:rank=0,step=7", *settings, "train.checkpoint.background=false", expect=-9)
     run_stage("train", fresh, *settings)
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert events(fresh, "resume") and difference(lines(fresh), whole) == 0.0 and proven(fresh)
 
 
-def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path):
+def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path, capsys):
     copy, moved = tmp_path / "copy", tmp_path / "moved"
     shutil.copytree(first, copy)
     settings = [f"train.init_from={copy}", "train.steps=2", "train.warmup_steps=0"]
@@ -80,14 +43,10 @@ def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refu
     assert "dim is 64 here, 32 there" in refused.stderr and "Traceback" not in refused.stderr
     refused = run_stage("train", fresh, "name=none", "train.init_from=/nowhere", *settings[1:], expect=2)
     assert "train.init_from: /nowhere is no folder" in refused.stderr
-
-
-def test_another_shape_is_refused_before_anything_is_queued(fresh, first):
-    answer = subprocess.run([sys.executable, "launch/submit.py", "--stage", "train", "--config", str(fresh),
-                             "--dry-run", "name=wide", f"train.init_from={first}", "model.layers=3",
-                             "model.qk_norm=true", "model.sliding_window=8"],
-                            cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
-    assert answer.returncode == 2 and "layers is 3 here, 2 there" in answer.stderr, answer.stdout + answer.stderr
-    assert "qk_norm is True here, False there" in answer.stderr
-    assert "sliding_window is 8 here, None there" in answer.stderr
-    assert not train_folder(fresh, "wide").parent.exists()
+    assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
+                   f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
+    told = capsys.readouterr().err
+    for text in ("layers is 3 here, 2 there", "qk_norm is True here, False there",
+                 "sliding_window is 8 here, None there"):
+        assert text in told
+    assert not train_folder(fresh, "before").parent.exists()

@@ -15,7 +15,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
-from tests.stages.test_convert import fake_training
+from tests.stages.small_run import fake_training
 from tests.waiting import HANG_S
 
 LAYERS = 72

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 
 import pytest
@@ -44,18 +42,3 @@ def test_names_of_any_bytes_go_through_the_stage(config, capsys):
     assert "up to date" in capsys.readouterr().out
     (config.parent / "corpus" / os.fsdecode(b"caf\xe9-7.txt")).unlink()
     assert "t/caf\\xe9-7.txt is gone" in Run(load_config(config)).why("shard")
-
-
-def test_what_files_are_is_said_with_their_names(config, capsys):
-    corpus = config.parent / "corpus"
-    (corpus / "x.txt").write_bytes(gzip.compress(b"hello"))
-    (corpus / "y.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with open(os.fsencode(corpus) + b"/z\xff.txt", "wb") as file:
-        file.write("hello".encode("utf-16"))
-    assert stage_main("shard", shard, ["--config", str(config)]) == 2
-    said = capsys.readouterr().err
-    assert "3 of 23 documents cannot be read" in said
-    for text in ("t/x.txt: it is a gzip file", "t/y.txt: it is a Git LFS pointer", "t/z\\xff.txt: it is UTF-16 text"):
-        assert text in said, said
-    rejected = [json.loads(line) for line in (config.parent / "runs/a/shard/rejected.jsonl").read_text().splitlines()]
-    assert [entry["file"] for entry in rejected] == ["x.txt", "y.txt", "z\\xff.txt"]

@@ -50,22 +50,13 @@ def test_new_results_make_it_stale(made, capsys):
     assert "1.2345" in (run.folder / "report.html").read_text()
 
 
-def test_the_title_can_be_given(made):
-    run, arguments = made
-    assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
-    assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
-
-
-def test_a_line_that_a_kill_tore_is_left_out(made):
+def test_a_title_can_be_given_a_torn_line_is_left_out_and_a_damaged_log_is_named(made, capsys):
     run, arguments = made
     with open(run.own_folder("train") / "metrics.jsonl", "a") as file:
         file.write('{"step": 601, "lo')
-    assert stage_main("report", report, arguments) == 0
-
-
-def test_a_damaged_log_is_named(made, capsys):
-    run, arguments = made
+    assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
+    assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
     with open(run.own_folder("train") / "samples.jsonl", "a") as file:
         file.write("{broken}\n")
-    assert stage_main("report", report, arguments) == 2
+    assert stage_main("report", report, [*arguments, "--force"]) == 2
     assert "is damaged" in capsys.readouterr().err

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
-import time
+import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from model.llama import Llama
-from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import Work
-from pipeline.formats.sharded_tensors import CheckpointReader
 from pipeline.records.checkpoints import read_marker
-from pipeline.training.data.opening import open_training_data
-from pipeline.training.optimizers.base import decays
-from pipeline.training.optimizers.schedule import learning_rate
 from tests.conftest import run_stage
+from tests.cut_off import cut_off_stage
 from tests.stages.training import (
+    assert_equal_to_the_bit,
     curve,
     events,
     kill,
@@ -30,7 +25,6 @@ from tests.stages.training import (
     rank_process,
     run_with_faults,
     start,
-    train_and_kill,
     train_folder,
 )
 from tests.waiting import HANG_S, wait_for
@@ -44,13 +38,6 @@ def saved_steps(config: Path, name: str = "mini") -> list[int]:
     return [event["step"] for event in events(config, "checkpoint", name)]
 
 
-def stored_tensors(config: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights and moments of the last checkpoint."""
-    newest = max((train_folder(config, name) / "checkpoints").glob("step-????????"))
-    with CheckpointReader(newest) as reader:
-        return {tensor: reader.read(tensor) for tensor in reader.names()}
-
-
 def test_saving_in_the_background_changes_no_bit(fresh):
     """Nor do permanent checkpoints, which stay when the others go."""
     settings = ["train.steps=20", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6"]
@@ -61,10 +48,7 @@ def test_saving_in_the_background_changes_no_bit(fresh):
         stalls = {event["step"]: event["stall_s"] for event in events(fresh, "checkpoint", name)}
         assert stored_scalars(train_folder(fresh, name).parent / "tensorboard", "checkpoint/stall_s") == \
             pytest.approx(stalls, rel=1e-5)
-    assert curve(fresh, "behind") == curve(fresh, "waiting")
-    behind, waiting = stored_tensors(fresh, "behind"), stored_tensors(fresh, "waiting")
-    assert behind.keys() == waiting.keys() and any(name.startswith("exp_avg_sq.") for name in behind)
-    assert all(torch.equal(behind[name], waiting[name]) for name in behind)
+    assert_equal_to_the_bit(fresh, "behind", "waiting")
 
 
 def stored_scalars(folder: Path, tag: str) -> dict[int, float]:
@@ -75,29 +59,28 @@ def stored_scalars(folder: Path, tag: str) -> dict[int, float]:
     return {event.step: event.value for event in board.Scalars(tag)}
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(fresh):
-    settings = ["train.steps=120", "train.checkpoint.every_steps=1", "train.heldout_every=60", "train.sample_every=120"]
-    run_stage("train", fresh, "name=whole", *settings, "train.checkpoint.every_steps=60")
-    checkpoints, torn = train_folder(fresh) / "checkpoints", False
-    for _ in range(20):
-        process = start(fresh, *settings)
-        wait_for(lambda: any(checkpoints.glob("step-*/COMPLETE.json")), of=process)
-        while process.poll() is None and not any(checkpoints.glob("step-*.tmp")):
-            time.sleep(0.001)
-        kill(process)
-        complete = [path.parent for path in checkpoints.glob("step-*/COMPLETE.json")]
-        torn = len(list(checkpoints.iterdir())) > len(complete)
-        assert complete and all(read_marker(path) for path in complete)
-        if torn:
+@pytest.mark.slow
+def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(begun):
+    """The third save, which also removes the first checkpoint."""
+    for number in itertools.count(1):
+        name = f"k{number}"
+        shutil.copytree(train_folder(begun), train_folder(begun, name))
+        status, said = cut_off_stage("train", number, "--config", str(begun), f"name={name}",
+                                     pattern="step-000000(12|04)")
+        checkpoints = train_folder(begun, name) / "checkpoints"
+        complete = [path.parent.name for path in checkpoints.glob("step-*/COMPLETE.json") if read_marker(path.parent)]
+        assert {"step-00000008", "step-00000012"} & set(complete), said
+        if status == 0:
             break
-    assert torn, "no kill fell into a save"
-    run_stage("train", fresh, *settings)
-    assert curve(fresh) == curve(fresh, "whole") and proven(fresh)
-    assert not list(checkpoints.glob("*.tmp")) and not list(checkpoints.glob("*.damaged"))
+        assert status == -signal.SIGKILL, said
+        run_stage("train", begun, f"name={name}")
+        assert curve(begun, name) == curve(begun, "whole") and proven(begun, name)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000012", "step-00000016"]
+    assert number > 8
 
 
-def test_a_save_that_fails_for_a_moment_is_said_logged_and_tried_again(fresh):
-    """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later."""
+def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failing_stops_all_ranks(fresh):
+    """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later, or never."""
     settings = ["train.steps=16", "train.checkpoint.every_steps=8", "train.checkpoint.attempts=60"]
     run_stage("train", fresh, "name=whole", *settings, ranks=2)
     with limited(fresh, *settings) as process:
@@ -111,14 +94,13 @@ def test_a_save_that_fails_for_a_moment_is_said_logged_and_tried_again(fresh):
     assert saved_steps(fresh) == [8, 16] and curve(fresh) == curve(fresh, "whole")
 
 
-def test_a_save_that_keeps_failing_on_one_rank_stops_all_with_its_reason(fresh):
-    settings = ["train.steps=100000", "train.checkpoint.every_steps=8", "train.checkpoint.attempts=2"]
-    with limited(fresh, *settings) as process:
+    settings[-1] = "train.checkpoint.attempts=2"
+    with limited(fresh, "name=failing", "train.steps=100000", *settings[1:]) as process:
         said, complaint = process.communicate(timeout=HANG_S)
     assert process.returncode != 0 and "attempt 2 of 2" in said
     assert complaint.count("stops here") == 1 and "full" in complaint
-    assert not list((train_folder(fresh) / "checkpoints").iterdir())
-    assert not saved_steps(fresh) and not read_manifest(train_folder(fresh))
+    assert not list((train_folder(fresh, "failing") / "checkpoints").iterdir())
+    assert not saved_steps(fresh, "failing") and not read_manifest(train_folder(fresh, "failing"))
 
 
 @contextmanager
@@ -138,51 +120,16 @@ def test_time_that_has_passed_saves_too(fresh):
     assert {5, 6} & set(saved) and saved[-1] == 12  # 5 where the steps before took so long already
 
 
-def test_changed_settings_of_the_optimizer_take_effect_on_resume_and_are_logged(fresh):
-    """As computed by torch alone from the checkpoint's weights and moments, under the new settings."""
-    settings = ["train.precision=fp64", "train.steps=16", "train.micro_batch=16", "train.heldout_every=100",
-                "train.checkpoint.keep=9"]
-    train_and_kill(fresh, *settings, ranks=1, after_step=4, log="events")
-    changed = ["train.lr=0.004", "train.beta1=0.5", "train.beta2=0.8", "train.weight_decay=40", "train.clip_norm=0.5"]
-    done = max(int(path.parent.name[5:]) for path in (train_folder(fresh) / "checkpoints").glob("*/COMPLETE.json"))
-    expected = continued(fresh, done, [*settings, *changed])
-    run_stage("train", fresh, *settings, *changed, "--accept-drift")
-    found = [record["loss"] for record in curve(fresh)][done:]
-    assert len(found) >= 4 and found == pytest.approx(expected, rel=1e-11)
-    resumed, = events(fresh, "resume")
-    told = str(resumed["drift"])
-    assert resumed["step"] == done and told.count(" -> ") == len(changed)
-    assert "train.weight_decay: 0.1 -> 40" in told and "train.beta1: 0.9 -> 0.5" in told
-
-
-def continued(config: Path, done: int, settings: list[str]) -> list[float]:
-    """The losses of the steps after checkpoint `done`, in float64 by torch's own AdamW."""
-    run = Run(load_config(config, settings))
-    work = Work(run, "train", run.fingerprint("train"))
-    train, data = run.config.train, open_training_data(work)
-    vocab_size = int(work.input("tokenizer")[1].counts["vocab_size"])
-    model = Llama(run.config.model.model_copy(update={"vocab_size": vocab_size})).double()
-    named = dict(model.named_parameters())
-    groups = [{"params": [weight for name, weight in named.items() if decays(name, False) == decay],
-               "weight_decay": train.weight_decay if decay else 0.0} for decay in (True, False)]
-    optimizer = torch.optim.AdamW(groups, betas=(train.beta1, train.beta2), eps=train.eps)
-    with CheckpointReader(train_folder(config) / f"checkpoints/step-{done:08}") as reader:
-        for name, weight in named.items():
-            weight.data.copy_(reader.read(f"model.{name}"))
-            optimizer.state[weight] = {"step": torch.tensor(float(done)),
-                                       "exp_avg": reader.read(f"exp_avg.{name}"),
-                                       "exp_avg_sq": reader.read(f"exp_avg_sq.{name}")}
-    losses, size = [], train.batch_tokens // train.sequence_length
-    for step in range(done, train.steps):
-        batch = data.batch(step * size, size)
-        loss = model(batch.tokens, batch.labels, documents=batch.documents, positions=batch.positions) / batch.targets
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.stack([weight.grad.norm() for weight in named.values()]).norm()
-        for weight in named.values():
-            weight.grad.div_(max(1.0, float(norm) / train.clip_norm))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
-        optimizer.step()
-    return losses
+def test_changed_settings_of_the_optimizer_take_effect_on_resume_and_are_logged(begun):
+    """Each alone changes what follows the first step, whose loss is of the checkpoint's weights."""
+    whole = [record["loss"] for record in curve(begun, "whole")]
+    for name, old, new in (("lr", 0.01, 0.004), ("beta1", 0.9, 0.5), ("beta2", 0.95, 0.8), ("weight_decay", 0.1, 40.0),
+                           ("clip_norm", 1.0, 0.01)):
+        shutil.copytree(train_folder(begun), train_folder(begun, name))
+        run_stage("train", begun, f"name={name}", f"train.{name}={new}", "--accept-drift")
+        found = [record["loss"] for record in curve(begun, name)]
+        assert found[:9] == whole[:9] and all(abs(one - other) > 1e-9 for one, other in zip(
+            found[9:], whole[9:], strict=True))
+        resumed, = events(begun, "resume", name)
+        assert resumed["step"] == 8 and f"train.{name}: {old} -> {new}" in str(resumed["drift"])
+    assert curve(begun, "weight_decay")[9]["loss"] > curve(begun, "lr")[9]["loss"]

@@ -1,5 +1,6 @@
 """The shard stage as it is run: equal bytes for any number of processes and after any kill, and counts that add up."""
 
+import gzip
 import hashlib
 import json
 import random
@@ -8,9 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import webdataset
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -51,12 +55,11 @@ def files_source(name, *paths, **fields):
     return {"kind": "files", "name": name, "paths": [str(path) for path in paths], **fields}
 
 
-@pytest.fixture
-def corpus(tmp_path):
+def corpus_config(place):
     """A config over two generated sources, cut into many small units and shards."""
-    make_corpus(tmp_path / "in")
-    sources = [files_source(name, tmp_path / "in" / name / "*.jsonl") for name in ("web", "books")]
-    return write_config(tmp_path, sources, shard_mb=0.04, heldout_share=0.1)
+    make_corpus(place / "in")
+    sources = [files_source(name, place / "in" / name / "*.jsonl") for name in ("web", "books")]
+    return write_config(place, sources, shard_mb=0.04, heldout_share=0.1)
 
 
 def run(config, *overrides):
@@ -102,171 +105,92 @@ def kill_at(begin, folder, units, goal, rest_s=0.0):
     raise AssertionError("the stage could not be killed in the middle of its work")
 
 
-def test_counts_shards_and_order(corpus, capsys):
-    assert run(corpus) == 0
-    out = capsys.readouterr().out
-    manifest = read_manifest(folder_of(corpus))
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """The config of a finished run over the corpus, and what it said."""
+    place = tmp_path_factory.mktemp("once")
+    config = corpus_config(place)
+    with redirect_stdout(StringIO()) as said:
+        assert run(config) == 0
+    return config, said.getvalue()
+
+
+def test_counts_shards_order_and_split(once):
+    config, out = once
+    manifest = read_manifest(folder_of(config))
     counts = manifest.counts
     assert counts["documents_in"] == 1800
     assert counts["documents_in"] == (counts["train"] + counts["heldout"] + counts["dropped"]["duplicate"]
                                       + counts["dropped"]["empty"] + counts["rejected"])
     assert counts["dropped"]["duplicate"] > 20 and counts["dropped"]["empty"] > 20 and counts["rejected"] == 0
     assert f"1,800 documents in = {counts['train']:,} train + {counts['heldout']} held out" in out
-    train, heldout = documents(corpus, "train"), documents(corpus, "heldout")
+    train, heldout = documents(config, "train"), documents(config, "heldout")
     assert (len(train), len(heldout)) == (counts["train"], counts["heldout"])
     assert counts["text_bytes"]["train"] == sum(len(document.text.encode()) for document in train)
     assert len({document.text for document in train + heldout}) == len(train + heldout)
+    assert all(share(document.text) >= 0.1 for document in train)
+    assert all(share(document.text) < 0.1 for document in heldout)
+    assert abs(len(heldout) - 0.1 * len(train + heldout)) < 50
     order = [(document.source != "web", *map(int, document.id.replace(".jsonl", "").split(":"))) for document in train]
     assert order == sorted(order)
     records = shard_records(manifest, "train", "web")
     assert len(records) > 5 and [record["path"] for record in records][:2] == [
         "train/web-00000.tar", "train/web-00001.tar"]
     assert all(record["text_bytes"] < 2 * 0.04e6 for record in records)
+    tars = [str(path) for path in sorted(folder_of(config).glob("train/*.tar"))]
+    assert sum(1 for _ in webdataset.WebDataset(tars, shardshuffle=False, empty_check=False)) == counts["train"]
 
 
-def test_bytes_are_the_same_for_any_number_of_processes_and_place(corpus, tmp_path):
-    assert run(corpus) == 0
-    moved = tmp_path / "elsewhere" / "deeper"
-    moved.parent.mkdir()
-    (tmp_path / "in").rename(moved)
-    process = start(corpus, "name=b", "launch.processes=3", f"shard.sources.0.paths=['{moved}/web/*.jsonl']",
-                    f"shard.sources.1.paths=['{moved}/books/*.jsonl']")
+def share(text):
+    """Where a text falls between 0 and 1: below `heldout_share` it is held out."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(once, tmp_path):
+    shutil.copytree(once[0].parent / "in", tmp_path / "deeper/in")
+    moved = tmp_path / "deeper/in"
+    config = write_config(tmp_path, [files_source(name, moved / name / "*.jsonl") for name in ("web", "books")],
+                          shard_mb=0.04, heldout_share=0.1)
+    process = start(config, "launch.processes=3")
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
-    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
-    one, other = read_manifest(folder_of(corpus)), read_manifest(folder_of(corpus, "b"))
+    before = hashes(folder_of(config))
+    assert before == hashes(folder_of(once[0]))
+    one, other = read_manifest(folder_of(config)), read_manifest(folder_of(once[0]))
     assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
 
-
-def test_killed_anywhere_it_ends_with_the_same_bytes(corpus):
-    assert run(corpus) == 0
-    rng = random.Random(20)
-    for phase, share in [("read", 0.1), ("read", 0.6), ("write", 0.1), ("write", 0.6)]:
-        goal = share * (12 if phase == "read" else len(hashes(folder_of(corpus))) - 1)
-        kill_at(lambda: start(corpus, "name=b", "launch.processes=2"), folder_of(corpus, "b"), f"units/{phase}", goal,
-                rng.uniform(0, 0.005))
-    process = start(corpus, "name=b")
-    output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
-    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
-    assert read_manifest(folder_of(corpus, "b")).outputs == read_manifest(folder_of(corpus)).outputs
-
-
-def test_killed_at_any_time_it_ends_with_the_same_bytes(corpus):
-    """Not only between units: also while starting, planning, committing."""
-    assert run(corpus) == 0
-    rng = random.Random(3)
-    for _ in range(4):
-        process = start(corpus, "name=c", "launch.processes=1")
-        try:
-            process.wait(rng.uniform(0.3, 2.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate()
-    assert run(corpus, "name=c") == 0
-    assert hashes(folder_of(corpus, "c")) == hashes(folder_of(corpus))
-
-
-def test_killed_just_before_the_commit_it_keeps_the_written_shards(corpus):
-    assert run(corpus) == 0
-    whole = hashes(folder_of(corpus))
-
-    def stopped(work):
-        def commit(*arguments, **options):
-            raise KeyboardInterrupt
-        work.commit = commit
-        shard(work)
-    assert stage_main("shard", stopped, ["--config", str(corpus), "name=b"]) == 130
-    assert read_manifest(folder_of(corpus, "b")) is None
-    stamps = {path: path.stat().st_mtime_ns for path in folder_of(corpus, "b").rglob("*.tar")}
-    assert run(corpus, "name=b") == 0
-    assert hashes(folder_of(corpus, "b")) == whole
-    assert {path: path.stat().st_mtime_ns for path in folder_of(corpus, "b").rglob("*.tar")} == stamps
-
-
-def test_run_again_it_is_up_to_date_and_a_lost_shard_is_made_again(corpus, capsys):
-    assert run(corpus) == 0
-    before = hashes(folder_of(corpus))
-    stamps = {path: path.stat().st_mtime_ns for path in folder_of(corpus).rglob("*.tar")}
-    assert run(corpus) == 0
-    assert "up to date" in capsys.readouterr().out
-    lost, cut = folder_of(corpus) / "train/web-00002.tar", folder_of(corpus) / "heldout/books-00000.tar"
+    stamps = {path: path.stat().st_mtime_ns for path in folder_of(config).rglob("*.tar")}
+    lost, cut = folder_of(config) / "train/web-00002.tar", folder_of(config) / "heldout/books-00000.tar"
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:1000])
-    assert run(corpus) == 0
-    assert hashes(folder_of(corpus)) == before
-    again = {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp}
-    assert again == {lost, cut}
-
-
-def test_the_heldout_split_is_a_function_of_the_text(corpus):
-    assert run(corpus) == 0
-    for split in ("train", "heldout"):
-        for document in documents(corpus, split):
-            share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
-            assert (share < 0.1) == (split == "heldout")
-    heldout = len(documents(corpus, "heldout"))
-    assert abs(heldout - 0.1 * (heldout + len(documents(corpus, "train")))) < 50
-
-
-def test_the_first_of_equal_texts_stays_over_all_sources(tmp_path):
-    (tmp_path / "a.txt").write_text("same|a|only a|same")
-    (tmp_path / "b.txt").write_text("only b|same|a|b")
-    config = write_config(tmp_path, [files_source(name, tmp_path / f"{name}.txt", separator="|") for name in "ab"],
-                          heldout_share=0.4)
     assert run(config) == 0
-    kept = documents(config, "train") + documents(config, "heldout")
-    assert sorted((document.source, document.id) for document in kept) == [
-        ("a", "a.txt:1"), ("a", "a.txt:2"), ("a", "a.txt:3"), ("b", "b.txt:1"), ("b", "b.txt:4")]
-    sources = read_manifest(folder_of(config)).counts["sources"]
-    assert (sources["a"]["dropped"]["duplicate"], sources["b"]["dropped"]["duplicate"]) == (1, 2)
-
-    assert run(config, "name=all", "shard.drop_duplicates=false") == 0
-    kept = documents(config, "train", "all") + documents(config, "heldout", "all")
-    assert len(kept) == 8 and len({document.key for document in kept}) == 8
-    assert len({(document.key.partition("-")[0], document.text) for document in kept}) == 5
+    assert hashes(folder_of(config)) == before
+    assert {path for path, stamp in stamps.items() if path.stat().st_mtime_ns != stamp} == {lost, cut}
 
 
-def test_characters_that_tokenizers_stumble_over_are_counted(tmp_path):
-    (tmp_path / "f.txt").write_text("a\0b|plain|\u2581x|both \0\u2581|a\0b|other|more|words")
-    config = write_config(tmp_path, [files_source("s", tmp_path / "f.txt", separator="|")], heldout_share=0.5)
-    assert run(config) == 0
-    counts = read_manifest(folder_of(config)).counts
-    assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 2)
-
-
-def test_unreadable_documents_are_counted_and_named(tmp_path, capsys):
+def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     lines = [json.dumps({"text": f"text {number}"}).encode() for number in range(98)]
     lines[10:10] = [b'{"text": "br\xffoken"}']
     lines[50:50] = [b'{"text": "cut']
     (tmp_path / "f.jsonl").write_bytes(b"\n".join(lines))
-    config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl")], heldout_share=0.2)
+    packed = gzip.compress(random.Random(5).randbytes(50_000).hex().encode())
+    (tmp_path / "g.txt.gz").write_bytes(packed[:len(packed) // 2])
+    config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl"), files_source(
+        "t", tmp_path / "g.txt.gz", separator="a")], heldout_share=0.2)
     assert run(config) == 2
     error = capsys.readouterr().err
-    assert "2 of 100 documents cannot be read" in error and "max_rejected_share 0.001" in error
+    assert "documents cannot be read" in error and "max_rejected_share 0.001" in error
     assert "s/f.jsonl:11: broken UTF-8" in error and "Traceback" not in error
+    assert "1 of 2 files cannot be read to their end" in error and "g.txt.gz" in error
     assert read_manifest(folder_of(config)) is None
-    assert run(config, "shard.max_rejected_share=0.05") == 0
-    rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
-    assert [(entry["source"], entry["file"], entry["record"]) for entry in rejected] == [
-        ("s", "f.jsonl", 11), ("s", "f.jsonl", 51)]
-    counts = read_manifest(folder_of(config)).counts
-    assert (counts["documents_in"], counts["rejected"], counts["train"] + counts["heldout"]) == (100, 2, 98)
-
-
-def test_a_file_that_breaks_off_fails_the_stage_unless_allowed(tmp_path, capsys):
-    import gzip
-    rng = random.Random(5)
-    data = "".join(json.dumps({"text": f"text {rng.random()}"}) + "\n" for _ in range(5000)).encode()
-    packed = gzip.compress(data)
-    (tmp_path / "f.jsonl.gz").write_bytes(packed[:len(packed) // 2])
-    config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl.gz")])
-    assert run(config) == 2
-    error = capsys.readouterr().err
-    assert "1 of 1 files cannot be read to their end" in error and "f.jsonl.gz" in error
     assert run(config, "shard.max_rejected_share=1") == 0
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["rejected"] == 1 and 1000 < counts["train"] + counts["heldout"] < 5000
+    rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
+    assert [(entry["source"], entry["file"], entry["record"]) for entry in rejected[:2]] == [
+        ("s", "f.jsonl", 11), ("s", "f.jsonl", 51)]
+    counts = read_manifest(folder_of(config)).counts["sources"]
+    assert (counts["s"]["documents_in"], counts["s"]["rejected"], counts["s"]["train"] + counts["s"]["heldout"]) == (
+        100, 2, 98)
+    assert counts["t"]["rejected"] == len(rejected) - 2 == 1 and counts["t"]["train"] > 1000
 
 
 def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
@@ -279,54 +203,18 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "source empty yields no documents: 1 read, of which 1 empty" in error
     assert "source same yields no documents: 1 read, of which 0 empty, 1 duplicates" in error
     assert "the corpus is a single document" in error and "separator" in error
-
-
-@pytest.mark.parametrize("share, expected", [("1e-9", "none of the 2 documents fell into the held-out split"),
-                                             ("0.999999999", "all of the 2 documents fell into the held-out split")])
-def test_a_split_without_documents_is_refused(tmp_path, capsys, share, expected):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.txt").write_text(f"document {name}")
-    config = write_config(tmp_path, [files_source("a", tmp_path / "*.txt")], drop_duplicates=False)
-    assert run(config, f"shard.heldout_share={share}") == 2
-    assert expected in capsys.readouterr().err
+    for name in ("empty", "same"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} no more")
+    for heldout, told in (("1e-9", "none of the 3 documents fell into the held-out split"),
+                          ("0.999999999", "all of the 3 documents fell into the held-out split")):
+        assert run(config, f"shard.heldout_share={heldout}") == 2
+        assert told in capsys.readouterr().err
     assert run(config, "shard.heldout_share=0.5", "shard.heldout_rule=tail") == 0, "other settings need no --force"
     assert "finished units that are removed" in capsys.readouterr().out
 
 
-def test_missing_files_are_refused_before_anything_is_made(tmp_path, capsys):
-    config = write_config(tmp_path, [files_source("a", tmp_path / "*.txt"), files_source("b", tmp_path / "gone.csv")])
-    assert run(config) == 2
-    error = capsys.readouterr().err
-    assert "no file matches" in error and "gone.csv does not exist" in error
-    assert not folder_of(config).exists()
-
-
-def test_changed_input_is_refused_and_named(corpus, tmp_path, capsys):
-    assert run(corpus) == 0
-    changed = tmp_path / "in" / "web" / "3.jsonl"
-    changed.write_text(changed.read_text() + '{"text": "one more"}\n')
-    assert run(corpus) == 2
-    assert "web/3.jsonl has other content" in capsys.readouterr().err
-    assert run(corpus, "--force") == 0
-    assert "one more" in {document.text for document in documents(corpus, "train") + documents(corpus, "heldout")}
-
-
-def test_the_shards_of_this_pythons_library(tmp_path):
-    """The demo's own corpus, as the demo runs it: as a script, with workers."""
-    config = write_config(tmp_path, [{"kind": "stdlib"}], shard_mb=4)
-    process = start(config, "launch.processes=2")
-    output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["train"] > 400 and counts["heldout"] >= 1 and counts["rejected"] == 0
-    assert counts["text_bytes"]["train"] > 8e6
-    import webdataset
-    tars = [str(path) for path in sorted(folder_of(config).glob("train/*.tar"))]
-    assert sum(1 for _ in webdataset.WebDataset(tars, shardshuffle=False, empty_check=False)) == counts["train"]
-
-
-LINES = st.lists(st.one_of(st.sampled_from(["", "  ", "same", "other"]).map(lambda text: {"text": text}),
-                           st.text(max_size=5).map(lambda text: {"text": text}),
+TEXTS = st.one_of(st.sampled_from(["", "  ", "same", "other", "a\0", "\u2581 b"]), st.text(max_size=5))
+LINES = st.lists(st.one_of(TEXTS.map(lambda text: {"text": text}),
                            st.sampled_from([{"text": None}, {"text": "\udc80"}, {"body": "x"}, [], "x"])), max_size=12)
 
 
@@ -344,8 +232,8 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
                           shard_mb=1e-5, max_rejected_share=1.0, drop_duplicates=drop)
     expected = {"train": [], "heldout": [], "empty": 0, "duplicate": 0, "rejected": 0}
     seen = set()
-    for _, lines in sorted(files, key=lambda entry: entry[0]):
-        for line in lines:
+    for number, (_, lines) in sorted(enumerate(files), key=lambda entry: entry[1][0]):
+        for at, line in enumerate(lines, 1):
             text = line.get("text") if isinstance(line, dict) else None
             if not isinstance(text, str) or "\udc80" in text:
                 expected["rejected"] += 1
@@ -355,16 +243,19 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
                 expected["duplicate"] += 1
             else:
                 seen.add(text)
-                share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-                expected["heldout" if share < 0.5 else "train"].append(text)
+                expected["heldout" if share(text) < 0.5 else "train"].append((f"{number}.jsonl:{at}", text))
     status = run(config)
     if not expected["train"] or not expected["heldout"]:
         assert status == 2
         return
     assert status == 0
     for split in ("train", "heldout"):
-        assert [document.text for document in documents(config, split)] == expected[split]
+        assert [(document.id, document.text) for document in documents(config, split)] == expected[split]
+    kept = expected["train"] + expected["heldout"]
+    assert len({document.key for split in ("train", "heldout") for document in documents(config, split)}) == len(kept)
     counts = read_manifest(folder_of(config)).counts
+    assert counts["documents_with_nul"] == sum("\0" in text for _, text in kept)
+    assert counts["documents_with_u2581"] == sum("\u2581" in text for _, text in kept)
     assert counts["documents_in"] == sum(len(lines) for _, lines in files)
     assert (counts["dropped"], counts["rejected"]) == (
         {"duplicate": expected["duplicate"], "empty": expected["empty"]}, expected["rejected"])

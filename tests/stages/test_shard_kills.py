@@ -33,7 +33,8 @@ def config(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("seed, kills", [(0, 8), pytest.param(1, 100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seed, kills", [pytest.param(0, 8, marks=pytest.mark.slow),
+                                         pytest.param(1, 100, marks=pytest.mark.soak)])
 def test_killed_at_random_points_it_ends_with_the_same_bytes(config, seed, kills):
     run_stage("shard", config)
     undisturbed, run = config.parent / "runs/undisturbed/shard", config.parent / "runs/killed"

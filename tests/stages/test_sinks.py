@@ -1,7 +1,5 @@
 """Log sinks in the train stage: absent packages, sinks of one's own, failures, and runs that go on after a kill."""
 
-import subprocess
-from contextlib import suppress
 
 import pytest
 
@@ -9,17 +7,12 @@ from pipeline.config.loading import load_config
 from pipeline.config.section import identity
 from pipeline.errors import UserError
 from pipeline.files import sha256_json
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, events, kill, lines, proven, train_folder
+from tests.conftest import run_stage
+from tests.stages.training import curve, events, proven, train_folder
 from tests.training.sinks.reading import (
     board_points,
-    mlflow_run,
-    needs_mlflow,
-    needs_wandb,
     python_path,
-    wandb_rows,
 )
-from tests.waiting import wait_for
 
 OWN = '''
 from pathlib import Path
@@ -65,6 +58,9 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     assert curve(fresh) == curve(fresh, "whole") and len(curve(fresh)) == 12 and "switched off" not in whole.stdout
     assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
+    refused = run_stage("train", fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
+    assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr
+    assert not train_folder(fresh, "none").exists() or not list(train_folder(fresh, "none").glob("*.jsonl"))
     assert (event["sink"], event["error"]) == ("my_sinks:Broken", "ConnectionError: nobody answers")
     told = (tmp_path / "runs/mini/told.txt").read_text().split("\n")
     assert told[:3] == ["start", "step 1", "step 2"] and told[3:] == ["close", ""]
@@ -72,39 +68,6 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     assert [step for step, _ in board_points(board, "train/loss")] == list(range(1, 13))
     assert not (fresh.parent / "runs/whole/tensorboard").exists() and events(fresh, "sink_failed", "whole") == []
     assert proven(fresh)
-
-
-def mlflow_points(folder):
-    """The loss by step in the file store of a run folder, as far as there is one."""
-    with suppress(ValueError, OSError):  # no run yet
-        client, found = mlflow_run(folder)
-        return {point.step: point.value for point in client.get_metric_history(found.info.run_id, "train/loss")}
-    return {}
-
-
-@needs_wandb
-@needs_mlflow
-def test_a_killed_run_goes_on_in_the_same_runs_of_all_sinks(fresh):
-    sinks = "train.log_to=[tensorboard, wandb, {kind: mlflow, experiment: ours}]"
-    run_stage("train", fresh, "name=plain", "train.log_to=[]")
-    path, folder = python_path(), train_folder(fresh).parent
-    process = subprocess.Popen(stage_command("train", fresh, sinks), cwd=REPOSITORY, env={
-        **environment(), "PYTHONPATH": path, "DROVER_FAULTS": "wait:rank=0,step=7"})
-    try:  # until all sinks have step 6: what one was not given yet when the process is killed, it never is
-        wait_for(lambda: 6 in [row["step"] for row in wandb_rows(folder)] and 6 in mlflow_points(folder), of=process)
-    finally:
-        kill(process)
-    run = run_stage("train", fresh, sinks, cold=True, PYTHONPATH=path, DROVER_FAULTS="")
-    assert "switched off" not in run.stdout + run.stderr and curve(fresh) == curve(fresh, "plain")
-    last = {line["step"]: line["loss"] for line in lines(fresh)}
-    board = dict(board_points(folder / "tensorboard", "train/loss"))
-    # What it had not flushed is lost with the kill; the steps that are done again are there.
-    assert {step: board[step] for step in range(5, 13)} == pytest.approx({step: last[step] for step in range(5, 13)})
-    rows = [(row["step"], row["train/loss"]) for row in wandb_rows(folder) if "train/loss" in row]
-    assert dict(rows) == last and rows[-8:] == [(step, last[step]) for step in range(5, 13)]
-    _, found = mlflow_run(folder)
-    assert mlflow_points(folder) == last and found.info.status == "FINISHED"
-    assert found.data.tags["sample 1"].startswith("after step 12: def ")
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
@@ -117,26 +80,19 @@ def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh,
     assert f"pip install --editable '.[{extra}]'" in error and not train_folder(fresh).exists()
 
 
-def test_the_stage_itself_refuses_it_too(fresh):
-    run = run_stage("train", fresh, "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
-    assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in run.stderr
-    assert not list(train_folder(fresh).glob("*.jsonl"))
-
-
-@pytest.mark.parametrize(("override", "said"), [
-    ("train.log_to=[wandbb]", "'train.log_to.0' is 'wandbb' (str): there is no log sink of this kind, did you mean "
-                              "'wandb'?"),
-    ("train.log_to=[tensorboard, {kind: wandb, projekt: x}]", "unknown key 'train.log_to.1.projekt'; did you mean "
-                                                              "'project'?"),
-    ("train.log_to=[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
-    ("train.log_to=[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
-    ("train.log_to=tensorboard", "'train.log_to' is 'tensorboard' (str)")])
-def test_wrong_settings_are_named(tmp_path, override, said):
+def test_wrong_settings_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("name: a\n")
-    with pytest.raises(UserError) as caught:
-        load_config(path, [override])
-    assert said in str(caught.value)
+    for value, said in (
+            ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind, did you mean 'wandb'?"),
+            ("[tensorboard, {kind: wandb, projekt: x}]",
+             "unknown key 'train.log_to.1.projekt'; did you mean 'project'?"),
+            ("[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
+            ("[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
+            ("tensorboard", "'train.log_to' is 'tensorboard' (str)")):
+        with pytest.raises(UserError) as caught:
+            load_config(path, [f"train.log_to={value}"])
+        assert said in str(caught.value)
 
 
 def test_where_it_is_logged_makes_nothing_stale(tmp_path):

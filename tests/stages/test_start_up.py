@@ -69,16 +69,6 @@ def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encod
     assert manifests, "rank 0 is watched as well"
 
 
-def test_a_finished_stage_is_left_alone_by_every_rank(tmp_path, fresh):
-    run_stage("train", fresh, "train.steps=4", ranks=2)
-    before = (fresh.parent / "runs/mini/train/manifest.json").read_bytes()
-    said = run_stage("train", fresh, "train.steps=4", ranks=2)
-    assert said.stdout.count("up to date") == 1
-    refused = run_stage("train", fresh, "train.steps=4", "train.lr=0.5", ranks=2, expect=2)
-    assert refused.stderr.count("neither served nor overwritten") == 1
-    assert (fresh.parent / "runs/mini/train/manifest.json").read_bytes() == before
-
-
 def channels(monkeypatch, world=3):
     """A channel of each rank, in one process; rank 0's has the store."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -7,13 +7,12 @@ import pytest
 import yaml
 
 import pipeline.tokenizer as stage
-from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import shard_records
 from pipeline.tokenization import fast
 from pipeline.tokenization.kinds import load_tokenizer
-from pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
+from tests.stages.training import copy_run
 from tests.tokenization.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
 
 
@@ -35,22 +34,7 @@ def sharded(tmp_path_factory, corpus):
 @pytest.fixture
 def copy(sharded, tmp_path):
     """The same run in a folder of its own."""
-    shutil.copytree(sharded.parent / "runs", tmp_path / "runs")
-    settings = {**yaml.safe_load(sharded.read_text()), "runs_dir": str(tmp_path / "runs")}
-    path = tmp_path / "mini.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the stage in this process, with one worker; its standard output and error."""
-    def run_stage_here(config, *overrides, expect=0):
-        status = stage_main("tokenizer", make_tokenizer, ["--config", str(config), *overrides, "launch.processes=1"])
-        told = capsys.readouterr()
-        assert status == expect, told.err
-        return told
-    return run_stage_here
+    return copy_run(sharded, tmp_path)
 
 
 def stage_folder(config):
@@ -58,7 +42,7 @@ def stage_folder(config):
 
 
 def test_sentencepiece_is_trained_proved_and_reported(run, copy):
-    told = run(copy).out
+    told = run("tokenizer", copy).out
     folder = stage_folder(copy)
     manifest = read_manifest(folder)
     assert sorted(record["path"] for record in manifest.outputs) == [
@@ -83,63 +67,54 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert f"comes back as a space: {marks} of all" in (folder / "report.md").read_text()
 
 
-def test_a_vocabulary_that_keeps_u2581_has_nothing_to_tell(run, copy):
-    assert "U+2581" not in run(copy, "tokenizer.kind=byte").out
-    assert read_manifest(stage_folder(copy)).counts["documents_with_u2581_as_space"] == 0
-
-
 def test_the_outputs_do_not_depend_on_processes_or_on_which_run_it_was(run, copy):
     whole = read_manifest(copy.parent / "runs/mini/shard").counts["text_bytes"]["train"]
     half = ("--force", f"tokenizer.train_mb={whole / 2e6}")
-    run(copy, *half)
+    run("tokenizer", copy, *half)
     first = read_manifest(stage_folder(copy))
     assert 0.3 < first.counts["trained_on"]["text_bytes"] / whole < 0.7
     run_stage("tokenizer", copy, *half, "launch.processes=2")
     assert read_manifest(stage_folder(copy)).digest == first.digest
-    run(copy, *half, "tokenizer.seed=1")
+    run("tokenizer", copy, *half, "tokenizer.seed=1")
     assert read_manifest(stage_folder(copy)).digest != first.digest
-
-
-def test_a_lost_output_alone_is_made_again(run, copy):
-    run(copy, "tokenizer.kind=byte")
-    before = read_manifest(stage_folder(copy)).digest
-    (stage_folder(copy) / "hf/tokenizer.json").unlink()
-    assert "making it again" in run(copy, "tokenizer.kind=byte").out
-    assert read_manifest(stage_folder(copy)).digest == before
 
 
 @pytest.mark.parametrize("kind", ["byte", "char"])
 def test_small_vocabularies(run, copy, kind):
-    run(copy, f"tokenizer.kind={kind}")
-    vocabulary = load_tokenizer(stage_folder(copy))
+    """They have nothing to tell of U+2581. A lost output is made again."""
+    assert "U+2581" not in run("tokenizer", copy, f"tokenizer.kind={kind}").out
+    vocabulary, before = load_tokenizer(stage_folder(copy)), read_manifest(stage_folder(copy))
+    assert before.counts["documents_with_u2581_as_space"] == 0
     assert vocabulary.kind == kind and vocabulary.size % 128 == 0
     report = json.loads((stage_folder(copy) / "report.json").read_text())
     assert report["total"]["round_trip_failures"] == 0
-    if kind == "byte":
-        assert report["total"]["bytes_per_token"] == 1
+    assert (report["total"]["bytes_per_token"] == 1) == (kind == "byte")
+    (stage_folder(copy) / "hf/tokenizer.json").unlink()
+    assert "making it again" in run("tokenizer", copy, f"tokenizer.kind={kind}").out
+    assert read_manifest(stage_folder(copy)).digest == before.digest
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiktoken", "tiktoken"), ("huggingface", "huggingface"),
                                             ("bpe", "sentencepiece")])
 def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):  # noqa: F811
-    run(copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
+    run("tokenizer", copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
     assert load_tokenizer(stage_folder(copy)).sha256 == vocabularies[name].sha256
     assert read_manifest(stage_folder(copy)).fingerprint["files"]["tokenizer"] == vocabularies[name].sha256
     elsewhere = copy.parent / "moved"
     shutil.copyfile(files[name], elsewhere)
-    again = run(copy, f"tokenizer.kind={kind}", f"tokenizer.path={elsewhere}").out
+    again = run("tokenizer", copy, f"tokenizer.kind={kind}", f"tokenizer.path={elsewhere}").out
     assert "up to date" in again  # its content counts, not its place
 
 
-def test_a_ready_tokenizer_that_is_missing_is_named(run, copy, tmp_path):
-    told = run(copy, "tokenizer.kind=tiktoken", f"tokenizer.path={tmp_path}/none.model", expect=2)
-    assert f"{tmp_path}/none.model cannot be read" in told.err and "Traceback" not in told.err
-
-
-def test_a_vocabulary_too_large_for_the_text_says_how_large_it_may_be(run, copy):
-    told = run(copy, "tokenizer.vocab_size=65536", expect=2)
-    assert "tokenizer.vocab_size 65536 is too large for the training text" in told.err
-    assert "Traceback" not in told.err and read_manifest(stage_folder(copy)) is None
+def test_what_cannot_be_made_is_named(run, copy, tmp_path):
+    for settings, told in (
+            (["tokenizer.kind=tiktoken", f"tokenizer.path={tmp_path}/none.model"],
+             f"{tmp_path}/none.model cannot be read"),
+            (["tokenizer.vocab_size=65536"], "tokenizer.vocab_size 65536 is too large for the training text"),
+            (["tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model"],
+             "for a ready file of such ranks take tokenizer.kind=tiktoken")):
+        assert told in run("tokenizer", copy, "--force", *settings, expect=2).err
+        assert read_manifest(stage_folder(copy)) is None
 
 
 def test_a_tokenizer_that_loses_text_is_not_committed(run, copy, tmp_path, byte_level):  # noqa: F811
@@ -148,7 +123,7 @@ def test_a_tokenizer_that_loses_text_is_not_committed(run, copy, tmp_path, byte_
     lossy.normalizer = normalizers.NFKC()
     lossy.add_special_tokens(["<s>", "</s>"])
     lossy.save(str(tmp_path / "tokenizer.json"))
-    told = run(copy, "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json",
+    told = run("tokenizer", copy, "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json",
                      expect=2)
     assert "The tokenizer loses text" in told.err and read_manifest(stage_folder(copy)) is None
 
@@ -174,7 +149,7 @@ def test_of_a_large_corpus_only_some_shards_are_read(run, many, monkeypatch):
                         lambda folder, record, size: read.append(record) or honest(folder, record, size))
     shard = read_manifest(many.parent / "runs/mini/shard")
     whole = shard.counts["text_bytes"]["train"]
-    told = run(many, f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640").out
+    told = run("tokenizer", many, f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640").out
     sample, records = read_manifest(stage_folder(many)).counts["trained_on"], shard_records(shard, "train")
     assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
     assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * whole
@@ -186,21 +161,16 @@ def test_of_a_large_corpus_only_some_shards_are_read(run, many, monkeypatch):
     assert read_manifest(stage_folder(many)).digest == digest
 
 
-def test_held_out_text_is_checked_up_to_a_bound(run, many):
-    told = run(many, "tokenizer.kind=byte", "tokenizer.check_mb=0.02").out
-    folder = stage_folder(many)
-    report, count = json.loads((folder / "report.json").read_text()), read_manifest(
-        many.parent / "runs/mini/shard").counts["heldout"]
+def test_held_out_text_is_checked_and_documents_are_sampled_up_to_a_bound(run, many):
+    told = run("tokenizer", many, "tokenizer.check_mb=0.02", "tokenizer.document_characters=500",
+               "tokenizer.vocab_size=640").out
+    folder, shard = stage_folder(many), read_manifest(many.parent / "runs/mini/shard").counts
+    report, count = json.loads((folder / "report.json").read_text()), shard["heldout"]
     assert report["heldout_documents"] == count > report["total"]["documents"] > 0
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     assert f"{report['total']['documents']} of {count} held-out" in told
     assert f"{report['total']['documents']} of {count} documents" in (folder / "report.md").read_text()
-
-
-def test_of_each_document_only_a_beginning_may_be_in_the_sample(run, many):
-    run(many, "tokenizer.kind=sentencepiece", "tokenizer.document_characters=500", "tokenizer.vocab_size=640")
-    shard = read_manifest(many.parent / "runs/mini/shard").counts
-    assert read_manifest(stage_folder(many)).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
+    assert read_manifest(folder).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
 
 
 def test_a_shard_that_changed_stops_the_training(run, copy):
@@ -208,31 +178,30 @@ def test_a_shard_that_changed_stops_the_training(run, copy):
     data = bytearray(path.read_bytes())
     data[700] ^= 1
     path.write_bytes(data)
-    for kind in ("sentencepiece", "char"):
-        told = run(copy, f"tokenizer.kind={kind}", expect=2)
-        assert f"{path} is not what the stage shard committed" in told.err and "Traceback" not in told.err
+    told = run("tokenizer", copy, "tokenizer.kind=char", expect=2)
+    assert f"{path} is not what the stage shard committed" in told.err
 
 
 def test_the_fast_encoder_is_tried(run, copy, monkeypatch):
     pytest.importorskip("fastokens")
-    told = run(copy).out
+    told = run("tokenizer", copy).out
     found = read_manifest(stage_folder(copy)).counts["fast_encoder"]
     assert found["equal"] and found["strings"] > 6000
     assert found["documents"] == read_manifest(copy.parent / "runs/mini/shard").counts["heldout"]
     assert "equal ids to sentencepiece on" in told
     digest = read_manifest(stage_folder(copy)).digest
     monkeypatch.setattr(fast, "_opened", lambda path, kind: None)
-    told = run(copy, "--force").out
+    told = run("tokenizer", copy, "--force").out
     assert "not for this vocabulary" in told and "; sentencepiece encodes" in told
     assert not read_manifest(stage_folder(copy)).counts["fast_encoder"]["equal"]
     assert read_manifest(stage_folder(copy)).digest == digest  # what is installed decides no output
-    run(copy, "--force", "encode.encoder=reference")
+    run("tokenizer", copy, "--force", "encode.encoder=reference")
     assert "fast_encoder" not in read_manifest(stage_folder(copy)).counts
     assert read_manifest(stage_folder(copy)).digest == digest
 
 
 def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
-    run(copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
+    run("tokenizer", copy, "tokenizer.kind=bpe", "tokenizer.vocab_size=1024")
     first, folder = read_manifest(stage_folder(copy)), stage_folder(copy)
     vocabulary = load_tokenizer(folder)
     assert (vocabulary.kind, vocabulary.size, first.counts["kind"]) == ("tiktoken", 1024, "tiktoken")
@@ -243,5 +212,3 @@ def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy)
     assert encoded["vocab_size"] == 1024 and encoded["total"]["text_bytes"] > 2 * encoded["total"]["tokens"]
     run_stage("tokenizer", copy, "--force", "tokenizer.kind=bpe", "tokenizer.vocab_size=1024", "launch.processes=2")
     assert read_manifest(folder).digest == first.digest
-    told = run(copy, "--force", "tokenizer.kind=bpe", "tokenizer.path=/nowhere/tokenizer.model", expect=2).err
-    assert "for a ready file of such ranks take tokenizer.kind=tiktoken" in told

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -18,26 +17,11 @@ from pipeline.files import read_lines
 from pipeline.records.checkpoints import complete_checkpoints
 from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, descendants, run_with_faults, train_and_kill, train_folder
-from tests.waiting import wait_for
+from tests.stages.training import curve, run_with_faults, train_and_kill, train_folder
 
 
 def checkpoints(config, name="mini"):
     return train_folder(config, name) / "checkpoints"
-
-
-@pytest.mark.slow
-def test_workers_end_when_their_agent_is_killed(fresh):
-    """Otherwise they would go on writing into the run that the user starts next."""
-    command = stage_command("train", fresh, "train.steps=100000", ranks=2)
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    wait_for(lambda: list(read_lines(train_folder(fresh) / "metrics.jsonl")))
-    workers = descendants(process.pid)
-    assert len(workers) >= 2
-    process.kill()
-    process.wait()
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
 def test_a_run_trains_and_says_so(fresh):
@@ -58,7 +42,7 @@ def test_a_run_trains_and_says_so(fresh):
     assert list((folder.parent / "tensorboard").glob("events.out.tfevents.*"))
     manifest = read_manifest(folder)
     assert manifest.counts["tokens"] == 12 * 1024 and manifest.counts["restarts"] == 0
-    assert "up to date" in run_stage("train", fresh).stdout
+    assert run_stage("train", fresh, ranks=2).stdout.count("up to date") == 1
     run_stage("train", fresh, "name=quiet", "train.heldout_every=1000", "train.sample_every=1000",
               "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
     assert [record["loss"] for record in curve(fresh)] == [record["loss"] for record in curve(fresh, "quiet")]
@@ -150,7 +134,11 @@ def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
     assert marker["config"]["model"]["context_length"] == 256 and marker["progress"]["precision"] == "fp64"
 
 
-def test_a_finished_run_can_be_prolonged_and_forced(begun):
+def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
+    victim, loss = checkpoints(begun, "whole") / "step-00000016/rank-00000.safetensors", curve(begun, "whole")
+    victim.unlink()
+    said = run_stage("train", begun, "name=whole").stdout
+    assert "making it again" in said and "is damaged" in said and victim.is_file() and curve(begun, "whole") == loss
     longer = ["name=whole", "train.steps=20"]
     assert "continuing after step 16" in run_stage("train", begun, *longer, "--accept-drift").stdout
     assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
