@@ -15,7 +15,7 @@ from launch.submit import parser
 from pipeline.contract.stages import REPOSITORY, STAGES
 
 
-def rows(text: str) -> dict[str, str]:
+def rows(text):
     """State and resources by stage, from a printed plan."""
     parts = [line.partition(" ") for line in text.splitlines()]
     return {name: " ".join(rest.split()) for name, _, rest in reversed(parts) if name in STAGES}
@@ -75,7 +75,7 @@ def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(la
         "           with no rotary embedding in one layer of 2"]
 
 
-def threads() -> str:
+def threads():
     """Threads of each of two ranks here."""
     count = max(1, len(os.sched_getaffinity(0)) // 2)
     return "1 thread" if count == 1 else f"{count} threads"

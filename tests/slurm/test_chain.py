@@ -113,7 +113,7 @@ def done(cluster, tmp_path_factory, corpus):
     cluster.cancel_all()
 
 
-def copy_of_the_repository(folder: Path) -> Path:
+def copy_of_the_repository(folder):
     """A copy without git, different from the original in a line."""
     for part in PARTS:
         if (REPOSITORY / part).is_dir():

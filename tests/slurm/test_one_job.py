@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -103,7 +102,7 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     run.go_on()
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     """Of the byte in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4

@@ -9,7 +9,6 @@ import pytest
 
 from launch.slurm.job.decisions import (
     MOST_OUTSIDE,
-    Decision,
     Outcome,
     Terms,
     after_unseen,
@@ -27,7 +26,7 @@ TERMINATED = StageState("preempted", step=40, reason="SIGTERM", again=False)
 STATES = (None, RUNNING, DONE, FAILED, ASKED, CANCELLED, TERMINATED)
 
 
-def kind(decision: Decision) -> tuple[str, str, int]:
+def kind(decision):
     return decision.action, decision.status, decision.exit_status
 
 
@@ -78,7 +77,7 @@ def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
 
 
-def every() -> list[tuple[Outcome, Terms]]:
+def every():
     """Every combination of what can be known."""
     flags: tuple[Any, ...] = (False, True)
     states: tuple[Any, ...] = STATES
@@ -117,7 +116,7 @@ def test_a_restart_that_the_time_limit_would_cut_off():
     assert kind(too_late(crash, Terms(requeue=False))) == ("stop", "crashed", 1)
 
 
-def attempts(*ends: tuple[str, int | None], begin: int | None = None, chain: str = "c") -> list[dict[str, Any]]:
+def attempts(*ends, begin=None, chain="c"):
     """The log of starts that ended with (status, newest checkpoint)."""
     found: list[dict[str, Any]] = [{"event": "job", "stage": "train", "chain": chain}]
     for status, step in ends:
