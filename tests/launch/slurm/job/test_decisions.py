@@ -63,12 +63,10 @@ def kind(decision):
     (Outcome(RUNNING, status=143, fruitless=0), Terms(), ("restart", "crashed", 0)),
     (Outcome(RUNNING, status=143, fruitless=3), Terms(max_restarts=3), ("restart", "crashed", 0)),
     (Outcome(RUNNING, status=143, fruitless=4), Terms(max_restarts=3), ("stop", "crashed", 1)),
-    (Outcome(RUNNING, status=143, fruitless=1), Terms(max_restarts=0), ("stop", "crashed", 1)),
     (Outcome(RUNNING, hang="rank 2 is late"), Terms(), ("restart", "hung", 0)),
     (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), Terms(later_links=True), ("stop", "hung", 1)),
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, status=137, abandoned=True, fruitless=1), Terms(), ("requeue", "crashed", 0)),
-    (Outcome(RUNNING, status=137, abandoned=True, hang="rank 2 is late"), Terms(), ("requeue", "hung", 0)),
     # no step at all: the allocation is of no use
     (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
     (Outcome(None, status=1, started=False), Terms(requeue=False), ("stop", "crashed", 1)),

@@ -120,6 +120,12 @@ def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywher
     assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
 
 
+def test_sound_nodes_are_counted_with_their_times():
+    times = "a matrix product 10.0 ms, an exchange with another node 20.0 ms, an all-reduce 50.0 ms"
+    assert told(SOUND, NODES).told == [f"4 nodes sound in 8 s ({times})"]
+    assert told(SOUND[:1], NODES[:1]).told == [f"1 node sound in 8 s ({times})"]
+
+
 @pytest.mark.parametrize("count", range(1, 12))
 def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
