@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import random
 import string
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.launch.launcher import git
 DRAW = random.Random(0)
 
 
-def drawn(count: int, characters: str = string.ascii_letters + string.digits) -> str:
+def drawn(count, characters=string.ascii_letters + string.digits):
     """A secret; made here, so that no file of the repository holds one."""
     return "7x" + "".join(DRAW.choices(characters, k=count - 2))
 
@@ -37,8 +35,7 @@ TOKENS = {
 WANDB = drawn(40, "0123456789abcdef")
 
 
-def found(environment: dict[str, str] | None = None, config: dict[str, Any] | None = None,
-          environment_of_jobs: dict[str, str] | None = None, **launch: Any) -> list[str]:
+def found(environment=None, config=None, environment_of_jobs=None, **launch):
     """What is refused of a configuration that is submitted from a shell with `environment`."""
     section = LaunchConfig(environment=environment_of_jobs or {}, **launch)
     return credential_problems(Config(launch=section, **(config or {})), environment or {})
@@ -109,7 +106,7 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
     assert not found({"HOME": "/home/me", "GPG_KEY": "short", "VAULT": word}, {"name": word})
 
 
-def holding(folder: Path, *secrets: str) -> list[Path]:
+def holding(folder, *secrets):
     return [path for path in folder.rglob("*") if path.is_file()
             and any(secret.encode() in path.read_bytes() for secret in secrets)]
 

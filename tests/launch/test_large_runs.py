@@ -3,7 +3,7 @@
 import pytest
 
 from launch.describe import stages_text
-from launch.forecast import state_bytes_per_rank
+from launch.forecast import kept_checkpoints, state_bytes_per_rank
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
 from pipeline.config.loading import load_config
@@ -25,6 +25,14 @@ def test_each_layout_of_the_paper_comes_out_even(name, ranks, overrides, groups,
     assert (batch.data_ranks, batch.accumulation) == (groups, accumulation)
     held = state_bytes_per_rank(config, ranks)
     assert 5e9 < held < 40e9  # of 80 GB, before activations
+
+
+@pytest.mark.parametrize("overrides, most", [
+    ([], 3), (["train.checkpoint.permanent_every=25"], 7), (["train.checkpoint.copy_to=s3://b/p"], 5),
+    (["launch.evaluate.every_checkpoints=2"], 8)])
+def test_the_most_checkpoints_that_there_are_at_one_time(overrides, most):
+    given = ["train.steps=100", "train.warmup_steps=1", "train.checkpoint={keep: 2, every_steps: 10}", *overrides]
+    assert kept_checkpoints(load_config(REPOSITORY / "configs/demo.yaml", given, check=False)) == most
 
 
 def test_the_plan_shows_how_layers_are_cut():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -24,7 +23,7 @@ PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_to
 COUNTS = {"splits": {"train": {"web": {"tokens": 100_001}, "code": {"tokens": 5001}}, "heldout": {}}}
 
 
-def run_of(folder: Path, counts=COUNTS, **train) -> Run:
+def run_of(folder, counts=COUNTS, **train):
     """A run whose encode stage has counted so many tokens."""
     sources = [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]
     path = folder / "c.yaml"

@@ -47,7 +47,7 @@ def rehearsal(tmp_path, monkeypatch):
     """Stands in for the process of a rehearsal: what it answers, and what it was asked."""
     python, answer = tmp_path / "python", tmp_path / "answer"
 
-    def answers(text, script=''):
+    def answers(text, script=""):
         answer.write_text(text)
         python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\nenv > {tmp_path}/env\n{script}\ncat {answer}\n")
         python.chmod(0o755)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit
+from launch import checks, submit
 from launch.submit import parser
 from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.errors import UserError
 
 
-def rows(text: str) -> dict[str, str]:
+def rows(text):
     """State and resources by stage, from a printed plan."""
     parts = [line.partition(" ") for line in text.splitlines()]
     return {name: " ".join(rest.split()) for name, _, rest in reversed(parts) if name in STAGES}
@@ -75,7 +76,7 @@ def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(la
         "           with no rotary embedding in one layer of 2"]
 
 
-def threads() -> str:
+def threads():
     """Threads of each of two ranks here."""
     count = max(1, len(os.sched_getaffinity(0)) // 2)
     return "1 thread" if count == 1 else f"{count} threads"
@@ -117,7 +118,6 @@ def test_finished_partial_and_stale_stages(launcher):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--stage", "tran"], ["does not know tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
-    (["--stage", "encode,train", "--cluster", "local"], ["shard, tokenizer of runs/trial are not done"]),
     (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
     (["--stage", "all", "train.steps=many"], ["'train.steps' is 'many'"]),
     (["--stage", "all", "train.micro_batch=5", "train.warmup_steps=99", "model.heads=7"],
@@ -173,6 +173,13 @@ def test_why(launcher, monkeypatch):
     warned = launcher.submit("--stage", "shard", "--cluster", "local")
     assert warned.returncode == 0 and "warning: made by other code than is here now (pipeline/" in warned.stdout
     assert "shard     up to date" in warned.stdout and "all done in" in warned.stdout
+
+
+def test_packages_of_other_versions_are_refused(monkeypatch):
+    wanted = ["pytest>=1", "pytest>=999", "no-such-package", "another; extra == 'x'"]
+    monkeypatch.setattr(checks.metadata, "requires", lambda name: wanted)
+    with pytest.raises(UserError, match=r"pytest is \S+, but >=999 is needed\n.*no-such-package is not installed\n"):
+        checks.refuse_wrong_packages()
 
 
 def test_where_it_runs(launcher, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -77,7 +76,7 @@ def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(c
     assert all(counts["dropped"].values()) and counts["heldout"] and counts["rejected"], "every pass had work"
 
 
-def token_shards(run: Path) -> dict[str, tuple[int, str]]:
+def token_shards(run):
     """When encode's token shards were written, and their hashes, by path."""
     return {str(path.relative_to(run)): (path.stat().st_mtime_ns, sha256_file(path))
             for path in sorted((run / "encode").rglob("*")) if path.suffix == ".arrow"}

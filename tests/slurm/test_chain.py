@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from launch.slurm.chain import Chain, read_chains
+from launch.slurm.chain import read_chains
 from launch.slurm.submit.snapshot import PARTS
-from pipeline.contract.manifest import Manifest, read_manifest
+from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stages import STAGES
 from pipeline.contract.state import read_attempts, read_state
 from pipeline.files import read_json, read_lines, sha256_file
@@ -50,16 +50,16 @@ class Submitted:
     lost: str = ""
 
     @property
-    def chain(self) -> Chain:
+    def chain(self):
         """The first submission."""
         return read_chains(self.run)[0]
 
-    def manifest(self, stage: str) -> Manifest:
+    def manifest(self, stage):
         manifest = read_manifest(self.run / stage)
         assert manifest is not None, self.story()
         return manifest
 
-    def type(self, command: str, **variables: str) -> str:
+    def type(self, command, **variables):
         """What a user types, in the home; what was printed."""
         answer = self.cluster.run("bash", "-c", command, check=False, cwd=self.home, variables={
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -68,7 +68,7 @@ class Submitted:
         assert "Traceback" not in answer.stderr
         return answer.stdout + answer.stderr
 
-    def lose_a_node(self) -> None:
+    def lose_a_node(self):
         """Once training waits, kill the last of its nodes; then let it go on elsewhere."""
         note = self.run / f"train/faults/wait-rank0-step{WAIT}"
         wait_for(lambda: note.exists() or self.cluster.is_idle(), self.story)
@@ -77,11 +77,11 @@ class Submitted:
         self.cluster.kill_node(self.lost)
         note.with_name(note.name + GO).touch()
 
-    def events(self, kind: str, stage: str = "train") -> list[dict[str, Any]]:
+    def events(self, kind, stage="train"):
         """What the stage's jobs recorded."""
         return [event for event in read_attempts(self.run) if (event["event"], event["stage"]) == (kind, stage)]
 
-    def story(self) -> str:
+    def story(self):
         """All that the jobs said, for a failed assertion."""
         logs = sorted(self.run.glob("logs/**/*.log")) + sorted(self.run.glob("logs/*/latest/rank0.*"))
         return "\n".join(f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
@@ -113,7 +113,7 @@ def done(cluster, tmp_path_factory, corpus):
     cluster.cancel_all()
 
 
-def copy_of_the_repository(folder: Path) -> Path:
+def copy_of_the_repository(folder):
     """A copy without git, different from the original in a line."""
     for part in PARTS:
         if (REPOSITORY / part).is_dir():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -92,7 +91,9 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     run.ask("scontrol", "requeuehold", job)
     run.next(lambda: run.pending(job) and not run.processes(), "the job in the queue again")
     before, newest = run.saved()[-2:]
-    flip_a_bit(newest / "rank-00001.safetensors")
+    data = bytearray((newest / "rank-00001.safetensors").read_bytes())
+    data[len(data) // 2] ^= 4
+    (newest / "rank-00001.safetensors").write_bytes(data)
     run.ask("scontrol", "release", job)
     end = run.next_end()
     assert (end.status, f"step-{end.step:08}") == ("preempted", newest.name)
@@ -101,13 +102,6 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     run.next_wait()
     assert newest.name in run.output() and f"from {before.name}" in run.output()
     run.go_on()
-
-
-def flip_a_bit(path: Path) -> None:
-    """Of the byte in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def test_the_time_limit_is_a_request_to_save_and_queue_again(run):

@@ -67,6 +67,7 @@ def test_state_of_an_earlier_submission_is_no_news(run):
     run.state("train", "failed", job="5", seconds=5000, reason="long ago")
     jobs = {"16": JobInfo("16", "PENDING", "Resources"), **DEPENDENTS}
     assert states(run, jobs)["train"] == "queued" and "long ago" not in text(run, jobs)
+    assert states(run, {"16": JobInfo("16"), **DEPENDENTS})["train"] == "gone"
 
 
 def test_forced_rebuild_is_not_done_until_it_is(run):

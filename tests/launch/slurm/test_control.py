@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch.slurm.chain import ChainJob, add_job, read_chain
+from launch.slurm.chain import add_job, read_chain
 from launch.slurm.control import cancel, logs, stop
 from pipeline.contract.stages import REPOSITORY
 from pipeline.contract.state import STOP
@@ -39,7 +39,7 @@ def slurm(tmp_path):
     return slurm
 
 
-def _add(run: HandMade, job: ChainJob) -> None:
+def _add(run, job):
     """A job that a train job submitted."""
     chain = read_chain(run.folder)
     add_job(run.folder, chain.id, job)
@@ -118,7 +118,7 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
     assert "not sure that training runs" in capsys.readouterr().err
 
 
-def two_starts(run: HandMade) -> None:
+def two_starts(run):
     """Logs of two ranks in two starts of job 16, the second the newest."""
     for start in ("16.0", "16.1"):
         for rank in (0, 1):

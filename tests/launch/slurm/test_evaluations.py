@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,11 +25,11 @@ from pipeline.errors import UserError
 from pipeline.files import output_record, write_json
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
-from tests.launch.fake_job import Job, chain_of, make_job
+from tests.launch.fake_job import chain_of, make_job
 from tests.waiting import wait_for
 
 
-def checkpoint(run: Path, step: int, complete: bool = True) -> None:
+def checkpoint(run, step, complete=True):
     folder = run / "train" / "checkpoints" / f"step-{step:08d}"
     (folder / "inner").mkdir(parents=True)
     (folder / "inner/piece").write_text("weights")
@@ -41,7 +39,7 @@ def checkpoint(run: Path, step: int, complete: bool = True) -> None:
                                               "files": [output_record(folder, folder / "inner/piece")]})
 
 
-def result(run: Path, step: int) -> None:
+def result(run, step):
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
@@ -86,7 +84,7 @@ def job(tmp_path, queued):
     return job
 
 
-def tried(job: Job, step: int) -> None:
+def tried(job, step):
     add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
 
 
@@ -104,7 +102,7 @@ def test_what_is_submitted(job, queued):
     assert found.to_submit() == []
 
 
-def submitted(monkeypatch: pytest.MonkeyPatch, submit: Callable[[int], str]) -> None:
+def submitted(monkeypatch, submit):
     monkeypatch.setattr(evaluations, "submit_apart", lambda spec, step: submit(step))
     monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
 

@@ -63,11 +63,11 @@ def submitted(checkout, tmp_path):
     return spec
 
 
-def path_of(spec: JobSpec) -> Path:
+def path_of(spec):
     return Path(spec.run) / "launch/jobs/c-train.json"
 
 
-def check(spec: JobSpec) -> str:
+def check(spec):
     return " ".join(submission_problems(Path(spec.run), path_of(spec), spec.sha256, "12_submitted.pkl"))
 
 
@@ -76,7 +76,7 @@ EXECUTED = ["", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/j
             "CODE/launch/__pycache__/a.pyc"]
 
 
-def place(spec: JobSpec, name: str) -> Path:
+def place(spec, name):
     """A path of the run, with a cache as Python makes it."""
     cache = Path(spec.code) / "launch/__pycache__"
     cache.mkdir(exist_ok=True)

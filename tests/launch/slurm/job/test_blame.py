@@ -25,17 +25,17 @@ COUNTS = (2, 64, 4096)
 GPU = Problem("gpu", "7 GPUs instead of 8")
 
 
-def nodes_of(count: int) -> list[str]:
+def nodes_of(count):
     return [f"n{number:04d}" for number in range(count)]
 
 
-def sound(count: int) -> list[Report]:
+def sound(count):
     """What the ranks of sound nodes write, one a node."""
     return [Report(rank, node, clock_at=1000.0, product_s=0.01, pair_s=0.02, reduce_s=0.05, finished=True)
             for rank, node in enumerate(nodes_of(count))]
 
 
-def importing(count: int, answered: int) -> list[Report]:
+def importing(count, answered):
     """What is there while the others still import torch: nobody has met anybody."""
     return [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]
 

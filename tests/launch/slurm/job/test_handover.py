@@ -12,10 +12,9 @@ from launch.slurm.job.joblock import BEAT_S, CHAIN_S, SILENT_S, Holder, JobLock
 from pipeline.contract.locks import lock
 from pipeline.errors import UserError
 from pipeline.files import read_json, write_json
-from tests.launch.fake_job import Job
 
 
-def hold(job: Job, other: str, age: float, chain: str = "") -> None:
+def hold(job, other, age, chain=""):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age, chain)))
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +21,12 @@ SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s
 UNFINISHED: dict[str, Any] = {"clock_at": None, "product_s": None, "pair_s": None, "reduce_s": None, "finished": False}
 
 
-def but(rank: int, **changes: Any) -> list[Report]:
+def but(rank, **changes):
     """Sound reports but for one rank's."""
     return [replace(report, **changes) if report.rank == rank else report for report in SOUND]
 
 
-def having(kind: str, *nodes: str) -> list[Report]:
+def having(kind, *nodes):
     """Sound reports but for a problem of some nodes, told in each one's own words."""
     return [replace(report, problems=[Problem(kind, f"{kind} {report.node}")] if report.node in nodes else [])
             for report in SOUND]
@@ -100,7 +98,7 @@ def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     assert not judge(reports, 8, 4.0).bad
 
 
-def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
+def told(reports, nodes):
     """What the runner hears."""
     return preflight._told(judge(reports, len(reports), 4.0, nodes), reports, nodes, 8.0, "")
 
@@ -120,6 +118,12 @@ def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
 def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
     found = told(reports, NODES[:len(reports)])
     assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
+
+
+def test_sound_nodes_are_counted_with_their_times():
+    times = "a matrix product 10.0 ms, an exchange with another node 20.0 ms, an all-reduce 50.0 ms"
+    assert told(SOUND, NODES).told == [f"4 nodes sound in 8 s ({times})"]
+    assert told(SOUND[:1], NODES[:1]).told == [f"1 node sound in 8 s ({times})"]
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -169,7 +173,7 @@ def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_pat
         == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
 
 
-def smi(folder: Path, gpus: str, processes: str = "", before: str = "") -> None:
+def smi(folder, gpus, processes="", before=""):
     """A driver's program that notes its calls."""
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" >> {folder}/calls\n{before}\n"
                                        f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac\n")

@@ -54,12 +54,12 @@ def test_what_the_user_set_stays():
     assert found["TRITON_CACHE_DIR"].endswith("triton-gpu010-5")
 
 
-def rank(*arguments: str) -> list[str]:
+def rank(*arguments):
     command = [sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG"]
     return [sys.executable, "-m", "launch.slurm.job.rank", *arguments, "--", *command]
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**more):
     return {**os.environ, **SLURM, "PYTHONPATH": str(REPOSITORY), **more}
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.slurm.job import joblock, runner, srun, starts
+from launch.slurm.job import joblock, runner, starts
 from launch.slurm.job.joblock import JobLock
-from launch.slurm.job.srun import StepEnd, run_child, run_step
+from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import wait_for
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
@@ -66,34 +65,6 @@ def test_a_killed_runner_leaves_no_rank(job):
     process.kill()
     process.wait()
     wait_for(lambda: not job.alive())
-
-
-def test_a_step_is_ended_when_it_must_not_go_on_and_abandoned_if_it_does_not_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(srun, "KILL_S", 0.2)
-    stubborn = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); "
-                f"open({str(tmp_path / 'rank0.err')!r}, 'w'); time.sleep(3600)"]
-    environment = {"PATH": "/usr/bin:/bin"}
-    end = run_step(stubborn, environment, tmp_path, lambda: not (tmp_path / "rank0.err").exists(), print)
-    assert end.abandoned and "may still run" in end.cause
-    monkeypatch.setattr(srun, "KILL_S", HANG_S)
-    end = run_step(["sleep", "3600"], environment, tmp_path, lambda: False, print)
-    assert not end.abandoned and end.status == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(("each", "ends", "warns", "status"), [
-    (True, False, False, 137), (True, True, False, 5), (True, False, True, 6), (False, False, False, 5)])
-def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(tmp_path, each, ends, warns, status):
-    """It blocks the warning until it hears it."""
-    script = "import os, signal, sys, time; print('out', flush=True); print('err', file=sys.stderr, flush=True); " \
-             "signal.signal(15, lambda *_: os._exit(5)); signal.signal(12, lambda *_: os._exit(6)); " \
-             "open('ready', 'w'); signal.pthread_sigmask(signal.SIG_SETMASK, []); " \
-             f"{'time.sleep(3600)' if ends or warns or not each else 'os.kill(os.getpid(), 9)'}"
-    command = ["env", "-C", str(tmp_path), sys.executable, "-c", script]
-    ready = (tmp_path / "ready").exists
-    end = run_child(command, {"PATH": "/usr/bin:/bin"}, tmp_path, lambda: each or not ready(),
-                    lambda: ends and ready(), lambda: warns)
-    assert end == StepEnd(status)
-    assert [(tmp_path / f"rank0.{name}").read_text() for name in ("out", "err")] == ["out\n", "err\n"]
 
 
 # ---- the decisions' effects, with starts that are played

@@ -27,7 +27,7 @@ def script(launcher):
     return lines
 
 
-def options(lines: list[str], *names: str) -> list[str]:
+def options(lines, *names):
     return [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 

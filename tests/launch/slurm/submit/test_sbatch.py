@@ -18,14 +18,13 @@ import pytest
 
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import go_on
-from launch.slurm.chain import Chain, read_chain, read_chains
+from launch.slurm.chain import read_chain, read_chains
 from launch.slurm.evaluations import submit_apart
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import add_strike
 from launch.slurm.submit.sbatch import _ranges
 from pipeline.contract.stages import STAGES
 from pipeline.files import read_json
-from tests.launch.launcher import Launcher
 from tests.launch.recorded_slurm import queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
@@ -76,14 +75,14 @@ FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.a
               "launch.signal_s=180", "launch.setup=[module load cuda]", "train.micro_batch=1", "--no-rehearse")
 
 
-def chain_of(slurm: Launcher) -> Chain:
+def chain_of(slurm):
     """The newest submission."""
     chain = read_chain(slurm.run)
     assert chain is not None
     return chain
 
 
-def scripts(text: str) -> dict[str, str]:
+def scripts(text):
     """The scripts of a dry run by the job's key."""
     found = {}
     for part in text.split("# ---- ")[1:]:
@@ -91,7 +90,7 @@ def scripts(text: str) -> dict[str, str]:
     return found
 
 
-def option(script: str, name: str) -> str | None:
+def option(script, name):
     """The value of an #SBATCH option; "" for one without a value, None where it is absent."""
     found = re.search(rf"^#SBATCH --{name}(?:=(.*))?$", script, re.MULTILINE)
     return None if found is None else (found[1] or "").strip("'")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ def checkout(tmp_path):
     return folder
 
 
-def files(folder: Path) -> dict[str, str]:
+def files(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*")
             if path.is_file() and path.name != "snapshot.json"}
 
