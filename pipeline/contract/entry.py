@@ -26,6 +26,7 @@ from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.telling import Channel, Ended, asked
+from pipeline.contract.workers import Workers, processes
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
@@ -167,6 +168,12 @@ def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace
 
 def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
     run = Run(load_config(options.config, options.overrides))
+    with Workers(processes(run.config) if STAGES[name].workers else 1) as workers:
+        return _led(run, name, body, options, channel, workers)
+
+
+def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
+         workers: Workers) -> int:
     if (obstacle := blocked(run.folder)) is not None:
         raise UserError(obstacle)
     part = _part(name, options)
@@ -196,7 +203,7 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
     # Only the leader locks: the other ranks were started with it and read the same folder.
     held = StageLock(run.folder, name, part) if is_leader() else None
     try:
-        return _locked(run, name, body, options, held, channel)
+        return _locked(run, name, body, options, held, channel, workers)
     except Exception as error:
         if writes_state and (reason := _reason(error)) is not None:
             _note_failure(run, name, reason)
@@ -208,7 +215,7 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock | None, channel: Channel | None) -> int:
+            held: StageLock | None, channel: Channel | None, workers: Workers) -> int:
     """Do what the state of the stage asks for; the process's exit status."""
     part = held.part if held else None
     # Nobody rebuilds what is read here.
@@ -231,7 +238,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         channel.tell(work)
         work.asked, work.store = asked(vars(options)), channel.store
     try:
-        with _listening(work):
+        with _listening(work, workers):
             _do(work, body)
     except ShareDone:
         return 0
@@ -251,12 +258,12 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
 
 
 @contextmanager
-def _listening(work: Work) -> Iterator[None]:
+def _listening(work: Work, workers: Workers) -> Iterator[None]:
     """A stage that is done in units hears what asks it to stop."""
     if not STAGES[work.name].workers:
         yield
         return
-    work.stop = StopRequest(work.config.launch.signal_s)
+    work.stop, work.workers = StopRequest(work.config.launch.signal_s), workers
     with work.stop:
         yield
 

@@ -1,0 +1,171 @@
+"""Workers are started once and kept; whatever happens to one, and in whichever phase, none outlives the stage."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from pipeline.contract.stopping import StopRequest
+from pipeline.contract.units import Unit
+from pipeline.contract.workers import Workers
+from pipeline.errors import UserError
+from tests.conftest import REPOSITORY, environment
+from tests.waiting import HANG_S, wait_for
+
+PHASES, UNITS, AT = 3, 40, 3
+KILLED = "A worker process was killed, as the kernel does when memory runs out"
+
+
+class OddError(Exception):
+    """One that can be written and not be read."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def kill(process):
+    os.kill(process, signal.SIGKILL)
+    time.sleep(HANG_S)
+
+
+def refuse(error):
+    raise error
+
+
+HAPPENS = {
+    "nothing": lambda stage: None,
+    "killed": lambda stage: kill(os.getpid()),
+    "source killed": lambda stage: kill(os.getppid()),
+    "refusal": lambda stage: refuse(UserError("not that")),
+    "memory": lambda stage: refuse(MemoryError("too little")),
+    "defect": lambda stage: refuse(OddError(1, 2)),
+    "warned": lambda stage: os.kill(stage, signal.SIGUSR2),
+    "asked": lambda stage: (os.kill(stage, signal.SIGTERM), time.sleep(HANG_S)),
+    "Ctrl-C": lambda stage: (os.kill(stage, signal.SIGINT), time.sleep(HANG_S)),
+}
+"""What happens in a unit."""
+RAISED = {"killed": (UserError, KILLED), "source killed": (UserError, KILLED), "refusal": (UserError, "not that"),
+          "memory": (MemoryError, "too little"), "defect": (RuntimeError, "OddError: 1 and 2"),
+          "Ctrl-C": (KeyboardInterrupt, "")}
+"""What the stage then sees."""
+
+
+def unit(folder, payload):
+    phase, number, event, stage = payload
+    (folder / f"{phase}-{number}.begun").write_text(str(os.getpid()))
+    if number == AT:
+        HAPPENS[event](stage)
+    elif event != "nothing":
+        time.sleep(0.02)  # so that not all are done before what happens is seen
+    return {"process": os.getpid(), "source": os.getppid(), "made": (phase, number)}
+
+
+def alive(process):
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+
+
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("ends", range(PHASES))
+def test_in_every_phase(tmp_path, event, ends):
+    stage, done, error, stopped = os.getpid(), [], None, None
+    with Workers(2) as workers, StopRequest() as stop:
+        try:
+            for phase in range(PHASES):
+                units = [Unit(str(number), (phase, number, event if phase == ends else "nothing", stage))
+                         for number in range(UNITS)]
+                for name, record in workers.do(unit, tmp_path, units, stop):
+                    assert record["made"] == (phase, int(name))
+                    done.append(record)
+                if stop.heard:
+                    stopped = phase
+                    break
+        except (UserError, MemoryError, RuntimeError, KeyboardInterrupt) as raised:
+            error = raised
+        begun = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.begun")}
+        if event in ("killed", "source killed", "asked", "Ctrl-C"):
+            wait_for(lambda: not any(map(alive, begun.values())))
+    assert not any(map(alive, {*begun.values(), done[0]["source"]}))
+    assert len({*begun.values()}) <= 2 and stage not in begun.values(), "two workers are started for all phases"
+    made = [f"{phase}-{number}" for phase, number in sorted(record["made"] for record in done)]
+    assert len(set(made)) == len(made) and set(made) <= set(begun)
+    assert [name for name in begun if int(name[0]) < ends and name not in made] == []
+    expected, words = RAISED.get(event, (type(None), ""))
+    assert type(error) is expected and words in str(error)
+    assert stopped == (ends if event in ("warned", "asked") else None)
+    left = set(begun) - set(made)
+    if event == "nothing":
+        assert len(made) == PHASES * UNITS
+    else:
+        assert max(int(name[0]) for name in begun) == ends
+        assert event == "source killed" or f"{ends}-{UNITS - 1}" not in begun, "no other unit is begun"
+    if event in ("refusal", "memory", "defect"):
+        assert left == {f"{ends}-{AT}"}, "what was at work beside it is done"
+    elif event in ("nothing", "warned"):
+        assert not left
+    else:
+        assert f"{ends}-{AT}" in left and len(left) <= 2
+    if event == "defect":
+        assert "in refuse" in error.__notes__[0]
+
+
+def test_what_dies_between_phases_is_told_in_the_next(tmp_path):
+    units = [Unit(str(number), (0, number, "nothing", 0)) for number in range(UNITS)]
+    with Workers(2) as workers, StopRequest() as stop:
+        records = [record for _, record in workers.do(unit, tmp_path, units, stop)]
+        os.kill(records[0]["process"], signal.SIGKILL)
+        with pytest.raises(UserError, match=KILLED):
+            list(workers.do(unit, tmp_path, units, stop))
+
+
+KEPT = []
+
+
+def leave_pieces(folder, size):
+    """Take so much in pieces, of which the last stays; the process's memory before."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    pieces = [bytes(1000) for _ in range(size // 1000)]
+    KEPT.append(pieces[-1:])
+    return {"pages": pages}
+
+
+def test_between_phases_memory_is_given_back(tmp_path):
+    with Workers(2) as workers, StopRequest() as stop:
+        before, after = ([record["pages"] for _, record in workers.do(
+            leave_pieces, tmp_path, [Unit(str(number), size) for number in range(2)], stop)]
+            for size in (100_000_000, 0))
+    assert max(after) - min(before) < 20_000_000 // os.sysconf("SC_PAGE_SIZE")
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from pipeline.contract.stopping import StopRequest
+from pipeline.contract.workers import Workers
+from tests.contract.test_workers import Unit, hold
+with Workers(3) as workers:
+    list(workers.do(hold, Path(sys.argv[1]), [Unit(str(number), number) for number in range(3)], StopRequest()))
+"""
+
+
+def hold(folder, number):
+    (folder / f"{os.getpid()}-{os.getppid()}").touch()
+    time.sleep(HANG_S)
+
+
+def test_they_end_with_a_stage_that_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=REPOSITORY, env=environment())
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 3, of=process)
+    finally:
+        process.kill()
+        process.wait()
+    there = {int(word) for path in tmp_path.iterdir() for word in path.name.split("-")}
+    assert len(there) == 4
+    wait_for(lambda: not any(map(alive, there)))
