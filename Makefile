@@ -1,9 +1,11 @@
-# make setup | demo | test | test-again | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
+# make setup | demo | test | test-all | test-again | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
-.PHONY: setup demo test test-again soak lint matrix clean
+PYTEST := $(PY) -m pytest --workers 5 --durations 10
+
+.PHONY: setup demo test test-all test-again soak lint matrix clean
 
 setup: .venv/installed
 
@@ -20,15 +22,19 @@ demo: setup
 
 # Five workers also on two cores: the three that test a cluster mostly wait for it.
 test: setup
-	$(PY) -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder --durations 20 $(ARGS)
+	$(PYTEST) $(ARGS)
 
-# The files of the few tests that failed in the last `make test`, alone: what a busy machine failed passes now.
+# What `make test` leaves out: the rest of the crossings, stores, faults and documents.
+test-all: setup
+	$(PYTEST) -m slow $(ARGS)
+
+# The files of the few tests that failed in the last run, alone. ARGS="-m slow" for those of `make test-all`.
 test-again: setup
-	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files
+	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files $(ARGS)
 
-# What takes long: many kills, other seeds.
+# What takes hours: many kills, other seeds.
 soak: setup
-	$(PY) -m pytest -m soak --numprocesses 5 --dist loadscope --no-loadscope-reorder --durations 20 $(ARGS)
+	$(PYTEST) -m soak $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -15,7 +15,6 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.run import Run
-from pipeline.data.sampling.consumption import plan_lines, planned, train_tokens
 from pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
@@ -122,6 +121,8 @@ def consumption_lines(config: Config, run: Run) -> list[str]:
         when = "training has planned the packing" if packed else "encode is done"
         return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(
             [*told, f"tokens and epochs of each source are known once {when}"])]
+    from pipeline.data.sampling.consumption import plan_lines, planned, train_tokens
+
     found = planned(config, train_tokens(config, made.counts))
     return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(plan_lines(train, found))]
 

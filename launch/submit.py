@@ -126,6 +126,9 @@ def _usual_config() -> str:
 
 def _launch(config: Config, options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    from pipeline.contract.stages import parse_stages
+
+    stages = parse_stages(options.stage)
     from launch.checks import (
         configuration_problems,
         refuse_secrets,
@@ -140,9 +143,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     from launch.plan import Options, plan
     from pipeline.config.places import make_folder
     from pipeline.contract.run import Run
-    from pipeline.contract.stages import parse_stages
 
-    stages = parse_stages(options.stage)
     cluster, where = _cluster(options)
     machine = find_machine()
     if cluster == "local":

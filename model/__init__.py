@@ -1,21 +1,23 @@
 """The Llama network: `from model import Llama, ModelConfig, preset`.
 
-Importing this package, `ModelConfig` or `preset` does not import torch; `Llama` does.
+Importing this package imports nothing else: `ModelConfig` imports pydantic, `preset` builds the published shapes, and
+`Llama` imports torch.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from model.presets import preset
-
 if TYPE_CHECKING:
+    from model.config import ModelConfig
     from model.llama import Llama
+    from model.presets import preset
 
 __all__ = ["Llama", "ModelConfig", "preset"]
 
+_MODULES = {"Llama": "model.llama", "ModelConfig": "model.config", "preset": "model.presets"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Llama":
-        from model.llama import Llama
-        return Llama
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_MODEL_CONFIG = ConfigDict(
-    extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-)
+_MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def _added(default: Any) -> Any:

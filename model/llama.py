@@ -21,6 +21,15 @@ from model.loss import Losses
 from model.rope import RotaryTable
 
 
+class Embedding(nn.Embedding):
+    """torch's, which draws nothing on the meta device: torch would import its compiler for that (1.7 s)."""
+
+    def reset_parameters(self) -> None:
+        """Draw torch's own weights, where there are any."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020): w2(silu(w1 x) * w3 x), without biases."""
 
@@ -123,7 +132,7 @@ class Llama(nn.Module):
         self.config = config
         self.part = part = part or Part(range(config.layers), config.layers)
         if part.embeds or (part.predicts and config.tied_embeddings):
-            self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+            self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = Blocks(config, part.layers)
         if part.predicts:
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.entry import stage_main
-from pipeline.contract.stage_work import Work
 from pipeline.contract.state import write_state
 from pipeline.errors import UserError
 from pipeline.files import output_record, sync, write_text
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+    from pipeline.contract.stage_work import Work
     from pipeline.formats.sharded_tensors import CheckpointReader
 
 PREFIX = "model."
@@ -156,4 +155,6 @@ def _tokenizer(work: Work) -> Any:
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import stage_main
+
     sys.exit(stage_main("convert", convert))

@@ -11,16 +11,13 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data import EncodeConfig
-from pipeline.contract.entry import stage_main
-from pipeline.contract.stage_work import Unit, Work
+from pipeline.contract.units import Unit
 from pipeline.data.shard_texts import Texts, read_texts
-from pipeline.data.stored.copying import copy_shards
 from pipeline.data.text_shards import shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
@@ -30,6 +27,10 @@ from pipeline.tokenization.base import Flat, Tokenizer, reads_back
 from pipeline.tokenization.fast import EncoderError, FastEncoder, one_thread
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
 from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
+
+if TYPE_CHECKING:
+    from pipeline.config.data import EncodeConfig
+    from pipeline.contract.stage_work import Work
 
 PROVED_TEXTS = 16
 """Documents per shard whose tokens are made again by the reference, and decoded and compared with the text: the first,
@@ -69,6 +70,8 @@ def encode(work: Work) -> None:
     counts |= {**rare, "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
                "encoders": told(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
+        from pipeline.data.stored.copying import copy_shards
+
         work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
     work.commit(outputs, counts, verified=True)
 
@@ -249,4 +252,6 @@ def _name(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+
     sys.exit(stage_main("encode", encode))

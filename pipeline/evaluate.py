@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.entry import end_process, stage_main
-from pipeline.contract.stage_work import Work
 from pipeline.errors import UserError, listed
 from pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
 from pipeline.files import output_record, sha256_json, write_json, write_text
@@ -25,6 +23,7 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 if TYPE_CHECKING:
     from model.llama import Llama
     from pipeline.contract.input_check import Expected, InputCheck
+    from pipeline.contract.stage_work import Work
     from pipeline.data.chosen_documents import Chosen
     from pipeline.evaluation.compressing import Baselines
     from pipeline.evaluation.heldout import TextWanted
@@ -271,4 +270,6 @@ def _write(work: Work, ranks: Ranks, placed: Placed, found: dict[str, Any], seco
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import end_process, stage_main
+
     end_process(stage_main("evaluate", evaluate))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.entry import stage_main
-from pipeline.contract.stage_work import Work
 from pipeline.files import output_record, write_text
+
+if TYPE_CHECKING:
+    from pipeline.contract.stage_work import Work
 
 
 def report(work: Work) -> None:
@@ -31,4 +33,6 @@ def report(work: Work) -> None:
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import stage_main
+
     sys.exit(stage_main("report", report))

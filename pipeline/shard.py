@@ -20,13 +20,10 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 import json
 import shutil
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data import ShardConfig
 from pipeline.config.kinds import outside_sources
-from pipeline.contract.entry import stage_main
-from pipeline.contract.external_inputs import gathered
-from pipeline.contract.stage_work import Unit, Work
+from pipeline.contract.units import Unit
 from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.base import libraries, unusable
@@ -45,11 +42,17 @@ from pipeline.data.text_shards import SPLITS
 from pipeline.errors import UnusableInputError, UserError, listed
 from pipeline.files import atomic_file, output_record, sha256_file
 
+if TYPE_CHECKING:
+    from pipeline.config.data import ShardConfig
+    from pipeline.contract.stage_work import Work
+
 REJECTED = "rejected.jsonl"
 
 
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
+    from pipeline.contract.external_inputs import gathered
+
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
     files = input_files(work.config)
@@ -279,4 +282,6 @@ def _clear_outputs(folder: Path, outputs: set[str]) -> None:
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+
     sys.exit(stage_main("shard", shard))

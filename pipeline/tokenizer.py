@@ -10,11 +10,9 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data import TokenizerConfig
-from pipeline.contract.entry import stage_main
-from pipeline.contract.stage_work import Unit, Work
+from pipeline.contract.units import Unit
 from pipeline.data.shard_texts import read_texts
 from pipeline.data.text_shards import shard_records
 from pipeline.errors import UserError
@@ -40,6 +38,10 @@ from pipeline.tokenization.kinds import (
 from pipeline.tokenization.reporting import as_markdown, described
 from pipeline.tokenization.simple import write_characters
 from pipeline.tokenization.training import Sample, sampled, train_sentencepiece
+
+if TYPE_CHECKING:
+    from pipeline.config.data import TokenizerConfig
+    from pipeline.contract.stage_work import Work
 
 BATCH_BYTES = 1_000_000
 """Text that is read at once for the sample."""
@@ -129,6 +131,8 @@ def _check_unit(shards: str, record: dict[str, Any], tokenizer: Tokenizer, limit
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Unit of work: the vocabulary's file, its description and its Hugging Face export."""
+    from pipeline.config.data import TokenizerConfig
+
     settings, sample = TokenizerConfig.model_validate(payload["settings"]), Sample()
     path = folder / name if (name := FILES[settings.kind]) else None
     ready = ready_file(settings) if path is not None and settings.path is not None else None
@@ -200,4 +204,6 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+
     sys.exit(stage_main("tokenizer", make_tokenizer))

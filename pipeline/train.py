@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.entry import end_process, stage_main
 from pipeline.contract.preparation import is_leader
-from pipeline.contract.stage_work import Work
+
+if TYPE_CHECKING:
+    from pipeline.contract.stage_work import Work
 
 
 def train(work: Work) -> None:
@@ -52,4 +54,6 @@ def train(work: Work) -> None:
 
 
 if __name__ == "__main__":
+    from pipeline.contract.entry import end_process, stage_main
+
     end_process(stage_main("train", train))

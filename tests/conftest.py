@@ -21,6 +21,7 @@ from tests.cloud_servers import azurite, azurite_server, google, google_server  
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
 from tests.warm import WarmProcess, WarmServer
+from tests.workers import pytest_addoption, pytest_configure  # noqa: F401 - hooks of this conftest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -28,10 +29,6 @@ needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None,
     reason="no C++ compiler, with which torch.compile makes code for CPUs: apt-get install g++")
 """For tests that compile."""
-
-LONG = ("tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools", "tests/launch", "tests/parallel",
-        "tests/test_shakespeare.py", "tests/stages")
-"""What takes longest. It is begun first, so that at the end no worker is alone with something long."""
 
 MINI = {
     "name": "mini",
@@ -107,18 +104,10 @@ def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect:
     return result
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How xdist deals out the tests."""
-    from tests.scheduling import ByWhatIsShared
-    return ByWhatIsShared(config, log)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under xdist, the long first."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: next((place for place, start in enumerate(LONG) if item.nodeid.startswith(start)),
-                                         len(LONG)))
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of warm processes before the workers are forked, so that they share it."""
+    if session.config.option.workers and not session.config.option.collectonly:
+        warm_server()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -131,8 +120,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if "slurm" not in kinds():
         told.append("The cluster's tests ran on fake programs: Slurm is not installed, or DROVER_FAKE_SLURM is set. "
                     "`python -m tools.slurm_lab install` installs it, as root.")
-    if terminalreporter.config.option.markexpr == "not soak":
-        told.append("Soaks, which repeat at length what a test here shows once: `make soak` runs them.")
+    expression = terminalreporter.config.option.markexpr
+    told += [f"{what}: `{command}` runs them." for word, what, command in (
+        ("not slow", "More crossings of options, stores, faults and documents", "make test-all"),
+        ("not soak", "Tests that take hours", "make soak")) if word in expression]
     if told:
         terminalreporter.section("left out")
         for line in told:

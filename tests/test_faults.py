@@ -6,84 +6,109 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import yaml
 
 from launch.processes import kill_tree
 from pipeline.contract.manifest import read_manifest
-from pipeline.records.metrics import read_metrics
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command, write_config
+from pipeline.contract.stages import STAGES
+from tests.conftest import REPOSITORY, environment, start_stage, write_config
+from tests.cut_off import cut_off_stage
+from tests.stages.training import curve
 from tests.waiting import HANG_S, wait_for
 
-SAME_BYTES = ("shard", "tokenizer", "encode", "evaluate")
+SAME_BYTES = ("shard", "tokenizer", "encode", "convert", "evaluate")
 """Stages whose outputs hold nothing that a clock measured."""
 
+RANKS = {"train": 2}
 
-def chain(config):
-    return [sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config), "--cluster", "local"]
+
+def run_here(stage, config, *overrides, expect=0, **options):
+    """Run a stage in a warm process; what it said."""
+    process = start_stage(stage, config, *overrides, **options)
+    said = "".join(process.communicate(HANG_S))
+    assert process.wait() == expect, said
+    return said
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, corpus):
-    """The run folder of a chain that nobody disturbed."""
+    """Config of a run of all stages that nobody disturbed, in the processes of the launcher's local chain."""
     config = write_config(tmp_path_factory.mktemp("undisturbed"), corpus)
-    subprocess.run(chain(config), cwd=REPOSITORY, env=environment(), check=True, capture_output=True, timeout=HANG_S)
-    return config.parent / "runs/mini"
+    for stage in STAGES:
+        run_here(stage, config, "launch.processes=1", ranks=RANKS.get(stage, 1))
+    return config
 
 
-def files(run):
-    """How many files a run has: it grows from the first stage to the last, so it tells how far a chain has come."""
-    return sum(len(names) for _, _, names in os.walk(run))  # which passes over folders that vanish meanwhile
+@pytest.fixture
+def before(tmp_path, undisturbed):
+    """Function: config of another run that is at the same point as the undisturbed one before a stage."""
+    def make(stage):
+        for earlier in list(STAGES)[:list(STAGES).index(stage)]:
+            shutil.copytree(undisturbed.parent / "runs/mini" / earlier, tmp_path / "runs/mini" / earlier)
+        config = tmp_path / "mini.yaml"
+        config.write_text(yaml.safe_dump({**yaml.safe_load(undisturbed.read_text()),
+                                          "runs_dir": str(tmp_path / "runs")}))
+        return config
+    return make
 
 
-@pytest.mark.parametrize("seed, kills", [(0, 4), pytest.param(1, 20, marks=pytest.mark.soak)])
+def assert_same(config, undisturbed, *stages):
+    """Outputs of two runs are the same bytes, and their losses the same to the last bit; nothing half-made is left."""
+    ours, theirs = config.parent / "runs/mini", undisturbed.parent / "runs/mini"
+    for stage in stages:
+        if stage in SAME_BYTES:
+            assert read_manifest(ours / stage).digest == read_manifest(theirs / stage).digest, stage
+        assert not list((ours / stage).rglob("*.tmp"))
+    if "train" in stages:
+        assert curve(config) == curve(undisturbed)
+    if "report" in stages:
+        assert (ours / "report.html").is_file() and (ours / "report/manifest.json").is_file()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_before_its_1st_2nd_4th_8th_change_of_files_ends_with_the_same_outputs(stage, before,
+                                                                                               undisturbed):
+    """Each start goes on from what the killed one before it left."""
+    config, ranks, ends = before(stage), RANKS.get(stage, 1), []
+    while 0 not in ends and len(ends) < 12:
+        status, said = cut_off_stage(stage, 2 ** len(ends), "--config", str(config), "launch.processes=1", ranks=ranks)
+        ends.append(status)
+    assert len(ends) > 4 and set(ends) == {0, -signal.SIGKILL if ranks == 1 else 1}, (ends, said)
+    assert_same(config, undisturbed, stage)
+
+
+@pytest.mark.parametrize("seed, kills", [pytest.param(0, 4, marks=pytest.mark.slow),
+                                         pytest.param(1, 20, marks=pytest.mark.soak)])
 def test_kill_9_anywhere_in_the_chain_changes_nothing(tmp_path, corpus, undisturbed, seed, kills):
     """The launcher and everything below it is killed at random moments; the same command continues each time."""
+    def files(run):
+        """How many files a run has: it grows from the first stage to the last, so it tells how far a chain has come."""
+        return sum(len(names) for _, _, names in os.walk(run))  # which passes over folders that vanish meanwhile
     config, chance, run, landed = write_config(tmp_path, corpus), random.Random(seed), tmp_path / "runs/mini", 0
-    moments = sorted(chance.sample(range(1, files(undisturbed)), kills))
-    for moment in moments:
-        process = subprocess.Popen(chain(config), cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
+    chain = [sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config), "--cluster", "local"]
+    for moment in sorted(chance.sample(range(1, files(undisturbed.parent / "runs/mini")), kills)):
+        process = subprocess.Popen(chain, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
         wait_for(lambda moment=moment, process=process: files(run) >= moment or process.poll() is not None)
         kill_tree(process.pid)
         landed += process.wait() < 0
-    assert landed >= 3
-    subprocess.run(chain(config), cwd=REPOSITORY, env=environment(), check=True, capture_output=True, timeout=HANG_S)
-    for stage in SAME_BYTES:
-        assert read_manifest(run / stage).digest == read_manifest(undisturbed / stage).digest, stage
-    ours, theirs = (read_metrics(folder / "train/metrics.jsonl") for folder in (run, undisturbed))
-    assert [(line["step"], line["loss"], line["grad_norm"]) for line in ours] == \
-        [(line["step"], line["loss"], line["grad_norm"]) for line in theirs]
-    for name in ("model-00001-of-00001.safetensors", "config.json", "tokenizer.json"):
-        assert (run / "convert/hf" / name).read_bytes() == (undisturbed / "convert/hf" / name).read_bytes()
-    assert (run / "report.html").is_file() and not list(run.rglob("*.tmp"))
+    assert landed >= kills / 2
+    subprocess.run(chain, cwd=REPOSITORY, env=environment(), check=True, capture_output=True, timeout=HANG_S)
+    assert_same(config, undisturbed, *STAGES)
 
 
 @pytest.mark.parametrize("stage, limit", [("shard", 20_000), ("tokenizer", 10_000), ("encode", 5_000),
                                           ("convert", 50_000)])
-def test_a_full_disk_stops_any_stage_with_a_paragraph(tmp_path, corpus, undisturbed, stage, limit):
+def test_a_full_disk_stops_any_stage_with_a_paragraph(before, undisturbed, stage, limit):
     """The process's file size limit stands in for the disk. Once there is room, the same command goes on."""
-    config, stages = write_config(tmp_path, corpus), ("shard", "tokenizer", "encode", "train", "convert")
-    for earlier in stages[:stages.index(stage)]:
-        shutil.copytree(undisturbed / earlier, tmp_path / "runs/mini" / earlier)
-    result = run_stage(stage, config, expect=2, limits={resource.RLIMIT_FSIZE: limit})
-    assert "full" in result.stderr, result.stdout + result.stderr
-    assert read_manifest(tmp_path / "runs/mini" / stage) is None
-    run_stage(stage, config)
-    if stage in SAME_BYTES:
-        assert read_manifest(tmp_path / "runs/mini" / stage).digest == read_manifest(undisturbed / stage).digest
-
-
-def test_a_stage_that_is_killed_at_once_has_done_no_harm(tmp_path, corpus):
-    config = write_config(tmp_path, corpus)
-    for delay in (0.05, 0.2, 0.4):
-        process = subprocess.Popen(stage_command("shard", config), cwd=REPOSITORY, env=environment(),
-                                   stdout=subprocess.DEVNULL)
-        time.sleep(delay)
-        kill_tree(process.pid)
-        process.wait()
-    run_stage("shard", config)
-    assert read_manifest(tmp_path / "runs/mini/shard").counts["documents_in"] > 0
+    config = before(stage)
+    workers = f"launch.processes={1 + (stage == 'shard')}"
+    said = run_here(stage, config, workers, expect=2, limits={resource.RLIMIT_FSIZE: limit})
+    assert "full" in said and read_manifest(config.parent / "runs/mini" / stage) is None
+    run_here(stage, config, workers)
+    assert_same(config, undisturbed, stage)

@@ -1,7 +1,8 @@
 """Docs are code: every command of README and docs runs, in order, on a miniature of the demo, as a new user gives them.
 
+`make test` runs the first command, the whole chain, and tests its run. The other commands are slow.
 Commands after `<!-- needs a cluster -->` are not run, those after `<!-- needs torchao -->` where it is installed; those
-of `make` are checked against the Makefile. The same run then serves the tests of the chain as a whole.
+of `make` are checked against the Makefile.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def commands() -> list[str]:
 
 
 RUN_HERE = [command for command in commands() if not command.startswith("make ")]
+WHOLE_CHAIN, *OTHERS = [command for command in RUN_HERE if not command.startswith("tensorboard")]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +70,23 @@ def home(tmp_path_factory, corpus):
     return folder
 
 
-@pytest.fixture(scope="module")
-def outcomes(home):
-    """Every command's result, run once, in the README's order."""
+def run(command, home):
+    """The result of a command in that folder, with this Python's programs on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    found = {}
-    for command in RUN_HERE:
-        if command.startswith("tensorboard"):
-            continue
-        found[command] = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=HANG_S,
-                                        env={**environment(), "PATH": path}, check=False)
-    return found
+    return subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=HANG_S,
+                          env={**environment(), "PATH": path}, check=False)
+
+
+@pytest.fixture(scope="module")
+def demo(home):
+    """Result of the README's first command, and its run's folder."""
+    return run(WHOLE_CHAIN, home), home / "runs/demo"
+
+
+@pytest.fixture(scope="module")
+def outcomes(home, demo):
+    """The result of every other command, in the README's order."""
+    return {command: run(command, home) for command in OTHERS}
 
 
 def test_the_readme_has_the_promised_commands():
@@ -87,14 +95,15 @@ def test_the_readme_has_the_promised_commands():
         assert needed in text
 
 
-@pytest.mark.parametrize("command", [command for command in RUN_HERE if not command.startswith("tensorboard")])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", OTHERS)
 def test_every_command_runs(outcomes, command):
     result = outcomes[command]
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "soak", "lint", "matrix"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "soak", "lint", "matrix"])
 def test_make_knows_its_targets(target):
     result = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and (target == "setup" or ".venv/bin/python" in result.stdout)
@@ -105,34 +114,43 @@ def test_make_demo_runs_the_first_command_of_the_readme():
     assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in result.stdout
 
 
-def test_the_first_run_ends_with_a_report(outcomes, home):
-    first = next(result for command, result in outcomes.items() if "--stage all" in command)
-    assert first.stdout.rstrip().endswith("report: runs/demo/report.html")
-    page = (home / "runs/demo/report.html").read_text()
-    results = json.loads((home / "runs/demo/evaluate/results.json").read_text())
-    assert f"{results['heldout']['overall']['bits_per_byte']:.3f}" in page
-
-
-def test_the_model_learns_and_beats_the_unigram_baseline(outcomes, home):
-    metrics = read_metrics(home / "runs/demo/train/metrics.jsonl")
+def test_the_first_run_ends_with_a_report(demo):
+    result, folder = demo
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
+    assert WHOLE_CHAIN.startswith("python launch/submit.py --stage all")
+    assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
+    overall = json.loads((folder / "evaluate/results.json").read_text())["heldout"]["overall"]
+    assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()
+    metrics = read_metrics(folder / "train/metrics.jsonl")
     assert metrics[-1]["loss"] < 0.75 * metrics[0]["loss"]
-    overall = json.loads((home / "runs/demo/evaluate/results.json").read_text())["heldout"]["overall"]
     assert overall["bits_per_byte"] < 0.95 * overall["baselines"]["unigram"]
 
 
-def test_manifests_tie_the_chain_together(outcomes, home):
-    manifests = {name: read_manifest(home / "runs/demo" / name) for name in STAGES}
+def test_manifests_tie_the_chain_together(demo):
+    _, folder = demo
+    manifests = {name: read_manifest(folder / name) for name in STAGES}
     for name, manifest in manifests.items():
         assert manifest.fingerprint["inputs"] == {need: manifests[need].digest for need in STAGES[name].needs}
-        assert not manifest.missing_outputs(home / "runs/demo" / name)
+        assert not manifest.missing_outputs(folder / name)
     assert len({manifest.config_sha256 for manifest in manifests.values()}) == 1
 
 
+def test_a_second_run_is_up_to_date_at_once(demo, home):
+    _, folder = demo
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    result = run(WHOLE_CHAIN, home)
+    assert result.returncode == 0 and result.stdout.count("up to date") == len(STAGES)
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert before == after
+
+
+@pytest.mark.slow
 def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
     assert sorted(path.name for path in (home / "runs/trial").iterdir() if not path.name.startswith(".")) == \
         ["config.yaml", "convert", "logs", "tensorboard", "train"]
 
 
+@pytest.mark.slow
 def test_where_shows_text_of_the_corpus(outcomes, corpus):
     text = next(result.stdout for command, result in outcomes.items() if "tools.where" in command)
     assert text.count("\nsample ") >= 16
@@ -141,19 +159,10 @@ def test_where_shows_text_of_the_corpus(outcomes, corpus):
     assert len(lines) > 10 and sum(line in whole for line in lines) > 0.7 * len(lines)  # the rest is cut at its ends
 
 
+@pytest.mark.slow
 def test_transformers_generates_from_the_export(outcomes):
     result = next(result for command, result in outcomes.items() if "AutoModelForCausalLM" in command)
     assert "def main():" in result.stdout and len(result.stdout) > 20
-
-
-def test_a_second_run_is_up_to_date_at_once(outcomes, home):
-    command = next(command for command in outcomes if "--stage all" in command and "demo" in command)
-    before = {path: path.stat().st_mtime_ns for path in (home / "runs/demo").rglob("*") if path.is_file()}
-    result = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, check=True,
-                            env={**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    assert result.stdout.count("up to date") == len(STAGES)
-    after = {path: path.stat().st_mtime_ns for path in (home / "runs/demo").rglob("*") if path.is_file()}
-    assert before == after
 
 
 def tags_of(address):
@@ -164,7 +173,8 @@ def tags_of(address):
         return {}
 
 
-def test_tensorboard_shows_the_runs(outcomes, home):
+@pytest.mark.slow
+def test_tensorboard_shows_the_runs(demo, home):
     command = next(command for command in RUN_HERE if command.startswith("tensorboard"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Token shards made of documents that a test has in hand."""
+"""Token shards made of documents that a test has in hand, and training data over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from pipeline.data.token_shards import write_shard
+from pipeline.files import output_record
+
+SOURCES = ("web", "code")
+BATCH_TENSORS = ("tokens", "labels", "documents", "positions")
 
 
 def write_documents(path: Path, documents: Sequence[Any], text_bytes: Sequence[int], keys: Sequence[str], *,
@@ -17,3 +22,68 @@ def write_documents(path: Path, documents: Sequence[Any], text_bytes: Sequence[i
     offsets = np.cumsum([0, *(len(ids) for ids in documents)], dtype=np.int64)
     tokens = np.concatenate([np.empty(0, dtype), *(np.asarray(ids, dtype) for ids in documents)])
     return write_shard(path, tokens, offsets, text_bytes, keys, metadata=metadata)
+
+
+def write_shards(folder: Path, shards: Sequence[tuple[str, Sequence[Any]]],
+                 dtype: str = "uint16") -> list[dict[str, Any]]:
+    """Write shards, each given by a path such as `train/web-00000` and its documents; their output records.
+
+    A document's text had ten bytes a token; its key has the shard's number and its own, 16 digits each.
+    """
+    records = []
+    for number, (name, documents) in enumerate(shards):
+        path = folder / f"{name}.arrow"
+        keys = [f"{number:016x}{row:016x}" for row in range(len(documents))]
+        content = write_documents(path, documents, [10 * len(ids) for ids in documents], keys, dtype=dtype,
+                                  metadata={"tokenizer_sha256": "ab"})
+        split, _, rest = name.partition("/")
+        records.append(output_record(folder, path, split=split, source=rest.rpartition("-")[0], **content))
+    return records
+
+
+def write_numbered(folder: Path, lengths: Sequence[Sequence[int]]) -> ShardTable:
+    """Training shards of the sources in turn, with documents of these lengths, whose ids number a shard's tokens from
+    1. They are in an order that is not that of their paths."""
+    return ShardTable.of(write_shards(folder, [
+        (f"train/{SOURCES[number % 2]}-{len(lengths) - number:05d}",
+         np.split(np.arange(1, sum(own) + 1), np.cumsum(own)[:-1])) for number, own in enumerate(lengths)]))
+
+
+def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: dict[str, float] | None = None,
+                  packing: Any = None, *, opened: OpenShards | None = None, vocabulary: int = 60_000) -> Any:
+    """`TrainingData` over the shards of both sources."""
+    from pipeline.data.sampling.loader import TrainingData
+    opened = OpenShards(folder, table) if opened is None else opened
+    shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
+    return TrainingData(shards, length if packing is None else packing.length, 3, mixture, table.content("train"),
+                        vocabulary, packing)
+
+
+def assert_same_batches(one: Any, other: Any) -> None:
+    """Equal to the last bit, in types too."""
+    for name in BATCH_TENSORS:
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert ours.dtype == theirs.dtype and ours.is_contiguous() and bool((ours == theirs).all()), name
+    assert (one.targets, one.lengths, one.padding) == (other.targets, other.lengths, other.padding)
+
+
+def assert_readings(data: Any, below: int) -> None:
+    """The pieces of samples are the tokens of their batches, and a document's readings are the pieces that name it."""
+    from pipeline.data.provenance import pieces, readings
+    from pipeline.data.sampling.phases import ANEW
+    samples, seen, rows = np.arange(below), dict[Any, list[Any]](), dict[int, list[int]]()
+    epochs = data.order.locate(samples)[1].tolist()
+    for piece in pieces(data, samples):
+        seen.setdefault((piece.shard.path, piece.document), []).append(
+            (piece.sample, epochs[piece.sample], piece.start, piece.stop))
+        rows.setdefault(piece.sample, []).extend(piece.ids().tolist())
+    for sample in samples:
+        batch = data.batch_of(np.array([sample]))
+        assert rows[sample] == batch.tokens[0, :batch.tokens.shape[1] - batch.padding[0]].tolist()
+    for pool, stream in enumerate(data.streams):
+        for index, shard in enumerate(stream.shards):
+            for document in range(shard.documents):
+                found = readings(data, pool, index, document, below)
+                assert [(one.sample, one.epoch + one.anew * ANEW, one.start, one.stop) for one in found] == \
+                    seen.pop((shard.path, document), [])
+    assert not seen

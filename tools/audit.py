@@ -16,26 +16,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import run_in
-from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.order import SampleOrder
-from pipeline.data.sampling.packed_data import PackedData
-from pipeline.data.sampling.phases import PhasedOrder
 from pipeline.errors import UserError
 from pipeline.files import read_lines
 from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from pipeline.records.metrics import standing_lines
 from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
-from pipeline.training.data.opening import open_training_data
-from pipeline.training.data.token_check import DAMAGED
 from pipeline.training.determinism import was_deterministic
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.data.sampling.loader import TrainingData
+    from pipeline.data.sampling.order import SampleOrder
+    from pipeline.data.sampling.packed_data import PackedData
+    from pipeline.data.sampling.phases import PhasedOrder
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -115,6 +113,9 @@ def audit(folder: Path) -> Audit:
     lines = standing_lines(path)
     if not lines:
         raise UserError(f"{path} holds no step; there is nothing to audit.")
+    from pipeline.data.sampling.packed_data import PackedData
+    from pipeline.training.data.token_check import DAMAGED
+
     events = list(read_lines(folder / "train/events.jsonl"))
     starts = [event for event in events if event["event"] in ("start", "resume")]
     damages = [int(event["first_step"]) for event in events if event["event"] == DAMAGED]
@@ -272,6 +273,10 @@ def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) 
 
 
 def _data(folder: Path) -> TrainingData:
+    from pipeline.contract.run import run_in
+    from pipeline.contract.stage_work import Work
+    from pipeline.training.data.opening import open_training_data
+
     run = run_in(folder)
     data = open_training_data(Work(run, "train", run.fingerprint("train")))
     data.leave_out(excluded_by(read_rollbacks(folder / "train"), data.order.links))
@@ -281,6 +286,8 @@ def _data(folder: Path) -> TrainingData:
 def _packed_sequences(data: PackedData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
     """Follow every used sample of packed phases to its sequence: within an epoch of a source no sequence of a plan may
     come twice, nor a token in sequences of several plans."""
+    import numpy as np
+
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
         located = data.order.locate(sample_numbers([part]))
@@ -307,6 +314,8 @@ def _sequences(order: SampleOrder | PhasedOrder, used_ranges: Sequence[Range], f
                chunk: int = 1_000_000) -> None:
     """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor any part of
     one where phases have sequences of several lengths."""
+    import numpy as np
+
     seen: dict[tuple[int, int], np.ndarray] = {}
     unit = _unit(order)
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
@@ -326,6 +335,8 @@ def _sequences(order: SampleOrder | PhasedOrder, used_ranges: Sequence[Range], f
 
 def _unit(order: SampleOrder | PhasedOrder) -> int:
     """Tokens of the smallest piece that is used as a whole."""
+    from pipeline.data.sampling.order import SampleOrder
+
     if isinstance(order, SampleOrder):
         return order.length
     return math.gcd(*(phase.train.sequence_length for phase in order.plan.phases))
@@ -333,6 +344,8 @@ def _unit(order: SampleOrder | PhasedOrder) -> int:
 
 def _pieces(order: SampleOrder | PhasedOrder, pool: int) -> int:
     """How many such pieces a pool has at most."""
+    from pipeline.data.sampling.order import SampleOrder
+
     if isinstance(order, SampleOrder):
         return int(order.counts[pool])  # packed documents may need more sequences than their tokens would fill
     return order.pools[pool].tokens // _unit(order) + 1
@@ -340,6 +353,10 @@ def _pieces(order: SampleOrder | PhasedOrder, pool: int) -> int:
 
 def _places(order: SampleOrder | PhasedOrder, samples: np.ndarray) -> tuple[np.ndarray, ...]:
     """Pool, epoch, first token and length of samples."""
+    import numpy as np
+
+    from pipeline.data.sampling.phases import PhasedOrder
+
     if isinstance(order, PhasedOrder):
         return tuple(order.locate(samples))
     pools, epochs, sequences = order.locate(samples)

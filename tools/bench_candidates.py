@@ -13,25 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.contract.entry import end_process
-from pipeline.data.sampling.batch import Batch, pack
-from pipeline.data.sampling.loader import Prefetcher
-from pipeline.parallel.context_parallel import part_of
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.initial_values import drawn
-from pipeline.parallel.ranks import start_ranks
-from pipeline.training.engines.build import build_engine
-from pipeline.training.guards import StepLimits
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.data.sampling.batch import Batch
 
 SHAPE = ModelConfig(vocab_size=8192, dim=288, layers=6, heads=6, kv_heads=2, ffn_dim=768, context_length=256)
 SEQUENCES, LENGTH = 8, 256
@@ -53,6 +42,10 @@ class Candidate:
 
 def random_batch(step: int, first: int = 0, count: int = SEQUENCES) -> Batch:
     """Sequences [first, first + count) of a step's batch of random tokens, one document each, packed as in training."""
+    import numpy as np
+
+    from pipeline.data.sampling.batch import pack
+
     random = np.random.default_rng(step)
     tokens = random.integers(0, SHAPE.vocab_size or 0, (SEQUENCES, LENGTH + 1))[first:first + count]
     return pack([(row, np.zeros(1, dtype=np.int64)) for row in tokens])
@@ -60,6 +53,20 @@ def random_batch(step: int, first: int = 0, count: int = SEQUENCES) -> Batch:
 
 def ours(candidate: Candidate) -> Step:
     """A step of our engine, exactly as training takes it: read ahead, document mask, chunked loss, limits."""
+    import torch
+
+    from pipeline.config.batch import BatchPlan
+    from pipeline.config.parallel import ParallelConfig
+    from pipeline.config.training import TrainConfig
+    from pipeline.config.tree import Config
+    from pipeline.data.sampling.loader import Prefetcher
+    from pipeline.parallel.context_parallel import part_of
+    from pipeline.parallel.grid import Grid
+    from pipeline.parallel.initial_values import drawn
+    from pipeline.parallel.ranks import start_ranks
+    from pipeline.training.engines.build import build_engine
+    from pipeline.training.guards import StepLimits
+
     ranks = start_ranks()
     config = Config(train=TrainConfig(micro_batch=SEQUENCES // candidate.ranks, precision="fp32",
                                       sequence_length=LENGTH, batch_tokens=SEQUENCES * LENGTH, **candidate.train),
@@ -81,6 +88,8 @@ def ours(candidate: Candidate) -> Step:
 
 def plain_step(model: Any, logits: Callable[[torch.Tensor], torch.Tensor]) -> Step:
     """A plain training step around somebody else's model: cross-entropy, clipping, fused AdamW."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = random_batch(0)
 
@@ -96,6 +105,7 @@ def plain_step(model: Any, logits: Callable[[torch.Tensor], torch.Tensor]) -> St
 
 def transformers_llama(candidate: Candidate) -> Step:
     """The same shape as transformers builds it, with SDPA and plain causal attention."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
     settings: dict[str, Any] = {
@@ -110,6 +120,7 @@ def transformers_llama(candidate: Candidate) -> Step:
 
 def litgpt_llama(candidate: Candidate) -> Step:
     """The same shape as litgpt builds it."""
+    import torch
     from litgpt.config import Config as LitConfig
     from litgpt.model import GPT
     torch.manual_seed(0)
@@ -146,6 +157,10 @@ CANDIDATES: dict[str, Candidate] = {
 
 def serve(name: str, threads: int) -> None:
     """Be a candidate's process: warm up, say so, and take steps as standard input asks. Ranks but 0 follow rank 0."""
+    import torch
+
+    from pipeline.contract.entry import end_process
+
     torch.set_num_threads(threads)
     candidate = CANDIDATES[name]
     before = memory_mb()

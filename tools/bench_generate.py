@@ -21,18 +21,17 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.generation.batch import Batch
 from model.generation.sampling import Sampling
-from model.llama import Llama, initialise
 from model.presets import PRESETS, preset
 from pipeline.errors import UserError
-from pipeline.formats.huggingface import stream_folder
-from pipeline.formats.weights import load_model, open_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.llama import Llama
 
 DTYPES = ("float32", "bfloat16")
 Write = Callable[[], list[int]]
@@ -41,6 +40,8 @@ Write = Callable[[], list[int]]
 
 def ours(model: Llama, prompt: list[int], new: int) -> Write:
     """Drover's way, as chat and server go it."""
+    from model.generation.batch import Batch
+
     def write() -> list[int]:
         batch = Batch(model)
         row = batch.add(prompt, Sampling(max_tokens=new))
@@ -52,6 +53,7 @@ def ours(model: Llama, prompt: list[int], new: int) -> Write:
 
 def theirs(folder: Path, device: torch.device, dtype: torch.dtype, prompt: list[int], new: int) -> Write:
     """transformers' `generate` with its defaults."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
@@ -67,6 +69,10 @@ def theirs(folder: Path, device: torch.device, dtype: torch.dtype, prompt: list[
 def contenders(config: ModelConfig, device: torch.device, dtype: torch.dtype, prompt: list[int],
                new: int) -> dict[str, Write]:
     """Both with the same random weights, by name."""
+    from model.llama import Llama, initialise
+    from pipeline.formats.huggingface import stream_folder
+    from pipeline.formats.weights import load_model, open_weights
+
     drawn = Llama(config)
     initialise(drawn, config, seed=0)
     state = drawn.state_dict()
@@ -89,6 +95,8 @@ def timed(write: Write) -> tuple[float, float, list[int]]:
 
 def measure(writers: dict[str, Write], threads: int, rounds: int) -> dict[str, Any]:
     """Time both `rounds` times after each has written once; see `figures`."""
+    import torch
+
     torch.set_num_threads(threads)
     written = {name: write() for name, write in writers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in writers}
@@ -144,6 +152,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     if options.prompt + options.new > config.context_length:
         raise UserError(f"{options.prompt} tokens of prompt and {options.new} new ones exceed the context of "
                         f"{options.preset}, {config.context_length}. Ask for fewer.")
+    import torch
+
     ids = torch.randint(config.vocab_size or 0, (options.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     device = torch.device(options.device)
     writers = contenders(config, device, getattr(torch, options.dtype), ids, options.new)

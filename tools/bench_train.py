@@ -22,13 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from model.kernels import chosen, onednn_product
 from tools.bench_candidates import CANDIDATES, LENGTH, SEQUENCES, SHAPE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -94,6 +93,10 @@ on one processor, and the model's own, where they are on another."""
 
 def libraries() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """What multiplies x (rows, inputs) with a weight (outputs, inputs) here: torch's own library, and oneDNN."""
+    import torch
+
+    from model.kernels import onednn_product
+
     found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"torch": torch.nn.functional.linear}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found["oneDNN"] = onednn_product
@@ -107,6 +110,8 @@ class MatrixPeak:
     """
 
     def __init__(self) -> None:
+        import torch
+
         self.operands = [(torch.randn(rows, inputs), torch.randn(outputs, inputs)) for rows, inputs, outputs in SHAPES]
         self.rates: dict[str, float] = {}
 
@@ -130,6 +135,10 @@ def ceiling(products: Iterable[float], reached: Iterable[float]) -> float:
 
 def measure(names: list[str], steps: int, rounds: int, threads: int) -> dict[str, Any]:
     """Alternate `rounds` of `steps` steps of each candidate; seconds of every step but the warm-up."""
+    import torch
+
+    from model.kernels import chosen
+
     missing = [name for name in names if (package := CANDIDATES[name].package)
                and importlib.util.find_spec(package) is None]
     for name in missing:

@@ -13,13 +13,15 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from model.generation.sampling import Sampling
-from model.generation.writer import stream
 from pipeline.errors import UserError
-from pipeline.evaluation.open_model import OpenedModel
 from pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
 from tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
+
+if TYPE_CHECKING:
+    from model.generation.sampling import Sampling
+    from pipeline.evaluation.open_model import OpenedModel
 
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
@@ -129,6 +131,8 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
              samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
     """(number, text) of prompts that are continued together: the first one's pieces as they come, then those of the
     second, which has been going on meanwhile ... Every prompt has a piece, and a line end is between two."""
+    from model.generation.writer import stream
+
     waiting = dict.fromkeys(range(len(prompts)), "")
     ended: set[object] = set()
     first = 0

@@ -44,11 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     options = _parser().parse_args(arguments)
     go_offline()  # before anything imports the libraries that look for it
-    from pipeline.parallel.ranks import start_ranks, stop_ranks
-
     try:
         candidates = _candidates(options)
         conditions = _conditions(options)
+        from pipeline.parallel.ranks import start_ranks, stop_ranks
+
         ranks = start_ranks()
         try:
             results = compare(candidates, conditions, options, ranks)

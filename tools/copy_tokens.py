@@ -13,7 +13,6 @@ from pathlib import Path
 from pipeline.console import ProgressBar, say
 from pipeline.contract.locks import lock
 from pipeline.contract.run import run_in
-from pipeline.data.stored.copying import compare_copy, copy_shards
 from pipeline.errors import UserError
 
 
@@ -26,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run = run_in(options.run)
+        from pipeline.data.stored.copying import compare_copy, copy_shards
+
         manifest, folder = run.finished("encode"), run.stage_folder("encode")
         held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
         with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:

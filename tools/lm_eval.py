@@ -51,8 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _hand_over() -> None:
     from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
 
-    import pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
+    if "drover" not in model_registry:  # by its name: it is imported, with torch, when a command asks for it
+        model_registry.register("drover", target="pipeline.evaluation.lm_eval_model:DroverModel")
     cli_evaluate()
 
 

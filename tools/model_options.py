@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from model.generation.sampling import Sampling
 from pipeline.errors import UserError
-from pipeline.evaluation.open_model import OpenedModel, open_model
+from pipeline.evaluation.open_model import open_model
+from pipeline.records.weight_files import weights_folder
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.open_model import OpenedModel
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -24,6 +27,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def opened_model(options: argparse.Namespace) -> OpenedModel:
     """The model that is asked for. UserError where there is none, or no such device."""
+    weights_folder(options.model)  # refuses what is not there, before torch is imported
+    import torch
+
     gpu = torch.cuda.is_available()
     try:
         device = torch.device(options.device or ("cuda" if gpu else "cpu"))

@@ -16,6 +16,7 @@ import sys
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import run_of
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
+from pipeline.records.weight_files import weights_folder
 from tools.model_options import add_model_options, opened_model
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -50,6 +51,7 @@ def serve(options: argparse.Namespace) -> None:
     if options.batch < 1 or options.queue < 0:
         raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
                         f"{options.queue}.")
+    weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
     try:
         import uvicorn
 

@@ -16,21 +16,22 @@ import sys
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pipeline.console import ProgressBar, say
 from pipeline.errors import UserError, is_full_disk
-from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import descriptions, shard_files
+from pipeline.formats.meta_params import PARTS
 from pipeline.formats.output_folder import OutputFolder
-from pipeline.formats.weights import open_weights
-from pipeline.formats.writing import PARTS, drover_files, huggingface_files, meta_files, meta_reads, reader
+from pipeline.records.weight_files import weights_folder
 from pipeline.tokenization.export import SETTINGS, with_length
-from tools.weights_beside import MODEL_FILE, Beside, beside, name_of_vocabulary
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.formats.base import Weights
+    from tools.weights_beside import Beside
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FORMS = ("hf", "meta", "drover")
 SHARD_GB = 5.0
 TOKENIZER = ("tokenizer.json", SETTINGS)
@@ -53,7 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
     partial = f"{options.target}.partial"
     try:
         _refuse_senseless(options)
-        convert(options.source, options.target, options.format, DTYPES.get(options.dtype),
+        weights_folder(options.source)  # refuses what is not there, before torch is imported
+        import torch
+
+        convert(options.source, options.target, options.format,
+                getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
                 int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -85,6 +90,13 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     Raises:
         UserError: see `open_weights`, `OutputFolder` and `pipeline.formats.writing`; nothing is at the target then.
     """
+    import torch
+
+    from pipeline.formats.huggingface import descriptions, shard_files
+    from pipeline.formats.weights import open_weights
+    from pipeline.formats.writing import drover_files, huggingface_files, meta_files, meta_reads, reader
+    from tools.weights_beside import beside
+
     with open_weights(source) as weights:
         config, found = weights.config, beside(weights)
         kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.names()})
@@ -127,6 +139,8 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
 def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
     """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
+    from tools.weights_beside import MODEL_FILE, name_of_vocabulary
+
     carried, left = [], []
     if form == "meta":
         left = sorted(found.files)
@@ -154,6 +168,8 @@ def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
 
 def _prove(weights: Weights, folder: OutputFolder, dtype: torch.dtype) -> None:
     """What was written must open as the same tensors of the same shapes, in the type asked for."""
+    from pipeline.formats.weights import open_weights
+
     with open_weights(folder.partial) as made:
         types = {made.dtype(name) for name in made.names()}
         if made.shapes != weights.shapes or types != {dtype} or made.config.parameter_count != \
@@ -167,7 +183,8 @@ def _counted(weights: Weights) -> str:
 
 
 def _spelled(dtype: torch.dtype) -> str:
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, known in DTYPES.items() if known == name), name)
 
 
 def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from launch.local import find_machine
-from launch.plan import local_ranks
 from launch.processes import end_with_parent
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
@@ -153,6 +151,9 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
 
 def commands(config: Config, path: Path) -> list[list[str]]:
     """The stages of an evaluation; evaluate with a rank per GPU, as on one box."""
+    from launch.local import find_machine
+    from launch.plan import local_ranks
+
     ranks, arguments = local_ranks(config, find_machine()), ["--config", str(path)]
     start = [sys.executable, "-m"] if ranks == 1 else [
         sys.executable, "-m", "launch.agent", str(path.parent / "agent.log"), "--standalone", "--nproc-per-node",

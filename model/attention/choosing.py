@@ -50,7 +50,7 @@ def _automatic(where: Where) -> Choice:
     """The first that can run; a fallback where it is not the one that is best on such a device."""
     wanted = "varlen" if where.device.type == "cuda" else "by_document"
     lacks: dict[str, str] = {}
-    for name in AUTOMATIC:
+    for name in (wanted, *(name for name in AUTOMATIC if name != wanted)):  # varlen imports torch's compiler
         backend = load(name)
         lacks[name] = backend.refusal(where)
         if not lacks[name]:

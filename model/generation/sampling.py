@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def penalised(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     scores: (vocabulary,). seen: ids, (count,) int64; how often one is among them does not matter.
     """
     of_seen = scores[seen]
-    return scores.scatter(0, seen, torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty))
+    return scores.scatter(0, seen, (of_seen * penalty).where(of_seen < 0, of_seen / penalty))
 
 
 def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,7 @@ def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
     scores: (vocabulary,) logits; the temperature must be above 0. Raises FloatingPointError where scores are NaN.
     """
-    probabilities = torch.softmax(scores / sampling.temperature, dim=-1)
+    probabilities = (scores / sampling.temperature).softmax(dim=-1)
     if sampling.top_k is None:
         probabilities, ids = probabilities.sort(descending=True, stable=True)
     else:
@@ -118,4 +120,4 @@ def draw(scores: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
             raise FloatingPointError("the model's scores are NaN")
         return int(token)
     probabilities, ids = kept(scores, sampling)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+    return int(ids[probabilities.multinomial(1, generator=generator)])

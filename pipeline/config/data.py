@@ -79,10 +79,6 @@ Source = Annotated[StdlibSource | FilesSource | HubSource, Field(discriminator="
 DocumentFilter = Annotated[SerializeAsAny[Kind], PlainValidator(FILTERS.read)]
 
 
-def _stdlib_alone() -> list[StdlibSource | FilesSource | HubSource]:
-    return [StdlibSource(kind="stdlib")]
-
-
 class NearDuplicates(Section):
     """Documents that are nearly equal, by MinHash signatures: those that share a band with another are alike, and so
     are those that are like a third. Needs the package rensa (`pip install --editable '.[clean]'`)."""
@@ -109,7 +105,7 @@ class NearDuplicates(Section):
 class ShardConfig(Section):
     """Stage 1: sources into WebDataset tar shards of documents."""
 
-    sources: list[Source] = Field(default_factory=_stdlib_alone, min_length=1)
+    sources: list[Source] = Field([{"kind": "stdlib"}], min_length=1, validate_default=True)
     """Where documents come from; each source keeps its name through to the held-out loss."""
     shard_mb: float = Field(64.0, gt=0)
     """Text per shard in MB (10^6 bytes). A shard is the unit of work of `encode`: aim for many per process."""
@@ -129,7 +125,7 @@ class ShardConfig(Section):
     near_duplicates: NearDuplicates | None = added(None)
     """Keep one of documents that are nearly equal, as in {preset: fineweb}; null: only equal ones are dropped. Which
     document is kept instead of each that is dropped, equal ones too, is then named in duplicates/."""
-    filters: list[DocumentFilter] = added(default_factory=list)
+    filters: list[DocumentFilter] = added([])
     """Which documents are kept and how they are changed, in this order, before duplicates are looked for: each item
     has a `kind` (length, repetition, characters, masking, c4, gopher_quality, gopher_repetition, fineweb_quality,
     language, encoding_repair, normalization, decontamination, or my_module:MyFilter for one of your own), a `name` to

@@ -57,7 +57,7 @@ class EvaluateConfig(Section):
     or of its share of the host."""
     tasks: list[str] = []
     """lm-evaluation-harness tasks by name, found under `task_folders`."""
-    task_folders: list[str] = execution(default_factory=lambda: ["configs/tasks"])
+    task_folders: list[str] = execution(["configs/tasks"])
     """Folders with task YAML files; relative paths are from the repository."""
     task_limit: int | None = Field(None, gt=0)
     """Items per task; null: all."""

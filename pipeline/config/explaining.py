@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from model.presets import PRESETS
 from pipeline.config.field_names import suggestion
 from pipeline.config.places import OUTSIDE
 from pipeline.config.section import is_execution
@@ -27,6 +28,8 @@ def explain(config: Config, key: str = "") -> str:
         UserError: no such key; names the nearest.
     """
     if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
+        from model.presets import PRESETS
+
         return (f"{key}\n  A shape, over which the section's other keys are laid: a folder with weights (a run, a "
                 f"checkpoint, Hugging Face's form), or one of {', '.join(PRESETS)}.")
     entries = list(_entries(Config, config, ""))
@@ -45,30 +48,45 @@ def explain(config: Config, key: str = "") -> str:
     return "\n\n".join(chosen)
 
 
+def field_texts(section: type[BaseModel]) -> dict[str, str]:
+    """What stands in the source under each field of a section and of the sections that it extends.
+
+    Read here and not by pydantic (`use_attribute_docstrings`), which would parse the source in every process.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__[:section.__mro__.index(BaseModel)]):
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr) \
+                    and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                found[field.target.id] = text.value.value
+    return found
+
+
 def _entries(section: type[BaseModel], value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    texts = field_texts(section)
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         current = getattr(value, name, None)
         nested = _section_of(field)
         if nested is not None:
-            yield key, f"{key}: {_flow(field.description or nested.__doc__ or '')}"
+            yield key, f"{key}: {_flow(texts.get(name) or nested.__doc__ or '')}"
             yield from _entries(nested, current, f"{key}.")
             continue
-        yield key, _entry(key, field, current)
+        yield key, _entry(key, field, texts.get(name, ""), current)
         if isinstance(current, list) and current and isinstance(current[0], BaseModel):
             for index, item in enumerate(current):
                 yield from _entries(type(item), item, f"{key}.{index}.")
 
 
-def _entry(key: str, field: FieldInfo, current: Any) -> str:
-    default = "required" if field.is_required() else repr(
-        field.get_default(call_default_factory=True)
-        if field.default is PydanticUndefined else field.default)
+def _entry(key: str, field: FieldInfo, text: str, current: Any) -> str:
+    default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
     if isinstance(current, list) and current and isinstance(current[0], BaseModel):
         current_text = f"{len(current)} item(s), below"
     else:
         current_text = repr(current)
-    lines = [key, f"  {_flow(field.description or '')}",
+    lines = [key, f"  {_flow(text)}",
              f"  type: {_type_name(field)}   default: {default}   now: {current_text}"]
     if key.rpartition(".")[2] in OUTSIDE:
         lines.append("  (where files lie makes nothing stale; what is in them does)")

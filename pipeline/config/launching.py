@@ -186,21 +186,21 @@ class LaunchConfig(Section):
     not answered by then are slow, not bad."""
     preflight_factor: float = Field(4.0, gt=1)
     """A rank slower than the group's median by more than this makes its node a bad one."""
-    limits: SiteLimits = Field(default_factory=SiteLimits)
+    limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
-    shard: ArrayResources = Field(default_factory=ArrayResources)
+    shard: ArrayResources = Field({}, validate_default=True)
     """Jobs of shard."""
-    tokenizer: Resources = Field(default_factory=Resources)
+    tokenizer: Resources = Field({}, validate_default=True)
     """The job of tokenizer."""
-    encode: ArrayResources = Field(default_factory=ArrayResources)
+    encode: ArrayResources = Field({}, validate_default=True)
     """Jobs of encode."""
-    train: TrainResources = Field(default_factory=TrainResources)
+    train: TrainResources = Field({}, validate_default=True)
     """Jobs of train."""
-    convert: Resources = Field(default_factory=Resources)
+    convert: Resources = Field({}, validate_default=True)
     """The job of convert."""
-    evaluate: EvaluateResources = Field(default_factory=EvaluateResources)
+    evaluate: EvaluateResources = Field({}, validate_default=True)
     """Jobs of evaluate."""
-    report: Resources = Field(default_factory=Resources)
+    report: Resources = Field({}, validate_default=True)
     """The job of report."""
 
     def of(self, stage: str) -> Resources:

@@ -9,10 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from model.config import ModelConfig
-from model.presets import preset
 from pipeline.config.checks import problems
 from pipeline.config.data import FilesSource, HubSource, StdlibSource
-from pipeline.config.field_names import suggestion
 from pipeline.config.partial import UnknownSettingError, known_part
 from pipeline.config.plugins import load_plugins
 from pipeline.config.shapes import shape_in
@@ -129,6 +127,8 @@ def _with_preset(values: Values) -> Values:
         if isinstance(section, dict):
             section.pop("preset", None)
         return values
+    from model.presets import preset
+
     place, name = values.place(("model", "preset")), str(section.pop("preset"))
     try:
         found = shape_in(Path(name)) if Path(name).is_dir() else preset(name)
@@ -222,6 +222,8 @@ def _combinations(error: ValidationError, values: Values) -> list[str]:
 
 
 def _suggested(at: Path_, tree: Any) -> tuple[str, str | None]:
+    from pipeline.config.field_names import suggestion
+
     return suggestion(".".join(map(str, at[:-1])), str(at[-1]), _known_keys(at[:-1], tree))
 
 

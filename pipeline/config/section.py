@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A group of settings: strict types, unknown keys refused, advice in the text under each field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True,
-                              allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False,
+                              defer_build=True)
 
 
 def added(default: Any = ..., **extra: Any) -> Any:
@@ -19,8 +19,6 @@ def added(default: Any = ..., **extra: Any) -> Any:
 
     At its default, which computes what was computed before, it does not enter fingerprints: those runs stay valid.
     """
-    if "default_factory" in extra:
-        return Field(json_schema_extra={"added": True}, **extra)
     return Field(default, json_schema_extra={"added": True}, **extra)
 
 
@@ -29,8 +27,6 @@ def execution(default: Any = ..., **extra: Any) -> Any:
 
     Such fields never enter a stage's fingerprint: changing them makes nothing stale.
     """
-    if "default_factory" in extra:
-        return Field(json_schema_extra={"execution": True}, **extra)
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
 
@@ -42,7 +38,7 @@ def is_execution(field: Any) -> bool:
 def _is_as_before(field: Any, value: Any) -> bool:
     """Whether a pydantic field was declared with `added` and computes what was computed before it was there."""
     added_later = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("added")
-    return bool(added_later) and value == field.get_default(call_default_factory=True)
+    return bool(added_later) and value == field.default
 
 
 def identity(value: Any) -> Any:

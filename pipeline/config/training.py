@@ -81,10 +81,10 @@ class TrainConfig(Section):
     optimizer: str = added("adamw")
     """`adamw`; `muon`: the blocks' matrices by Muon (Jordan et al. 2024), all else by AdamW; or `module:NAME` of an
     optimizer of your own (pipeline/training/optimizers/base.py says how)."""
-    optimizer_settings: dict[str, Setting] = added(default_factory=dict)
+    optimizer_settings: dict[str, Setting] = added({})
     """What the optimizer has beside lr, betas, eps and weight_decay. muon: `momentum` (0.95), `nesterov` (true),
     `iterations` (5, of Newton-Schulz)."""
-    lr_factors: dict[str, float] = added(default_factory=dict)
+    lr_factors: dict[str, float] = added({})
     """Learning rates of some parameters as a multiple of `lr`, by name or shell pattern: `{"tok_embeddings.*": 2}`. The
     first pattern that fits a name holds; the others have 1."""
     lr: float = Field(3e-3, gt=0)
@@ -127,7 +127,7 @@ class TrainConfig(Section):
     fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = added("rowwise")
     """For `fp8`: how factors are scaled. `rowwise`: each row by its largest value; `rowwise_with_gw_hp`: so too, but
     the weights' gradients are computed in bf16; `tensorwise`: the whole matrix by its largest value, fastest."""
-    fp8_skip: list[str] = added(default_factory=list)
+    fp8_skip: list[str] = added([])
     """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. The output head
     stays so in any case, and so do layers whose dimensions are no multiples of 16."""
     fp8_watch_every: int = execution(100, gt=0)
@@ -139,7 +139,7 @@ class TrainConfig(Section):
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""
     recomputed_blocks: int = execution(1, gt=0)
     """Apply activation checkpointing to every n-th block only: 1 to all, 2 to every second."""
-    kept_activations: list[Activation] = execution(default_factory=lambda: list(KEPT_ACTIVATIONS))
+    kept_activations: list[Activation] = execution([*KEPT_ACTIVATIONS])
     """For `selective`: the results that are kept, by name: `attention` and the matrix products. w2's is not in the
     default: the backward pass never needs it."""
     compile: bool | None = execution(None)
@@ -148,7 +148,7 @@ class TrainConfig(Section):
     """On GPUs, the same bits at every start on the same ranks: deterministic kernels (attention's backward pass above
     all) and one order of sums. Slower, and for looking into a difference: a repeated step can then be compared bit by
     bit. CPUs are deterministic without it."""
-    guards: GuardConfig = execution(default_factory=GuardConfig)
+    guards: GuardConfig = execution({}, validate_default=True)
     """What happens when the loss is NaN or leaps, and when replicas of the weights differ."""
     mixture: Mixture | None = None
     """Share of each source among the training tokens, by source name, relative to their sum, whatever that is: weights,
@@ -158,7 +158,7 @@ class TrainConfig(Section):
     """The most epochs of each source (a number for all, or by name) that the plan may train on: tokens trained on over
     tokens that there are. More is refused as soon as the tokens are counted. null: no limit, but more than 4 is
     said."""
-    phases: list[PhaseConfig] = added(default_factory=list)
+    phases: list[PhaseConfig] = added([])
     """Parts of training with another mixture, sequence length, batch or learning rate, one after the other; each ends
     at its `until`, and `steps` follows from them. Those that have begun cannot be changed any more; later ones can, and
     more can be added. docs/training.md."""
@@ -173,7 +173,7 @@ class TrainConfig(Section):
     """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are read from, as
     `encode.copy_to` or tools.copy_tokens put them there; those in the encode stage's folder are then not needed. Keys
     and addresses come from the environment. null: that folder."""
-    cache: TokenCacheConfig = execution(default_factory=TokenCacheConfig)
+    cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: what is kept on each node."""
     loader_threads: int = execution(1, gt=0)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
@@ -183,7 +183,7 @@ class TrainConfig(Section):
     also those that no step has used. With false, what a disk or a hand changes in a shard is trained on."""
     log_every: int = execution(1, gt=0)
     """Steps between two lines of metrics.jsonl and of every log sink."""
-    log_to: list[LogSink] = execution(default_factory=lambda: [SINKS.read("tensorboard")])
+    log_to: list[LogSink] = execution(["tensorboard"], validate_default=True)
     """Where metrics, sample texts and events go beside the JSON lines in the train folder, which are always written:
     any of tensorboard, wandb, mlflow, my_module:MySink, each with its settings, as in
     [tensorboard, {kind: wandb, project: ours}]. One that fails is switched off and stops nothing; docs/training.md."""
@@ -195,9 +195,9 @@ class TrainConfig(Section):
     """Steps between two sets of sample texts; also done at the last step."""
     sample_tokens: int = execution(64, gt=0)
     """Length of a sample text in tokens."""
-    prompts: list[str] = execution(default_factory=lambda: ["def main():", "import os\n", "class "])
+    prompts: list[str] = execution(["def main():", "import os\n", "class "])
     """Prompts of the sample texts."""
-    checkpoint: CheckpointConfig = execution(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = execution({}, validate_default=True)
     """When to save, and what to keep."""
 
     @model_validator(mode="before")

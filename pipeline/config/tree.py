@@ -32,26 +32,26 @@ class Config(Section):
     or stages of your own; every process of the run imports them. See docs/extending.md."""
     stages: dict[str, dict[str, JsonValue]] = {}
     """Settings of stages that plugins add, by the stage's name."""
-    shard: ShardConfig = Field(default_factory=ShardConfig)
+    shard: ShardConfig = Field({}, validate_default=True)
     """Stage 1: sources into WebDataset tar shards of documents."""
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    tokenizer: TokenizerConfig = Field({}, validate_default=True)
     """Stage 2: the vocabulary, trained or taken from a file."""
-    encode: EncodeConfig = Field(default_factory=EncodeConfig)
+    encode: EncodeConfig = Field({}, validate_default=True)
     """Stage 3: text shards into token shards."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: ModelConfig = Field({}, validate_default=True)
     """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
     model/presets.py) or of the weights in a folder, over which the other keys here are laid."""
-    train: TrainConfig = Field(default_factory=TrainConfig)
+    train: TrainConfig = Field({}, validate_default=True)
     """Stage 4: pretraining."""
-    parallel: ParallelConfig = execution(default_factory=ParallelConfig)
+    parallel: ParallelConfig = execution({}, validate_default=True)
     """How the model is spread over ranks."""
-    convert: ConvertConfig = Field(default_factory=ConvertConfig)
+    convert: ConvertConfig = Field({}, validate_default=True)
     """Stage 5: the checkpoint as a Hugging Face folder."""
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    evaluate: EvaluateConfig = Field({}, validate_default=True)
     """Stage 6: held-out bits per byte, tasks, continuations."""
-    report: ReportConfig = Field(default_factory=ReportConfig)
+    report: ReportConfig = Field({}, validate_default=True)
     """Stage 7: report.html and report.md."""
-    launch: LaunchConfig = execution(default_factory=LaunchConfig)
+    launch: LaunchConfig = execution({}, validate_default=True)
     """Processes on one box, and what is asked of Slurm."""
 
     def part(self, name: str) -> Any:

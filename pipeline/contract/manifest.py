@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.section import flatten
 from pipeline.errors import UserError
 from pipeline.files import SEAL, sha256_json, write_sealed
 
@@ -125,6 +124,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
 
 def _fields(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
+    from pipeline.config.section import flatten
+
     fields = flatten(fingerprint["config"], "config")
     for group in ("inputs", "files"):
         fields.update({f"{group}.{name}": value for name, value in fingerprint[group].items()})

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -341,6 +340,8 @@ def set_aside(folder: Path, keep: bool) -> Path | None:
 
 def software_versions() -> dict[str, str]:
     """Versions of Python and the packages that can change outputs, without importing them."""
+    from importlib import metadata
+
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

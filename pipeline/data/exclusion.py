@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Range = tuple[int, int]
 """Sample numbers [first, end)."""
@@ -86,12 +88,16 @@ class Excluded:
 
 def sample_numbers(ranges: Iterable[Sequence[int]]) -> np.ndarray:
     """The numbers in `ranges`, in their order, int64."""
+    import numpy as np
+
     parts = [np.arange(first, end, dtype=np.int64) for first, end in ranges]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def ranges_of(numbers: np.ndarray) -> list[Range]:
     """Ascending sample numbers as ranges."""
+    import numpy as np
+
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 

@@ -119,10 +119,12 @@ def _dataset_paths(source: HubSource) -> tuple[list[Path], list[str]]:
 
 
 def _stdlib_paths(source: StdlibSource) -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = NOT_STDLIB if source.include_tests else NOT_STDLIB | TEST_FOLDERS
-    return [path for path in root.rglob("*.py")
-            if path.is_file() and not left_out.intersection(path.relative_to(root).parts[:-1])]
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = set(inside) - left_out  # not walked: installed packages may have tens of thousands of folders
+        found += [path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    return found
 
 
 def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:

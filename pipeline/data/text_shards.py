@@ -6,13 +6,15 @@ import json
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pipeline.contract.input_check import committed, refuse_changed
-from pipeline.contract.manifest import Manifest
 from pipeline.data.documents import Document, from_json, key_fits
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
+
+if TYPE_CHECKING:
+    from pipeline.contract.manifest import Manifest
 
 SUFFIX = ".json"
 SPLITS = ("train", "heldout")

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.evaluation.measurement import Measurement
+
 IGNORED = -100
 """Label of a place that has no target."""
 
@@ -45,30 +47,6 @@ class HeldoutText:
     documents: Sequence[np.ndarray] | Mapping[int, np.ndarray]
     text_bytes: int
     lengths: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a model needs for some text. `nats` is the sum over `targets` tokens that stand for `text_bytes` bytes."""
-
-    nats: float
-    targets: int
-    text_bytes: int
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte of the original text; nan for no text."""
-        return self.nats / (math.log(2) * self.text_bytes) if self.text_bytes else math.nan
-
-    @property
-    def loss(self) -> float:
-        """Mean nats per target token; nan for no targets."""
-        return self.nats / self.targets if self.targets else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean nats per target token; inf where that is beyond a float."""
-        return math.exp(self.loss) if not self.loss > 709 else math.inf
 
 
 @dataclass(frozen=True)
@@ -218,10 +196,3 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     return {name: Measurement(math.fsum(value for value, source in zip(per_window, sources, strict=True)
                                         if source == name), batches.targets[name], text.text_bytes)
             for name, text in batches.texts.items()}
-
-
-def overall(measurements: Mapping[str, Measurement]) -> Measurement:
-    """All sources together: sums over sums."""
-    parts = measurements.values()
-    return Measurement(math.fsum(part.nats for part in parts), sum(part.targets for part in parts),
-                       sum(part.text_bytes for part in parts))

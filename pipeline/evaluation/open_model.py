@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from model.attention.backend import Where
-from model.attention.choosing import choose
-from model.config import ModelConfig
-from model.llama import Llama
 from pipeline.errors import UserError
-from pipeline.formats.weights import Weights, load_model, open_weights
 from pipeline.records.checkpoints import CHECKPOINTS
-from pipeline.tokenization.base import Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
+    from model.config import ModelConfig
+    from model.llama import Llama
     from pipeline.contract.run import Run
+    from pipeline.formats.base import Weights
+    from pipeline.tokenization.base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,10 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
     Raises:
         UserError: there are no weights or no tokenizer there, or they are damaged or do not belong together.
     """
+    from model.attention.backend import Where
+    from model.attention.choosing import choose
+    from pipeline.formats.weights import load_model, open_weights
+
     with open_weights(path) as weights:
         tokenizer = _tokenizer(path, weights)
         assert weights.config.vocab_size is not None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from model.config import ModelConfig
 from pipeline.config.tree import Config
 from pipeline.evaluation.baselines import MEANING
-from pipeline.evaluation.bits_per_byte import Measurement, overall
 from pipeline.evaluation.compressing import OVERALL
+from pipeline.evaluation.measurement import Measurement, overall
 
 if TYPE_CHECKING:
     from pipeline.data.chosen_documents import Chosen

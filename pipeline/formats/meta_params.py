@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig, RopeScaling
-from model.presets import PRESETS
 from pipeline.errors import UserError
 
 PARAMS = "params.json"
+PARTS = (1, 2, 4, 8, 16)
+"""Into how many parts Meta's form divides a model."""
 LLAMA2_THETA = 10000.0
 """The rotary base of Llama 1 and 2, whose files do not name it; later ones do."""
 _LLAMA3_CONTEXT, _LLAMA31_CONTEXT, _LLAMA2_CONTEXT = 8192, 131072, 4096
@@ -97,6 +98,8 @@ def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
     """ffn_dim_multiplier and multiple_of by which Llama's rule gives the feed-forward width."""
     if config.ffn_dim is None:
         return config.ffn_dim_multiplier, config.multiple_of
+    from model.presets import PRESETS
+
     for known in sorted(PRESETS.values(), key=lambda shape: shape.dim != config.dim):  # of its own width first
         rule = {"ffn_dim_multiplier": known.ffn_dim_multiplier, "multiple_of": known.multiple_of}
         if known.ffn_dim is None and config.model_copy(update={"ffn_dim": None, **rule}).hidden == config.ffn_dim:
@@ -106,6 +109,8 @@ def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
 
 def _published(config: ModelConfig, scaled: bool) -> ModelConfig | None:
     """The published model of this shape and generation."""
+    from model.presets import PRESETS
+
     def shape(of: ModelConfig) -> tuple[float, ...]:
         return of.dim, of.layers, of.heads, of.kv_heads, of.hidden, of.rope_theta
     return next((known for known in PRESETS.values()

@@ -19,14 +19,12 @@ from pipeline.errors import UserError
 from pipeline.formats.base import Weights
 from pipeline.formats.huggingface import parameter_shapes, shard_files, write_shard
 from pipeline.formats.meta import Split
-from pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, config_of, params_of
+from pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of
 from pipeline.formats.shard_index import Entry, Index, run_of
 from pipeline.formats.sharded_tensors import write_index
 from pipeline.formats.tensor_file import DTYPE_NAMES, Layout, write_tensors
 from pipeline.formats.weights import MODEL
 
-PARTS = (1, 2, 4, 8, 16)
-"""Into how many parts Meta's form divides a model."""
 Read = Callable[[str, Sequence[int] | None, Sequence[int] | None], Tensor]
 """A rectangle of a parameter: name, offset, shape, as `Weights.read`."""
 

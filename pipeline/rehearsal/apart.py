@@ -8,9 +8,23 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+from pipeline.config.checks import rank_problems, vocabulary_size
 from pipeline.config.tree import Config
-from pipeline.errors import NotRehearsedError
+from pipeline.errors import NotRehearsedError, UserError, listed
 from pipeline.rehearsal.report import Rehearsal
+
+
+def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
+    """Raise a UserError with everything for which these of so many ranks cannot be rehearsed. Without torch."""
+    if wrong := [number for number in numbers if not 0 <= number < ranks]:
+        raise UserError(f"There is no rank {wrong[0]} among {ranks}: they count from 0 to {ranks - 1}.")
+    found = [] if config.parallel.engine == "fsdp2" else [
+        "parallel.engine is 'deepspeed', which is not rehearsed: it places weights by itself, with kernels of its own. "
+        "Take parallel.engine=fsdp2, or start without a rehearsal."]
+    if (config.model.vocab_size or vocabulary_size(config)) is None:
+        found.append("The vocabulary's size is not known before the tokenizer is there. Set model.vocab_size.")
+    if found := found or rank_problems(config, ranks):
+        raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
 
 
 def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: bool = True,
@@ -18,8 +32,9 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
     """`pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
 
     Raises:
-        UserError: see there; NotRehearsedError where a process was ended, for want of memory as a rule.
+        UserError: see `refuse`; NotRehearsedError where a process was ended, for want of memory as a rule.
     """
+    refuse(config, ranks, numbers)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.rehearsal.step"])  # imported once for all
     workers = min(len(numbers), len(os.sched_getaffinity(0)))

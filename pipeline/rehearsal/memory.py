@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 KINDS = ("weights", "gradients", "moments", "gathered", "activations", "received", "logits")
 """weights: this rank's part of the masters. gradients: also whole ones that wait to be reduced. moments: the
@@ -110,6 +111,8 @@ class Memory:
     @contextmanager
     def following(self) -> Iterator[None]:
         """While FSDP2 lets go of gathered weights by giving their storages no size, which no operator does."""
+        import torch
+
         resize: Any = torch.UntypedStorage.resize_
         memory = self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
@@ -13,7 +13,9 @@ from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.parallel.stages import stage_layers
 from pipeline.rehearsal.memory import KINDS, Peak, readable
-from pipeline.rehearsal.traffic import Channel, Traffic
+
+if TYPE_CHECKING:
+    from pipeline.rehearsal.traffic import Channel, Traffic
 
 RESULT = "pipeline/training/engines/fsdp.py"
 """Where every step reads its loss, norm and whether it was applied, in one transfer after its last operation."""

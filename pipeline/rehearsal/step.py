@@ -12,14 +12,14 @@ import model.loss
 from model.attention.backend import Where
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
-from pipeline.config.checks import rank_problems, vocabulary_size
+from pipeline.config.checks import vocabulary_size
 from pipeline.config.phases import PhasePlan, with_largest
 from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import Batch
-from pipeline.errors import UserError, listed
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks
 from pipeline.rehearsal import attention
+from pipeline.rehearsal.apart import refuse
 from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
 from pipeline.rehearsal.traffic import Traffic
 from pipeline.rehearsal.watch import Watch
@@ -43,30 +43,17 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     Raises:
         UserError: the configuration does not fit the ranks, or cannot be rehearsed.
     """
-    if not 0 <= rank < ranks:
-        raise UserError(f"There is no rank {rank} among {ranks}: they count from 0 to {ranks - 1}.")
-    decided, notes, shape = rehearsable(config, ranks, gpu)
+    refuse(config, ranks, [rank])
+    decided, notes, shape = rehearsable(config, gpu)
     with fake_world(rank, ranks) as world, as_on_gpus() if gpu else no_change():
         found = take_step(decided, shape, world, all_micro_batches)
     found.notes[:0] = notes
     return found
 
 
-def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
-    """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary.
-
-    Raises:
-        UserError: with everything for which it cannot be rehearsed.
-    """
-    words = config.model.vocab_size or vocabulary_size(config)
-    found = [] if config.parallel.engine == "fsdp2" else [
-        "parallel.engine is 'deepspeed', which is not rehearsed: it places weights by itself, with kernels of its own. "
-        "Take parallel.engine=fsdp2, or start without a rehearsal."]
-    if words is None:
-        found.append("The vocabulary's size is not known before the tokenizer is there. Set model.vocab_size.")
-    if found := found or rank_problems(config, ranks):
-        raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
-    shape = config.model.model_copy(update={"vocab_size": words})
+def rehearsable(config: Config, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
+    """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary."""
+    shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
     decided, notes = _decided(with_largest(config), gpu)
     if config.train.phases:
         notes.insert(0, f"{PhasePlan.of(config.train).largest.name} is rehearsed, which has the most tokens in a "

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.stage_work import Work
 from pipeline.data.text_shards import read_shard
 from pipeline.errors import UserError
 from pipeline.files import read_json, write_json
 from pipeline.tokenization.fast import KINDS, NAME, installed_version
 from pipeline.tokenization.gate import applies, key_of, verdict
 from pipeline.tokenization.kinds import load_tokenizer
+
+if TYPE_CHECKING:
+    from pipeline.contract.stage_work import Work
 
 COUNT = "fast_encoder"
 """Where the tokenizer stage's counts have the verdict."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -100,8 +100,11 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of `ids`; special and padding ids are left out, broken UTF-8 becomes U+FFFD."""
-        known = self.all_checked(ids).tolist()
-        return b"".join(map(self._bytes_of_ids.__getitem__, known)).decode("utf-8", errors="replace")
+        return self.joined_bytes(self.all_checked(ids).tolist()).decode("utf-8", errors="replace")
+
+    def joined_bytes(self, ids: Iterable[int]) -> bytes:
+        """What `token_bytes` gives for each of the ids, joined; they must be of this vocabulary."""
+        return b"".join(map(self._bytes_of_ids.__getitem__, ids))
 
     @cached_property
     def _bytes_of_ids(self) -> list[bytes]:

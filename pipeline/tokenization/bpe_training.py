@@ -9,15 +9,18 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.config.data import TokenizerConfig
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+
+if TYPE_CHECKING:
+    from pipeline.config.data import TokenizerConfig
 
 MOST_COUNTED = 2**31 - 1
 """The library counts pairs in 32 bits with a sign; beyond that it goes on with wrong counts, and says nothing."""

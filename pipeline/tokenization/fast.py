@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ class EncoderError(Exception):
 
 def installed_version() -> str | None:
     """Version of the library; None where it is not installed."""
+    from importlib import metadata
+
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:

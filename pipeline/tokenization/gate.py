@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,8 @@ ODD = (
 
 def key_of(folder: Path, kind: str, sha256: str) -> dict[str, Any]:
     """What a verdict on a vocabulary holds for: the encoder, the reference and the files that both read."""
+    from importlib import metadata
+
     return {"format": FORMAT, "encoder": NAME, "version": installed_version(), "reference": REFERENCES[kind],
             "reference_version": metadata.version(REFERENCES[kind]), "tokenizer_sha256": sha256,
             "source_sha256": sha256_file(defining_file(folder, kind))}

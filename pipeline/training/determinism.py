@@ -8,11 +8,12 @@ https://docs.pytorch.org/docs/stable/notes/randomness.html
 from __future__ import annotations
 
 import os
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 WORKSPACES = (":4096:8", ":16:8")
 """What cuBLAS's workspace may be where it is to be deterministic: these are NVIDIA's words; the first is faster."""
@@ -30,6 +31,8 @@ def make_deterministic() -> None:
     Raises:
         UserError: CUBLAS_WORKSPACE_CONFIG is set to something that cannot be.
     """
+    import torch
+
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise UserError(f"train.deterministic is true, but CUBLAS_WORKSPACE_CONFIG is {workspace!r} in this process; "

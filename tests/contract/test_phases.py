@@ -1,6 +1,8 @@
 """Stages of several phases whose units are shared out: each follows the one before it, and all make what one makes."""
 
+import itertools
 import json
+import signal
 from collections import Counter
 
 import pytest
@@ -15,6 +17,7 @@ from pipeline.contract.stages import STAGES, Stage
 from pipeline.contract.units import UnitRecords, unit_keys
 from pipeline.errors import UnusableInputError, UserError
 from pipeline.files import output_record, read_json, sha256_json, write_text
+from tests.cut_off import cut_off
 from tests.stages.test_shard import files_source, write_config
 
 
@@ -23,12 +26,11 @@ class Count:
 
     def __init__(self, place, numbers=40):
         self.place, self.numbers, self.made, self.sorts = place, numbers, Counter(), True
+        self.digits, self.scratch = 10, ()
 
     def __call__(self, *arguments, name="a"):
         return stage_main("count", self.body, ["--config", str(self.place / "c.yaml"), "launch.processes=1",
                                                f"name={name}", *arguments])
-
-    scratch = ()
 
     def body(self, work):
         numbers = [Unit(f"n-{number:05d}", number) for number in range(self.numbers)]
@@ -38,7 +40,7 @@ class Count:
         outputs = [record["outputs"][0] for record in made]
         if self.sorts:
             outputs += [record["outputs"][0] for record in work.do_units("sort", tens, self.sort)]
-        sums = [Unit(f"sum-{digit}", [digit, sha256_json(outputs)]) for digit in range(10)]
+        sums = [Unit(f"sum-{digit}", [digit, sha256_json(outputs)]) for digit in range(self.digits)]
         outputs += [record["outputs"][0] for record in work.do_units("sum", sums, self.sum)]
         work.commit(outputs, {"numbers": self.numbers}, scratch=[work.folder / name for name in self.scratch])
 
@@ -172,82 +174,57 @@ def test_a_part_that_goes_on_after_a_refusal_forgets_it(count, settings, monkeyp
     assert count(OTHER) == 2 and count() == 0 and set(count.made.values()) == {1}
 
 
-def test_a_phase_without_units_is_done_at_once(count):
+def test_phases_without_units_are_done_at_once_the_last_included(count, monkeypatch):
+    phases = (*PHASES, "end")
+    monkeypatch.setitem(STAGES, "count", Stage("count", (), (), (), phases=phases, own_module="x"))
     count.sorts = False
-    for phase in PHASES:
+    for phase in phases:
         for index in range(2):
             assert count("--part", f"{index}/2", "--phase", phase) == 0
-    marker = json.loads((folder(count) / "units/parts/sort.1-of-2.json").read_text())
-    assert marker["units"] == 0 and not list(folder(count).glob("sorted*"))
+    for phase in ("sort", "end"):
+        assert read_json(folder(count) / f"units/parts/{phase}.1-of-2.json")["units"] == 0
     assert done_parts(Run(load_config(count.place / "c.yaml")), "count", 2, "sort") == {0, 1}
+    assert not list(folder(count).glob("sorted*")) and read_manifest(folder(count)) is None
     assert count() == 0 and set(count.made.values()) == {1}
 
 
-def test_the_last_phase_without_units_is_done_at_once(count, monkeypatch):
-    monkeypatch.setitem(STAGES, "count", Stage("count", (), (), (), phases=(*PHASES, "end"), own_module="x"))
-    for phase in (*PHASES, "end"):
-        assert count("--part", "0/1", "--phase", phase) == 0
-    assert (folder(count) / "units/parts/end.0-of-1.json").is_file() and read_manifest(folder(count)) is None
-    assert count() == 0
+def left(path):
+    """What there is in a stage's folder of its records and of what is to go with the commit."""
+    return {str(found.relative_to(path)) for name in ("staging", "units", "scratch.json")
+            for found in [path / name, *(path / name).glob("*")] if found.exists()}
 
 
-def left(count):
-    return {str(path.relative_to(folder(count))) for name in ("staging", "units", "scratch.json")
-            for path in [folder(count) / name, *(folder(count) / name).glob("*")] if path.exists()}
+LASTING = {"units", "units/sum", "units/sum.jsonl"}
 
 
-@pytest.fixture
-def staged(count, monkeypatch):
-    """The stage with something to be removed, every phase's records gathered."""
-    monkeypatch.setattr("pipeline.contract.units.MANY", 3)
-    count.scratch = ("staging", "never-made")
-    write_text(folder(count) / "staging/deep/x", "much")
-    return count
-
-
-def test_scratch_goes_after_the_commit(staged):
-    assert staged("--part", "0/1") == 0
-    assert staged() == 0
-    assert left(staged) == {"units", "units/sum", "units/sum.jsonl"}
-    staged.made.clear()
-    (folder(staged) / "sum-3.txt").unlink()
-    assert staged() == 0 and staged.made["sum-3"] == 1 and left(staged) == {"units", "units/sum", "units/sum.jsonl"}
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("place", ["note_scratch", "remove_scratch"])
-def test_a_kill_around_the_commit_costs_nothing(staged, monkeypatch, capsys, place):
-    def kill(*arguments):
-        raise Killed
-    with monkeypatch.context() as patch:
-        patch.setattr(stage_work, place, kill)
-        with pytest.raises(Killed):
-            staged()
-    assert {"staging", "units/read", "units/sort"} <= left(staged)
-    committed = read_manifest(folder(staged)) is not None
-    assert committed == (place == "remove_scratch")
-    staged.made.clear()
-    capsys.readouterr()
-    assert staged() == 0 and not staged.made
-    told = "removed what was left behind when it was committed: staging"
-    assert (told in capsys.readouterr().out) == committed
-    assert left(staged) == {"units", "units/sum", "units/sum.jsonl"}
-    assert staged() == 0 and told not in capsys.readouterr().out
-
-
-def test_scratch_of_a_finished_stage_that_is_mended_is_used(staged, monkeypatch):
-    def kill(*arguments):
-        raise Killed
-    with monkeypatch.context() as patch:
-        patch.setattr(stage_work, "remove_scratch", kill)
-        with pytest.raises(Killed):
-            staged()
-    staged.made.clear()
-    (folder(staged) / "sum-3.txt").unlink()
-    assert staged() == 0 and set(staged.made) == {"sum-3"} and "staging" not in left(staged)
+def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
+    """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
+    monkeypatch.setattr("pipeline.contract.units.MANY", 1)
+    monkeypatch.setattr(stage_work, "git_state", dict)
+    count.numbers, count.digits, count.scratch = 2, 2, ("staging", "never-made")
+    ended = {}
+    for number in itertools.count():
+        here = folder(count, f"k{number}")
+        write_text(here / "staging/deep/x", "much")
+        status = cut_off(lambda here=here: count(name=here.parent.name), here.parent, number)
+        recorded = {path.stem for path in here.glob("units/[rs]*/*.json")}
+        committed, before = read_manifest(here) is not None, left(here)
+        count.made.clear()
+        capsys.readouterr()
+        assert count(name=here.parent.name) == 0 and not recorded & set(count.made)
+        told = "removed what was left behind when it was committed: " in capsys.readouterr().out
+        assert told == (committed and not before <= {*LASTING, "scratch.json"})
+        assert not (committed and count.made) and left(here) == LASTING
+        assert {path.name[:6] for path in here.rglob("*.tmp")} <= ({"STATE."} if committed else set())
+        found = contents(here), read_manifest(here).outputs
+        assert found == ended.setdefault("first", found)
+        if number and status == 0:  # it came to its end
+            break
+        assert status == (-signal.SIGKILL if number else 0)
+    assert number > 40
+    (here / "sum-1.txt").unlink()
+    assert count(name=here.parent.name) == 0 and count.made["sum-1"] == 1 and not count.made["sum-0"]
+    assert left(here) == LASTING
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
@@ -301,7 +278,7 @@ def test_records_that_one_parser_reads_otherwise_are_not_gathered(tmp_path, monk
 
 def test_no_folder_holds_more_than_a_thousand_records(tmp_path):
     store = UnitRecords(tmp_path, "read", print)
-    names = (f"{source}-{number:05d}" for source in ("web", "s-1") for number in range(102_500))
+    names = (f"{source}-{number:05d}" for source in ("web", "s-1") for number in range(12_500))
     held = Counter(store.path(name).parent for name in names)
-    assert len(held) == 206 and set(held.values()) == {1000, 500}
+    assert len(held) == 26 and set(held.values()) == {1000, 500}
     assert store.path("vocabulary").parent == store.folder == tmp_path / "units/read"

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,36 +27,71 @@ def config_of(*sources, **settings):
     return Config(shard=ShardConfig(sources=list(sources), **settings))
 
 
-def read(*sources, **settings):
-    """(documents, rejections) of the sources, through files and units as the stage reads them."""
-    config = config_of(*sources, **settings)
-    items = [item for _, payload in reading_units(config.shard, input_files(config))
-             for item in unit_documents(payload)]
+def files_source(*paths, **fields):
+    return FilesSource(kind="files", name="s", paths=[str(path) for path in paths], **fields)
+
+
+def told(items):
+    """(documents, rejections) of what reading gives."""
+    items = list(items)
     return ([item[0] for item in items if not isinstance(item, Rejection)],
             [item for item in items if isinstance(item, Rejection)])
 
 
-def files_source(*paths, **fields):
-    return FilesSource(kind="files", name="s", paths=[str(path) for path in paths], **fields)
+def read(*sources, **settings):
+    """(documents, rejections) of the sources, or of files of one, through files and units as the stage reads them."""
+    config = config_of(*(source if hasattr(source, "kind") else files_source(source) for source in sources), **settings)
+    return told(item for _, payload in reading_units(config.shard, input_files(config))
+                for item in unit_documents(payload))
+
+
+def payload_of(path, *borders, megabytes=128.0, **fields):
+    """The payload of a unit that reads a file, or the pieces of it between these borders."""
+    about = path.stat()
+    pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
+               "start": start, "stop": stop} for start, stop in pairwise(borders or (0, about.st_size))]
+    return {"name": "s-00000", "source": files_source(path, **fields).model_dump(mode="json"), "pieces": pieces,
+            "max_document_mb": megabytes}
 
 
 def texts(documents):
     return [document.text for document in documents]
 
 
-def table(records=RECORDS):
-    return pa.table({name: [record[name] for record in records] for name in records[0]})
+def lost(rejections):
+    return [(own.record, own.lost) for own in rejections]
+
+
+def lines(records):
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
 
 
 def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_bytes(lines(records))
+
+
+def batch(*columns):
+    """A record batch of (name, values), of which several may have one name."""
+    names, values = zip(*columns, strict=True)
+    return pa.RecordBatch.from_arrays([own if isinstance(own, pa.Array) else pa.array(own) for own in values],
+                                      names=list(names))
+
+
+def write_batches(path, *batches, stream=False):
+    """A Parquet file of row groups, or an Arrow file or stream of record batches."""
+    schema = batches[0].schema
+    with open(path, "wb") as file, (
+            pq.ParquetWriter(file, schema) if path.suffix == ".parquet" else
+            (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, schema)) as writer:
+        for own in batches:
+            writer.write_batch(own)
 
 
 def file_bytes(kind, folder):
     """RECORDS in the format `kind`, as bytes."""
-    path = folder / "made"
+    path = folder / f"made.{kind.split()[0]}"
     if kind == "jsonl":
-        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()
+        return lines(RECORDS)
     if kind == "json":
         return json.dumps(RECORDS, indent=2).encode()
     if kind == "csv":
@@ -63,10 +99,9 @@ def file_bytes(kind, folder):
             writer = csv.DictWriter(file, list(RECORDS[0]))
             writer.writeheader()
             writer.writerows(RECORDS)
-    elif kind == "parquet":
-        pq.write_table(table(), path, row_group_size=2)
     else:
-        with pa.OSFile(str(path), "wb") as sink, \
-                (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(sink, table().schema) as writer:
-            writer.write_table(table(), max_chunksize=2)
-    return path.read_bytes()
+        whole = batch(*((name, [record[name] for record in RECORDS]) for name in RECORDS[0]))
+        write_batches(path, whole[:2], whole[2:], stream=kind == "arrow stream")
+    data = path.read_bytes()
+    path.unlink()
+    return data

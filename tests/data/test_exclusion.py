@@ -23,15 +23,6 @@ def allowed(ranges, cursor, count):
     return found
 
 
-def test_a_batch_passes_over_what_is_excluded():
-    excluded = Excluded([(32, 48)])
-    assert excluded.take(16, 16).ranges == ((16, 32),) and excluded.take(16, 16).end == 32
-    assert excluded.take(32, 16).ranges == ((48, 64),) and excluded.take(32, 16).end == 64
-    assert excluded.take(24, 16).ranges == ((24, 32), (48, 56)) and excluded.take(24, 16).end == 56
-    assert excluded.take(40, 4).ranges == ((48, 52),)
-    assert excluded.take(32, 0).ranges == () and excluded.take(32, 0).end == 32
-
-
 def test_ranges_are_sorted_merged_and_checked():
     assert Excluded([(9, 12), (3, 5), (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
     assert Excluded([(3, 7), [7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
@@ -40,7 +31,7 @@ def test_ranges_are_sorted_merged_and_checked():
 
 
 @given(ranges=RANGES, cursor=st.integers(0, 250), counts=st.lists(st.integers(0, 60), min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
     excluded, at, parts = Excluded(ranges), cursor, []
     for count in counts:

@@ -7,35 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.data import FilesSource, ShardConfig, StdlibSource
+from pipeline.config.data import HubSource, ShardConfig, StdlibSource
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import input_files, reading_units
 from pipeline.errors import UserError
-from tests.data.source_files import RECORDS, config_of, files_source, read, texts, write_jsonl
+from tests.conftest import REPOSITORY
+from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
+
+
+def names(*sources):
+    return [name for name, _ in input_files(config_of(*sources))]
 
 
 def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "sub/a.jsonl", "a0.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_jsonl(tmp_path / name, [{"text": f"{name} {record}"} for record in range(3)])
-    source = files_source(tmp_path / "**" / "*.jsonl")
-    expected = [f"{name}:{record}" for name in sorted(["b.jsonl", "a.jsonl", "sub/a.jsonl", "a0.jsonl"])
-                for record in (1, 2, 3)]
-    for megabytes in (1e-5, 1e-4, 1.0):
-        assert [document.id for document in read(source, shard_mb=megabytes)[0]] == expected
-    assert [name for name, _ in input_files(config_of(source))] == [
-        "s/a.jsonl", "s/a0.jsonl", "s/b.jsonl", "s/sub/a.jsonl"]
-    assert len(reading_units(ShardConfig(sources=[source], shard_mb=1e-5), input_files(config_of(source)))) == 4
-
-
-def test_names_do_not_depend_on_where_the_files_lie(tmp_path):
     for place in ("here", "there/and/deeper"):
-        (tmp_path / place / "x").mkdir(parents=True)
-        (tmp_path / place / "x" / "one.txt").write_text("1")
-        (tmp_path / place / "two.txt").write_text("2")
-    named = [[name for name, _ in input_files(config_of(files_source(tmp_path / place / "**" / "*.txt")))]
-             for place in ("here", "there/and/deeper")]
-    assert named == [["s/two.txt", "s/x/one.txt"]] * 2
+        for name in ("b.jsonl", "a.jsonl", "sub/a.jsonl", "a0.jsonl"):
+            (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(tmp_path / place / name, [{"text": f"{name} {record}"} for record in range(3)])
+        source = files_source(tmp_path / place / "**" / "*.jsonl")
+        ordered = ["a.jsonl", "a0.jsonl", "b.jsonl", "sub/a.jsonl"]
+        for megabytes in (1e-5, 1e-4, 1.0):
+            assert [document.id for document in read(source, shard_mb=megabytes)[0]] == [
+                f"{name}:{record}" for name in ordered for record in (1, 2, 3)]
+        assert names(source) == [f"s/{name}" for name in ordered]  # wherever they lie
+        config = ShardConfig(sources=[source], shard_mb=1e-5)
+        assert len(reading_units(config, input_files(config_of(source)))) == 4
 
 
 def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
@@ -45,61 +41,118 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     (tmp_path / "run" / "link").symlink_to(tmp_path / "data" / "a")
     monkeypatch.chdir(tmp_path / "run")
     source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "link/../a/f.jsonl",
-                          f"file://{tmp_path}/run/../data/a/f.jsonl")
+                          f"file://{tmp_path}/run/../data/a/f.jsonl", f"file://localhost{tmp_path}/data/")
     assert input_files(config_of(source)) == [("s/f.jsonl", tmp_path / "data" / "a" / "f.jsonl")]
     through = files_source("link/f.jsonl")
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
 
 
-def test_stdlib_is_this_pythons_own_sources_without_tests_and_packages():
-    names = [name for name, _ in input_files(config_of(StdlibSource(kind="stdlib")))]
-    assert {"stdlib/os.py", "stdlib/json/decoder.py", "stdlib/asyncio/tasks.py"} < set(names)
-    parts = {part for name in names for part in Path(name).parts}
-    assert not parts & {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    documents, rejections = read(StdlibSource(kind="stdlib"))
-    assert len(documents) == len(names) and rejections == []
-    ids = {document.id: document.text for document in documents}
-    assert ids["json/decoder.py"] == (Path(sysconfig.get_path("stdlib")) / "json" / "decoder.py").read_text("utf-8")
+@pytest.mark.parametrize("include_tests", [False, True])
+def test_stdlib_is_this_pythons_own_sources_without_packages_and_tests_unless_asked(include_tests):
+    source = StdlibSource(kind="stdlib", include_tests=include_tests)
+    found = names(source)
+    assert {"stdlib/os.py", "stdlib/json/decoder.py", "stdlib/asyncio/tasks.py"} < set(found)
+    parts = {part for name in found for part in Path(name).parts[:-1]}
+    assert not parts & {"site-packages", "dist-packages", "__pycache__"}
+    assert bool(parts & {"test", "tests", "idle_test"}) <= include_tests
+    if not include_tests:
+        documents, rejections = read(source)
+        assert len(documents) == len(found) and rejections == []
+        [text] = [document.text for document in documents if document.id == "json/decoder.py"]
+        assert text == (Path(sysconfig.get_path("stdlib")) / "json" / "decoder.py").read_text("utf-8")
 
 
 def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypatch):
-    (tmp_path / "latin.py").write_bytes("# coding: latin-1\nname = 'Grüße'\n".encode("latin-1"))
-    (tmp_path / "wrong.py").write_bytes(b"name = '\xff'\n")
-    (tmp_path / "unknown.py").write_bytes(b"# coding: klingon\n")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_it.py").write_text("assert True\n")
+    for name, data in (("latin.py", "# coding: latin-1\nname = 'Grüße'\n".encode("latin-1")),
+                       ("wrong.py", b"name = '\xff'\n"), ("unknown.py", b"# coding: klingon\n"),
+                       ("test/test_it.py", b"assert True\n"), ("long.py", b"#" * 1_000_001)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    documents, rejections = read(StdlibSource(kind="stdlib"))
+    documents, rejections = read(StdlibSource(kind="stdlib"), max_document_mb=1.0)
     assert texts(documents) == ["# coding: latin-1\nname = 'Grüße'\n"]
-    assert [rejection.file for rejection in rejections] == ["unknown.py", "wrong.py"]
-    assert len(read(StdlibSource(kind="stdlib", include_tests=True))[0]) == 2
+    assert [rejection.file for rejection in rejections] == ["long.py", "unknown.py", "wrong.py"]
+    assert len(read(StdlibSource(kind="stdlib", include_tests=True))[0]) == 3
 
 
-def test_problems_with_paths_are_told_all_at_once(tmp_path):
+def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.md").write_text("x")
-    first = FilesSource(kind="files", name="first", paths=[str(tmp_path / "*.txt"), str(tmp_path / "gone.jsonl")])
-    second = FilesSource(kind="files", name="second", paths=[str(tmp_path / "*.md")])
+    second = files_source(tmp_path / "*.md").model_copy(update={"name": "second"})
     with pytest.raises(UserError) as caught:
-        input_files(config_of(first, second))
-    message = str(caught.value)
-    assert "no file matches" in message and "*.txt" in message
-    assert f"{tmp_path / 'gone.jsonl'} does not exist" in message
-    assert "second" in message and "notes.md" in message and ".parquet" in message
+        input_files(config_of(files_source(tmp_path / "*.txt", tmp_path / "gone.jsonl"), second))
+    for told in ("no file matches", "*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.md",
+                 ".parquet"):
+        assert told in str(caught.value)
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
+    (tmp_path / "data/web").mkdir(parents=True)
+    for pattern, said in (("data/**/*.txt", f"no file matches data/**/*.txt (looked in {tmp_path}/data)."),
+                          ("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
+                          ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
+                          ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt"),
+                          ("dat/a.txt", f"(looked in {tmp_path}, where there is no dat).")):
+        with pytest.raises(UserError) as caught:
+            read(pattern)
+        assert said in str(caught.value)
 
 
 def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):
     (tmp_path / "f.jsonl").write_text('{"text": "a"}')
-    source = files_source(tmp_path / "f.jsonl")
-    [(_, payload)] = reading_units(ShardConfig(sources=[source]), input_files(config_of(source)))
+    payload, files = payload_of(tmp_path / "f.jsonl"), input_files(config_of(files_source(tmp_path / "f.jsonl")))
     (tmp_path / "f.jsonl").unlink()
     with pytest.raises(UserError, match=r"f\.jsonl cannot be read: No such file"):
         list(unit_documents(payload))
+    with pytest.raises(UserError, match=r"f\.jsonl cannot be read: No such file"):
+        reading_units(ShardConfig(sources=[files_source(tmp_path / "f.jsonl")]), files)
 
 
 def test_the_launcher_reads_the_list_of_files_without_heavy_libraries():
     code = ("import sys, pipeline.data.sources; "
             "print([name for name in ('torch', 'pyarrow', 'datasets', 'webdataset') if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                            cwd=Path(__file__).resolve().parents[2])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert result.stdout.strip() == "[]"
+
+
+def hub_source(folder, **fields):
+    return HubSource(kind="hf", name="h", dataset=str(folder), **fields)
+
+
+@pytest.fixture(scope="module")
+def dataset_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dataset")
+    for part in range(2):
+        write_jsonl(folder / f"part-{part}.jsonl", [{"text": f"text {part} {row}", "stars": row} for row in range(20)])
+    return folder
+
+
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_local_hugging_face_dataset(dataset_folder, tmp_path, monkeypatch, streaming):
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    source = hub_source(dataset_folder, streaming=streaming, meta_fields=["stars"], limit=30)
+    documents, rejections = read(source)
+    assert texts(documents) == [f"text {part} {row}" for part in range(2) for row in range(20)][:30]
+    assert lost(rejections) == [] and documents[29].id == "train:30" and documents[29].meta == {"stars": 9}
+    assert names(source) == ["h/part-0.jsonl", "h/part-1.jsonl"]
+
+
+def test_a_hugging_face_dataset_that_cannot_be_loaded_says_so(dataset_folder, tmp_path):
+    with pytest.raises(UserError, match=r"no column 'body'.*text, stars"):
+        read(hub_source(dataset_folder, text_field="body"))
+    with pytest.raises(UserError, match=r"(?s)split='nosplit'.*failed"):
+        read(hub_source(dataset_folder, split="nosplit"))
+    (tmp_path / "f.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"reading broke off.*kind: files"):
+        read(hub_source(tmp_path))
+
+
+def test_a_local_dataset_that_is_not_there_is_refused_first(tmp_path):
+    (tmp_path / "f.jsonl").write_text("{}")
+    for name in (tmp_path / "gone", tmp_path / "f.jsonl"):
+        with pytest.raises(UserError, match=r"is no folder.*kind: files"):
+            names(hub_source(name))
+    (tmp_path / "bare/.hidden").mkdir(parents=True)
+    (tmp_path / "bare/.hidden/f.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="holds no files"):
+        names(hub_source(tmp_path / "bare"))
+    assert names(hub_source("someone/something")) == []

@@ -12,15 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.evaluation.bits_per_byte import (
-    IGNORED,
-    HeldoutBatches,
-    HeldoutText,
-    Measurement,
-    measure,
-    overall,
-    pack_windows,
-)
+from pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
+from pipeline.evaluation.measurement import Measurement, overall
 from tests.waiting import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]

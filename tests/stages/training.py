@@ -16,7 +16,7 @@ import yaml
 
 from pipeline.files import read_lines
 from pipeline.records.metrics import read_metrics
-from tests.conftest import run_stage, start_stage
+from tests.conftest import merged, run_stage, start_stage
 from tests.waiting import HANG_S, wait_for
 from tests.warm import WarmProcess
 from tools.audit import audit
@@ -29,12 +29,12 @@ THREE_PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "m
 CURVE = ("loss", "grad_norm", "lr", "samples", "targets", "heldout_bpb")
 
 
-def reusing(prepared: Path, folder: Path) -> Path:
+def reusing(prepared: Path, folder: Path, **changes: object) -> Path:
     """Config, in a folder, of a new run that takes the token shards of the run `mini` of a prepared config."""
     config = yaml.safe_load(prepared.read_text())
     config.update(runs_dir=str(folder / "runs"), reuse=str(prepared.parent / "runs/mini"))
     path = folder / "mini.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(merged(config, changes)))
     return path
 
 

@@ -59,7 +59,7 @@ def test_rounds_pair_the_times_and_turn_the_order_round(monkeypatch):
         return write
 
     monkeypatch.setattr(bench_generate.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(bench_generate.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     found = bench_generate.measure({"ours": writer("ours", [9, 1, 2, 4]), "transformers": writer(
         "transformers", [9, 3, 4, 4])}, threads=1, rounds=3)
     assert found["ratio"] == {"min": 1.0, "median": 2.0, "max": 3.0}

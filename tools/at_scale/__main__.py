@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from model.presets import preset
-from tools.at_scale import channel, draw, index
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
@@ -26,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--replicate", type=int, default=1)
     options = parser.parse_args(arguments)
+    from model.presets import preset
+    from tools.at_scale import channel, draw, index
+
     model = preset(options.model)
     if model.vocab_size is None:
         model = model.model_copy(update={"vocab_size": 128_256})

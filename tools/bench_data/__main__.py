@@ -25,16 +25,25 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files import write_json
-from tools.bench_data.loading import loader_section
 from tools.bench_data.measuring import LeftOut, Row, version_of
 from tools.bench_data.rules import filter_section, minhash_section
 from tools.bench_data.stages import encode_section, shard_section
 
 PACKAGES = ("datatrove", "tokenizers", "fastokens", "tiktoken", "sentencepiece", "pyarrow", "orjson", "rensa", "numpy")
 PIECE_CHARACTERS = 20_000
+
+
+def loader_section(*arguments: Any) -> list[Row]:
+    """The section of that name in `loading.py`, which imports torch."""
+    from tools.bench_data import loading
+
+    return loading.loader_section(*arguments)
+
+
 SECTIONS: dict[str, Callable[..., list[Row]]] = {
     "encode": encode_section, "shard": shard_section, "filters": filter_section, "minhash": minhash_section,
     "loader": loader_section}

@@ -21,13 +21,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.console import ProgressBar
 from pipeline.contract.orphans import end_with_parent
 from pipeline.errors import UserError
-from tools.verify.checks import Check
 from tools.verify.findings import Found, Report
-from tools.verify.inventory import Inventory
+
+if TYPE_CHECKING:
+    from tools.verify.checks import Check
 
 AHEAD = 1000
 """Pieces that are handed to the processes at once."""
@@ -44,6 +46,10 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
     Raises:
         UserError: the folder is no run.
     """
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is no run: it has no config.yaml. Give the folder of a run, as runs/demo.")
+    from tools.verify.inventory import Inventory
+
     report = Report(str(folder))
     checks = Inventory(folder, share, report).take()
     if not tell:
@@ -64,7 +70,11 @@ def _done(checks: Sequence[Check], processes: int) -> Iterator[Found]:
     with ProcessPoolExecutor(min(processes, len(checks)), mp_context=get_context("spawn"),
                              initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         for start in range(0, len(checks), AHEAD):
-            yield from pool.map(Check.__call__, checks[start:start + AHEAD])
+            yield from pool.map(_do, checks[start:start + AHEAD])
+
+
+def _do(check: Check) -> Found:
+    return check()
 
 
 def share_of(text: str) -> float:

@@ -72,10 +72,8 @@ class Inventory:
     tokens_from: str | None = None
 
     def take(self) -> list[Check]:
-        """All checks. UserError if the folder is no run."""
+        """All checks."""
         config = self.folder / "config.yaml"
-        if not config.is_file():
-            raise UserError(f"{self.folder} is no run: it has no config.yaml. Give the folder of a run, as runs/demo.")
         mend = ("Put it back from a copy, or run a stage of this run again with the configuration that it was given, "
                 "which writes it")
         self.checks.append(Check(check_seal, (config, mend)))

@@ -42,10 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     # A worker process of the search imports this file, and needs nothing of training.
     from pipeline.contract.run import run_in
     from pipeline.errors import UserError
-    from tools.where.forward import show
-    from tools.where.inverse import trace
     try:
-        (trace if options.step is None and options.samples is None else show)(run_in(options.run), options)
+        run = run_in(options.run)
+        if options.step is None and options.samples is None:
+            from tools.where.inverse import trace
+            trace(run, options)
+        else:
+            from tools.where.forward import show
+            show(run, options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status

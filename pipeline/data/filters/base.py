@@ -38,7 +38,6 @@ from __future__ import annotations
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Iterable
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -104,6 +103,8 @@ def unusable(items: Iterable[Kind]) -> list[str]:
 
 def libraries(items: Iterable[Kind]) -> dict[str, str]:
     """What else decides what filters do: versions of packages that they need, and of Python's table of characters."""
+    from importlib.metadata import version
+
     needed = {own.needs[1] for own in FILTERS.made(list(items)) if own.needs is not None}
     return {"unicode": unicodedata.unidata_version} | {package: version(package) for package in sorted(needed)}
 

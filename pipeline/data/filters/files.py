@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.config.shipped import name_of
-from pipeline.config.tree import Config
 from pipeline.data.filters.base import Filter
 from pipeline.errors import AbsentInputError, UserError, listed
+
+if TYPE_CHECKING:
+    from pipeline.config.tree import Config
 
 FOLDER = "filters"
 """What the names of filters' files begin with."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data import ShardConfig
-from pipeline.contract.stage_work import Unit, Work
+from pipeline.contract.units import Unit
 from pipeline.data.planning.components import components_payload, label_components
 from pipeline.data.planning.decisions import Summary, decide_group, decide_payload, heldout_below, summary
 from pipeline.data.planning.kept import write_units
@@ -22,6 +21,10 @@ from pipeline.data.planning.shards import Pieces, pieces_by_hash, plan_shards
 from pipeline.data.planning.signatures import banding, words_setting
 from pipeline.data.planning.tails import Cuts, cut, find_borders, pieces_by_tail
 from pipeline.files import sha256_json
+
+if TYPE_CHECKING:
+    from pipeline.config.data import ShardConfig
+    from pipeline.contract.stage_work import Work
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 IGNORED = -100
 
@@ -66,6 +69,8 @@ def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int]
         used: tokens of each row that mean something; what is behind them must begin as a document of its own, and is
             one. None: all do.
     """
+    import torch  # here: tools that look up samples need none
+
     count, length = rows.shape[0], rows.shape[1] - 1
     size = count * length
     labels = rows[:, 1:].astype(np.int64)

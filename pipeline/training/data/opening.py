@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
@@ -28,7 +28,9 @@ from pipeline.data.sampling.packing_plan import Planning, read
 from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.data.shard_table import Opener, OpenShards, ShardTable, open_by_source, size_problems
 from pipeline.errors import UserError, listed
-from pipeline.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pipeline.parallel.ranks import Ranks
 
 SHOWN = 10
 """Damaged shards that are named; of the others the number is."""

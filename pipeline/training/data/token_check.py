@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.contract.input_check import committed
 from pipeline.contract.stage_work import Work
@@ -24,9 +25,11 @@ from pipeline.data.sampling.shard_checks import Damage, ShardChecks
 from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
 from pipeline.files import read_sealed, write_sealed
-from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, named_after_steps, step_of
 from pipeline.records.pending_evaluations import evaluation_folder
+
+if TYPE_CHECKING:
+    from pipeline.parallel.ranks import Ranks
 
 REST = 3.0
 """Seconds of rest for each of work: a quarter of a core at most, and of what a disk gives to one reader."""

@@ -21,6 +21,7 @@ from pipeline.data.filters.item_index import ItemIndex
 from pipeline.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made
+from tests.data.source_files import lines, write_batches, write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
 
 
@@ -68,65 +69,64 @@ RECORDS = [{"question": ITEM, "answer": "six legs", "tags": ["easy", "nature"]},
 
 def write_sets(folder):
     """The records in a file of each format."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    (folder / "set.jsonl").write_text(lines)
-    (folder / "set.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    folder.mkdir(exist_ok=True)
+    (folder / "set.jsonl").write_bytes(lines(RECORDS))
+    (folder / "set.jsonl.gz").write_bytes(gzip.compress(lines(RECORDS)))
     (folder / "set.json").write_text(json.dumps(RECORDS))
     (folder / "set.csv").write_text("question,answer,tags\n" + "".join(
         f'"{record["question"]}",{record["answer"]},\n' for record in RECORDS))
-    pq.write_table(pa.Table.from_pylist(RECORDS), folder / "set.parquet")
+    write_batches(folder / "set.parquet", pa.RecordBatch.from_pylist(RECORDS))
+
+
+def filter_of(*files, **asked):
+    """Files are given as a path and the fields."""
+    files = [{"path": str(path), "fields": fields} for path, fields in files]
+    return made(kind="decontamination", files=files, **asked)
+
+
+def outcome(own, text, meta=None):
+    """What a filter makes of a document; None where it is kept as it is."""
+    before = Document(text, "s", "1", meta or {})
+    after = own(before)
+    return None if after is before else after
 
 
 @pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
 def test_items_are_read_from_any_format(tmp_path, name):
     write_sets(tmp_path)
-    own = made(kind="decontamination", files=[{"path": str(tmp_path / name), "fields": ["question", "answer"]}])
+    own = filter_of((tmp_path / name, ["question", "answer"]))
     own.open()
-    found = Document(f"He asked: {ITEM.upper()}?!\nSix legs", "s", "1", {})
-    assert own(found) == "contains items of set"
-    assert own(Document("He asked how many legs it has", "s", "2", {}))  # the document
+    assert outcome(own, f"He asked: {ITEM.upper()}?!\nSix legs") == "contains items of set"
+    assert outcome(own, "He asked how many legs it has") is None
     assert own.findings() == {"set": {"": 1, f"{name}:1": 1}}
-    both = made(kind="decontamination", n=3, files=[{"path": str(tmp_path / name), "fields": ["answer", "question"]}])
-    assert both(Document("legs how many", "s", "1", {})) == "contains items of set"  # fields in the order that is asked
+    both = filter_of((tmp_path / name, ["answer", "question"]), n=3)  # fields in the order that is asked
+    assert outcome(both, "legs how many") == "contains items of set"
 
 
 def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     many = tmp_path / "many.jsonl"
-    many.write_text((json.dumps({"text": ITEM}) + "\n") * (MOST_IN_META + 2))
+    write_jsonl(many, [{"text": ITEM}] * (MOST_IN_META + 2))
     write_sets(tmp_path)
     own = made(kind="decontamination", action="flag", files=[
         {"path": str(many), "task": "spiders", "fields": ["text"]},
         {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
-    before = Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3})
-    after = own(before)
-    assert after.text == before.text and after.meta == {"stars": 3, "contamination": {
+    after = outcome(own, f"{ITEM}\n\n{ITEM}", {"stars": 3})
+    assert after.text == f"{ITEM}\n\n{ITEM}" and after.meta == {"stars": 3, "contamination": {
         "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}}
-    clean = Document("nothing", "s", "2", {})
-    assert own(clean) is clean
+    assert outcome(own, "nothing") is None
     found = own.summary(own.findings())
     assert found["spiders"]["found"] == MOST_IN_META + 2 and found["spiders"]["documents"] == 1
     assert found["set"] == {"n": 13, "least_words": 8, "action": "flag", "items": 2, "too_short": 0, "documents": 1,
                             "found": 1, "which": {"set.json:1": 1}}
 
 
-def test_a_task_is_read_as_its_file_says(tmp_path):
+def test_a_task_is_read_as_its_file_says():
     task = REPOSITORY / "configs/tasks/python_line.yaml"
-    own = made(kind="decontamination", files=[{"path": str(task)}], n=5, least_words=5)
+    own, wrong = (made(kind="decontamination", files=[{"path": str(task)}], n=n, least_words=n) for n in (5, 9))
     assert own.reads() == [task, task.with_suffix(".jsonl")]
     right = 'class Node:\n    def __init__(self, value):\n        self.value = value\n'
-    assert own(Document(right, "s", "1", {})) == "contains items of python_line"
-    wrong = made(kind="decontamination", files=[{"path": str(task)}], n=9, least_words=9)
-    assert wrong(Document("class Node: def __init__(self, value): value self value", "s", "1", {})) != \
-        "contains items of python_line"
-
-
-@pytest.mark.parametrize(("given", "told"), [
-    ({"path": "a.jsonl"}, "`fields` is missing"), ({"path": "a.txt", "fields": ["x"]}, "is no file of items")])
-def test_a_set_that_cannot_be_read_is_refused_with_the_settings(given, told):
-    with pytest.raises(ValidationError, match=told):
-        made(kind="decontamination", files=[given])
+    assert outcome(own, right) == "contains items of python_line"
+    assert outcome(wrong, "class Node: def __init__(self, value): value self value") != "contains items of python_line"
 
 
 @pytest.mark.parametrize(("name", "content", "fields", "told"), [
@@ -135,11 +135,12 @@ def test_a_set_that_cannot_be_read_is_refused_with_the_settings(given, told):
     ("a.jsonl", '{"q": "x"}\n{"q"', ["q"], "cannot be read at record 2"), ("a.jsonl", "[1]\n", ["q"], "no fields"),
     ("a.csv", "p,q\n1,2\n", ["r"], "no column named r"), ("a.parquet", "PAR1", ["q"], "cannot be read"),
     ("a.yaml", "task: x\n", [], "names no data files"),
-    ("a.yaml", "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n", [], "no file matches")])
+    ("a.yaml", "dataset_kwargs: {data_files: {test: b-*.jsonl}}\n", [], "no file matches"),
+    ("a.jsonl", "", [], "`fields` is missing"), ("a.txt", "", ["x"], "is no file of items")])
 def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, told):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=told):
-        made(kind="decontamination", files=[{"path": str(tmp_path / name), "fields": fields}]).open()
+    with pytest.raises((UserError, ValidationError), match=told):
+        filter_of((tmp_path / name, fields)).open()
 
 
 def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
@@ -148,33 +149,37 @@ def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("q\n1\n")
     monkeypatch.setattr(evaluation_sets, "file_records", fail)
     with pytest.raises(MemoryError):
-        made(kind="decontamination", files=[{"path": str(tmp_path / "a.csv"), "fields": ["q"]}]).open()
+        filter_of((tmp_path / "a.csv", ["q"])).open()
 
 
 def test_equal_names_in_one_task_are_refused(tmp_path):
     for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
         write_sets(tmp_path / folder)
-    paths = [{"path": str(tmp_path / folder / "set.json"), "fields": ["question"]} for folder in ("one", "two")]
     with pytest.raises(UserError, match=r"set\.json:1 of the task set twice"):
-        made(kind="decontamination", files=paths).open()
+        filter_of(*((tmp_path / folder / "set.json", ["question"]) for folder in ("one", "two"))).open()
 
 
 @pytest.fixture
 def corpus(tmp_path):
     """Documents in several units, some of which hold an item; and their configuration."""
     (tmp_path / "in").mkdir()
-    (tmp_path / "sets").mkdir()
     write_sets(tmp_path / "sets")
     for number in range(4):
         texts = [f"document {number} {row} of a corpus without any question" for row in range(30)]
         texts += [f"In {number} they asked {ITEM}, it is said"] + [RECORDS[1]["question"]] * (number == 2)
-        (tmp_path / f"in/{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_jsonl(tmp_path / f"in/{number}.jsonl", [{"text": text} for text in texts])
     wanted = [{"kind": "decontamination", "files": [
         {"path": str(tmp_path / "sets/set.jsonl"), "task": "spiders", "fields": ["question"]},
         {"path": str(tmp_path / "sets/set.json"), "task": "answers", "fields": ["answer"]}]}]
     return write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.002, heldout_share=0.2,
                         filters=wanted)
+
+
+def refused(capsys, config, *overrides):
+    """What is said of a run that is refused."""
+    capsys.readouterr()
+    assert run(config, *overrides) == 2
+    return "".join(capsys.readouterr())
 
 
 def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
@@ -201,44 +206,31 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     assert read_manifest(folder_of(corpus, "b")).fingerprint == manifest.fingerprint
 
 
-def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
-    assert run(corpus) == 0
-    (tmp_path / "sets").rename(tmp_path / "moved")
-    corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
-    assert run(corpus) == 0
-    assert "up to date" in capsys.readouterr().out
-    with (tmp_path / "moved/set.jsonl").open("a") as file:
-        file.write(json.dumps({"question": "document 1 2 of a corpus without any question", "answer": "1"}) + "\n")
-    assert run(corpus) == 2
-    told = capsys.readouterr()
-    assert "filters/decontamination/set.jsonl" in told.out + told.err
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys, finished):
+    """Also an attempt that broke off."""
+    def stop(*arguments):
+        raise KeyError("stop")
+    if finished:
+        assert run(corpus) == 0
+        (tmp_path / "sets").rename(tmp_path / "moved")
+        corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
+        assert run(corpus) == 0
+        assert "up to date" in capsys.readouterr().out
+    else:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(shard, "gather_contamination", stop)
+            run(corpus)
+    with next(tmp_path.glob("*/set.jsonl")).open("ab") as file:
+        file.write(lines([{"question": "document 1 2 of a corpus without any question", "answer": "1"}]))
+    assert ("filters/decontamination/set.jsonl" if finished else "was begun with other inputs") in refused(
+        capsys, corpus)
     assert run(corpus, "--force") == 0
     assert read_manifest(folder_of(corpus)).counts["dropped"]["decontamination"] == 6
 
 
-def test_a_set_that_is_not_there_is_told_beside_a_source_that_is_not(corpus, tmp_path, capsys):
+def test_a_set_that_is_not_there_and_a_source_called_as_filters_files_are_refused(corpus, tmp_path, capsys):
+    assert "A source of shard.sources is called filters" in refused(capsys, corpus, "shard.sources.0.name=filters")
     (tmp_path / "sets/set.json").unlink()
-    assert run(corpus, "shard.sources.0.paths=[nowhere.jsonl]") == 2
-    told = capsys.readouterr()
-    assert "nowhere.jsonl" in told.out + told.err and "the filter decontamination needs" in told.out + told.err
-
-
-def test_a_source_may_not_be_called_as_the_files_of_filters_are(corpus, capsys):
-    assert run(corpus, "shard.sources.0.name=filters") == 2
-    told = capsys.readouterr()
-    assert "A source of shard.sources is called filters" in told.out + told.err
-
-
-def test_an_attempt_that_broke_off_is_not_gone_on_with_with_other_items(corpus, tmp_path, capsys):
-    def stop(*arguments):
-        raise KeyError("stop")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "gather_contamination", stop)
-        with pytest.raises(KeyError):
-            run(corpus)
-    with (tmp_path / "sets/set.jsonl").open("a") as file:
-        file.write(json.dumps({"question": "document 1 2 of a corpus without any question", "answer": "1"}) + "\n")
-    assert run(corpus) == 2
-    assert "was begun with other inputs" in capsys.readouterr().err
-    assert run(corpus, "--force") == 0
-    assert read_manifest(folder_of(corpus)).counts["contamination"]["decontamination"]["spiders"]["documents"] == 6
+    told = refused(capsys, corpus, "name=b", "shard.sources.0.paths=[nowhere.jsonl]")
+    assert "nowhere.jsonl" in told and "the filter decontamination needs" in told

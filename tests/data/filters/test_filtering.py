@@ -1,18 +1,19 @@
-"""Filters in the shard stage: equal bytes for any number of processes and after kills, counts that add up, drops kept
-on request, filters of one's own, and runs of before there were filters."""
+"""Filters in the shard stage: counts that add up, drops kept on request, filters of one's own, and runs of before there
+were filters."""
 
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pipeline.config.loading import load_config
 from pipeline.config.section import identity
@@ -23,7 +24,8 @@ from pipeline.encode import encode
 from pipeline.files import sha256_json
 from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY
-from tests.stages.test_shard import documents, files_source, folder_of, hashes, kill_at, run, start, write_config
+from tests.data.source_files import lines
+from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
 from tests.waiting import HANG_S
 from tools.where.__main__ import main as where
 
@@ -31,24 +33,29 @@ FILTERS = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"ki
            "most_words": 40}, {"kind": "repetition"}]
 
 
-def make_corpus(folder, files=6, rows=100):
-    """Two sources of texts of which each filter drops some, which the masks make equal or different."""
+def write_texts(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lines({"text": text} for text in texts))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished stage: two sources of texts of which each filter drops some, which the masks make equal or different,
+    in many small units and shards; what filters drop is kept. Its config, manifest, what it kept and dropped, said."""
+    place = tmp_path_factory.mktemp("filtering")
     for source in ("web", "books"):
-        (folder / source).mkdir(parents=True)
-        for number in range(files):
-            texts = [f"{source} {number} {row} " + "lorem " * (row % 60) + ("\nagain and again" * 9) * (row % 7 == 0)
-                     + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(rows)]
-            texts += [f"the same text but for the address a{number}{source}@example.org", "short", " \n"]
-            (folder / source / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n"
-                                                                     for text in texts))
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A config over them, with filters and what they drop kept, in many small units and shards."""
-    make_corpus(tmp_path / "in")
-    sources = [files_source(name, tmp_path / "in" / name / "*.jsonl") for name in ("web", "books")]
-    return write_config(tmp_path, sources, shard_mb=0.02, heldout_share=0.1, filters=FILTERS, keep_dropped=True)
+        for number in range(6):
+            write_texts(place / "in" / source / f"{number}.jsonl", [
+                f"{source} {number} {row} " + "lorem " * (row % 60) + ("\nagain and again" * 9) * (row % 7 == 0)
+                + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(100)] + [
+                    f"the same text but for the address a{number}{source}@example.org", "short", " \n"])
+    sources = [files_source(name, place / "in" / name / "*.jsonl") for name in ("web", "books")]
+    config = write_config(place, sources, shard_mb=0.02, heldout_share=0.1, filters=FILTERS, keep_dropped=True)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert run(config) == 0
+    return SimpleNamespace(config=config, folder=folder_of(config), counts=read_manifest(folder_of(config)).counts,
+                           dropped=dropped(config), hashes=hashes(folder_of(config)), said=said.getvalue())
 
 
 def dropped(config, name="a"):
@@ -58,11 +65,10 @@ def dropped(config, name="a"):
             for line in (folder / record["path"]).read_text().splitlines()]
 
 
-def test_counts_add_up_and_are_told(corpus, capsys):
-    assert run(corpus) == 0
-    counts, gone = read_manifest(folder_of(corpus)).counts, dropped(corpus)
+def test_counts_add_up_and_are_told(done):
+    counts = done.counts
     for source, own in (*counts["sources"].items(), (None, counts)):
-        aside = [line for line in gone if source in (None, line["source"])]
+        aside = [line for line in done.dropped if source in (None, line["source"])]
         assert own["documents_in"] == (own["train"] + own["heldout"] + sum(own["dropped"].values()) + own["rejected"])
         assert list(own["dropped"]) == ["duplicate", "empty", "masking", "length", "long", "repetition"]
         for name, passed in own["filters"].items():
@@ -73,82 +79,61 @@ def test_counts_add_up_and_are_told(corpus, capsys):
     assert counts["documents_in"] == 2 * 6 * 103
     assert counts["dropped"]["duplicate"] == 11  # equal once they are masked, over files and sources
     assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
-    assert counts["dropped"]["repetition"] > 5 and counts["dropped"]["long"] > 100 and counts["dropped"]["length"] >= 12
-    out = capsys.readouterr().out
-    assert f"filter long: {counts['dropped']['long']:,} documents (" in out and "more than 40 words), 0 changed" in out
-    assert f"{counts['dropped']['long']:,} long" in out and "252 changed" in out
+    long = counts["dropped"]["long"]
+    assert counts["dropped"]["repetition"] > 5 and long > 100 and counts["dropped"]["length"] >= 12
+    assert f"filter long: {long:,} documents (" in done.said and "more than 40 words), 0 changed" in done.said
+    assert f"{long:,} long" in done.said and "252 changed" in done.said
 
 
-def test_changed_documents_are_what_is_hashed_split_and_found_again(corpus, capsys):
-    assert run(corpus) == 0
-    train, heldout = documents(corpus, "train"), documents(corpus, "heldout")
-    assert all(key_fits(document) for document in train + heldout)
+def test_changed_documents_are_what_is_hashed_and_split(done):
+    train, heldout = documents(done.config, "train"), documents(done.config, "heldout")
     assert any("<email>" in document.text for document in train)
-    assert not any("@" in document.text for document in train + heldout)
     for document in train + heldout:
         share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
-        assert (document in heldout) == (share < 0.1)
-    config = yaml.safe_load(corpus.read_text())
+        assert key_fits(document) and "@" not in document.text and (document in heldout) == (share < 0.1)
+
+
+@pytest.mark.slow
+def test_changed_documents_are_what_is_found_again(done, capsys):
+    config = yaml.safe_load(done.config.read_text())
     config |= {"tokenizer": {"kind": "byte"}, "train": {"sequence_length": 64, "batch_tokens": 1024, "steps": 4,
                                                         "warmup_steps": 1}}
-    corpus.write_text(yaml.safe_dump(config))
+    done.config.write_text(yaml.safe_dump(config))
     for stage, body in (("tokenizer", make_tokenizer), ("encode", encode)):
-        assert stage_main(stage, body, ["--config", str(corpus)]) == 0
+        assert stage_main(stage, body, ["--config", str(done.config)]) == 0
     capsys.readouterr()
-    assert where(["--run", str(corpus.parent / "runs/a"), "--step", "1", "--text"]) == 0
+    assert where(["--run", str(done.folder.parent), "--step", "1", "--text"]) == 0
     shown = capsys.readouterr().out
-    keys = {document.key: document.text for document in train}
+    keys = {document.key: document.text for document in documents(done.config, "train")}
     found = [line.split("key ")[1].split()[0] for line in shown.splitlines() if line.startswith("sample ")]
     assert len(found) >= 16 and all(key in keys for key in found) and "@" not in shown
     assert any("<email>" in keys[key] for key in found)
 
 
-def test_bytes_are_the_same_for_any_number_of_processes_and_after_kills(corpus):
-    assert run(corpus) == 0
-    for phase, goal in (("read", 2), ("read", 6), ("write", 2)):
-        kill_at(lambda: start(corpus, "name=b", "launch.processes=2"), folder_of(corpus, "b"), f"units/{phase}", goal)
-    process = start(corpus, "name=b", "launch.processes=3")
-    output, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, output
-    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus)) and any(
-        path.startswith("dropped/") for path in hashes(folder_of(corpus)))
-    one, other = read_manifest(folder_of(corpus)), read_manifest(folder_of(corpus, "b"))
-    assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
-
-
-def test_parts_make_the_same_bytes(corpus):
-    assert run(corpus) == 0
+def test_parts_and_a_lost_file_make_the_same_bytes(done):
     for part in ("1/2", "0/2"):
-        assert run(corpus, "name=b", "--part", part) == 0
-    assert run(corpus, "name=b") == 0
-    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
+        assert run(done.config, "name=b", "--part", part) == 0
+    assert run(done.config, "name=b") == 0
+    assert hashes(folder_of(done.config, "b")) == done.hashes and "dropped/web-00001.jsonl" in done.hashes
+    (done.folder / "dropped/web-00001.jsonl").unlink()
+    assert run(done.config) == 0 and hashes(done.folder) == done.hashes
 
 
-def test_a_lost_file_of_dropped_documents_is_made_again(corpus):
-    assert run(corpus) == 0
-    before = hashes(folder_of(corpus))
-    (folder_of(corpus) / "dropped/web-00001.jsonl").unlink()
-    assert run(corpus) == 0
-    assert hashes(folder_of(corpus)) == before
-
-
-def test_dropped_documents_can_be_read_as_a_source_and_are_not_kept_unasked(corpus, tmp_path):
-    assert run(corpus) == 0
-    again = write_config(tmp_path / "in", [files_source("gone", folder_of(corpus) / "dropped/*.jsonl",
-                                                        meta_fields=["filter", "reason"])], heldout_share=0.2)
+def test_dropped_documents_can_be_read_as_a_source_and_are_not_kept_unasked(done, tmp_path):
+    again = write_config(tmp_path, [files_source("gone", done.folder / "dropped/*.jsonl",
+                                                 meta_fields=["filter", "reason"])], heldout_share=0.2)
     assert run(again) == 0
     texts = {document.text for split in ("train", "heldout") for document in documents(again, split)}
-    assert texts == {line["text"] for line in dropped(corpus)}
-    assert run(corpus, "name=b", "shard.keep_dropped=false") == 0
-    assert not (folder_of(corpus, "b") / "dropped").exists()
-    assert read_manifest(folder_of(corpus, "b")).counts == read_manifest(folder_of(corpus)).counts
+    assert texts == {line["text"] for line in done.dropped}
+    assert run(done.config, "name=c", "shard.keep_dropped=false") == 0
+    assert not (folder_of(done.config, "c") / "dropped").exists()
+    assert read_manifest(folder_of(done.config, "c")).counts == done.counts
 
 
-def test_filters_decide_what_a_finished_stage_is_worth(corpus, capsys):
-    assert run(corpus) == 0
-    assert run(corpus, "shard.filters.1.least_characters=21") == 2
+def test_filters_decide_what_a_finished_stage_is_worth(done, capsys):
+    assert run(done.config, "shard.filters.1.least_characters=21") == 2
     assert "shard.filters.1.least_characters: 20 -> 21" in capsys.readouterr().err
-    assert run(corpus, "shard.filters=[]", "shard.keep_dropped=false") == 2
+    assert run(done.config, "shard.filters=[]", "shard.keep_dropped=false") == 2
     assert 'shard.filters.0.kind: "masking" -> absent' in capsys.readouterr().err
 
 
@@ -173,25 +158,6 @@ BEFORE = {"demo": "7ece3d422c2afc3ef7f390f12c10202df7635d80f24850c54c2b8539366a6
 def test_a_configuration_without_filters_is_what_it_was_before_there_were_any(name):
     config = load_config(REPOSITORY / f"configs/{name}.yaml")
     assert sha256_json(identity(config.shard)) == BEFORE[name]
-
-
-def test_a_stage_that_was_begun_or_finished_before_there_were_filters_goes_on(tmp_path, capsys):
-    make_corpus(tmp_path / "in", files=2)
-    config = write_config(tmp_path, [files_source("web", tmp_path / "in/web/*.jsonl")], shard_mb=0.005)
-    kill_at(lambda: start(config, "launch.processes=1"), folder_of(config), "units/read", 1)
-    for path in (folder_of(config) / "units/read").rglob("*.json"):  # as that version wrote them
-        record = json.loads(path.read_text())
-        assert set(record) - {"key", "documents", "empty", "rejected", "lost", "outputs"} == {
-            "read", "filters", "inputs", "card", "seal"}
-        assert record.pop("filters") == {}
-        del record["read"], record["inputs"], record["card"], record["seal"]
-        path.write_text(json.dumps({**record, "key": "of another payload"}))
-    assert run(config) == 0
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["documents_in"] == 206 and "filters" not in counts
-    assert list(counts["dropped"]) == ["duplicate", "empty"]
-    assert set(identity(load_config(config).shard)) == {
-        "sources", "shard_mb", "heldout_share", "heldout_rule", "drop_duplicates"}
 
 
 MINE = '''
@@ -234,10 +200,16 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("my_filters", None)
 
 
-def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
-    process = start(mine)
+def in_a_process(config, *overrides):
+    """What the stage says in a process of its own."""
+    process = start(config, *overrides)
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
+    return output
+
+
+def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
+    output = in_a_process(mine)
     assert "filters of the module my_filters are not Drover's" in output and "filter Mine: 2 documents" in output
     manifest = read_manifest(folder_of(mine))
     assert manifest.counts["filters"]["Mine"] == {"documents": 2, "bytes": 11, "changed": 30, "reasons": {
@@ -258,11 +230,11 @@ def test_units_read_by_other_code_are_read_again(mine):
     records = [folder_of(mine, name) / "units/read/s-00/s-00000.json" for name in "ab"]
     keys = [json.loads(record.read_text())["key"] for record in records]
     assert keys[0] == keys[1]
-    process = start(mine, "name=b", "--part", "0/1")
-    process.communicate(timeout=HANG_S)
+    in_a_process(mine, "name=b", "--part", "0/1")
     assert json.loads(records[1].read_text())["key"] != keys[1]
 
 
+@pytest.mark.slow
 def test_the_filters_that_the_docs_show_are_filters(tmp_path, monkeypatch):
     """The list, and the class of one's own, of docs/data.md."""
     page = (REPOSITORY / "docs/data.md").read_text().partition("## Filters")[2]
@@ -328,6 +300,7 @@ def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts
     assert not (mine.parent / "runs/c").exists()
 
 
+@pytest.mark.slow
 def test_looking_at_a_run_imports_nothing_that_its_configuration_names(tmp_path):
     (tmp_path / "trap.py").write_text("raise SystemExit('executed')\n")
     config = write_config(tmp_path, [files_source("s", tmp_path / "trap.py", format="txt")],
@@ -336,36 +309,3 @@ def test_looking_at_a_run_imports_nothing_that_its_configuration_names(tmp_path)
                              str(config)], capture_output=True, text=True, check=False,
                             env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert result.returncode == 0 and "shard: to do" in result.stdout, result.stdout + result.stderr
-
-
-TEXTS = st.lists(st.sampled_from(["", " ", "a", "ab", "abc", "abcd", "x@y.org", "z@y.org", "8.8.8.8", "1234"]) |
-                 st.text(max_size=5), max_size=12)
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow,
-                                                                 HealthCheck.function_scoped_fixture])
-@given(files=st.lists(TEXTS, max_size=4), drop=st.booleans())
-def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
-    place = tmp_path_factory.mktemp("any")
-    files = [[f"text number {number}" for number in range(30)], *files]
-    for number, texts in enumerate(files):
-        (place / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = write_config(place, [files_source("s", place / "*.jsonl")], heldout_share=0.3, shard_mb=1e-5,
-                          drop_duplicates=drop, keep_dropped=True,
-                          filters=[{"kind": "masking"}, {"kind": "length", "least_characters": 3},
-                                   {"kind": "characters", "most": {"digits": 0.9}}])
-    assert run(config) == 0
-    every = [text for texts in files for text in texts]
-    empty = sum(not text.strip() for text in every)
-    after = [text.replace("x@y.org", "<email>").replace("z@y.org", "<email>").replace("8.8.8.8", "<ip>")
-             for text in every if text.strip()]
-    short = [text for text in after if len(text) < 3]
-    numbers = [text for text in after if len(text) >= 3 and text == "1234"]
-    gone = dropped(config)
-    assert Counter(line["text"] for line in gone if line["filter"] == "length") == Counter(short)
-    assert [line["text"] for line in gone if line["filter"] == "characters"] >= numbers
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["documents_in"] == len(every) and counts["dropped"]["empty"] == empty
-    kept = [document.text for split in ("train", "heldout") for document in documents(config, split)]
-    left = Counter(after) - Counter(line["text"] for line in gone)
-    assert Counter(kept) == (Counter(set(left)) if drop else left)

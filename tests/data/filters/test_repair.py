@@ -7,12 +7,7 @@ from pydantic import ValidationError
 
 from pipeline.data.filters.base import unusable
 from pipeline.errors import UserError
-from tests.data.filters.test_kinds import document, made, outcome
-
-
-def changed(kind, text, **settings):
-    found = outcome(made(kind=kind, **settings), text)
-    return found.text if found is not None else text
+from tests.data.filters.test_kinds import changed, made
 
 
 @pytest.mark.parametrize(("text", "repaired"), [
@@ -21,17 +16,17 @@ def changed(kind, text, **settings):
 def test_wrongly_decoded_text_is_put_right_and_nothing_else(text, repaired):
     pytest.importorskip("ftfy", reason="of the extra `clean`")
     assert changed("encoding_repair", text) == (text if repaired is None else repaired)
-
-
-def test_entities_are_written_out_on_request():
-    pytest.importorskip("ftfy", reason="of the extra `clean`")
     assert changed("encoding_repair", "fish &amp; chips", entities=True) == "fish & chips"
 
 
-def test_an_absent_library_is_told_with_the_line_that_installs_it(monkeypatch):
+def test_an_absent_library_is_told_with_the_line_that_installs_it_before_anything_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "ftfy", None)
+    asked = [made(kind="encoding_repair"), made(kind="length", least_words=2)]
     with pytest.raises(UserError, match=r"ftfy is not installed here: .pip install --editable '\.\[clean\]'"):
-        made(kind="encoding_repair").open()
+        asked[0].open()
+    [told] = unusable(asked)
+    assert "shard.filters asks for encoding_repair, but the package ftfy is not installed here" in told
+    assert unusable(asked[1:]) == []
 
 
 @pytest.mark.parametrize(("settings", "text", "after"), [
@@ -41,22 +36,13 @@ def test_an_absent_library_is_told_with_the_line_that_installs_it(monkeypatch):
     ({"zero_width": True}, "\ufeffa\u200bb\u00adc\u2060 👨\u200d👩", "abc 👨\u200d👩"),
     ({"trailing_space": True}, " a \t\n\u3000\nb  \n\n ", " a\n\nb"),
     ({"most_blank_lines": 1}, "a\n\n \n\nb\n\nc\nd", "a\n\nb\n\nc\nd"), ({"most_blank_lines": 0}, "a\n\n\nb", "a\nb"),
-    ({"trailing_space": True, "most_blank_lines": 2, "line_ends": True}, "a \r\n\r\n \r\n\r\nb\r\n", "a\n\n\nb")])
+    ({"trailing_space": True, "most_blank_lines": 2, "line_ends": True}, "a \r\n\r\n \r\n\r\nb\r\n", "a\n\n\nb"),
+    ({"form": "NFC", "trailing_space": True, "zero_width": True}, "é\n  b", "é\n  b")])
 def test_each_setting_changes_its_own_part(settings, text, after):
     assert changed("normalization", text, **settings) == after
     assert changed("normalization", after, **settings) == after  # once is enough
 
 
-def test_a_normalization_of_nothing_is_refused_and_a_text_in_form_is_left():
+def test_a_normalization_of_nothing_is_refused():
     with pytest.raises(ValidationError, match="needs one of form, line_ends"):
         made(kind="normalization")
-    own, before = made(kind="normalization", form="NFC", trailing_space=True, zero_width=True), document("é\n  b")
-    assert own(before) is before
-
-
-def test_filters_without_their_library_are_refused_before_anything_starts(monkeypatch):
-    asked = [made(kind="encoding_repair"), made(kind="length", least_words=2)]
-    monkeypatch.setitem(sys.modules, "ftfy", None)
-    [told] = unusable(asked)
-    assert "shard.filters asks for encoding_repair, but the package ftfy is not installed here" in told
-    assert unusable(asked[1:]) == []

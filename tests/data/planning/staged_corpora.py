@@ -9,6 +9,7 @@ from pyarrow import parquet
 
 from pipeline.config.data import ShardConfig
 from pipeline.data.documents import Document, to_json
+from pipeline.data.planning import components, runs
 from pipeline.data.planning.passes import decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import Signer, signature_settings
@@ -34,44 +35,53 @@ class Work:
         return [records[unit.name] for unit in units]
 
 
+def in_order(corpus):
+    """(unit, id, text) of every document of a corpus, given as texts by unit, by source."""
+    return [(f"{source}-{unit:05d}", f"{source}-{unit:05d}:{number}", text) for source, units in corpus.items()
+            for unit, texts in enumerate(units) for number, text in enumerate(texts)]
+
+
 def stage(folder, corpus, near=None):
-    """Stage a corpus, given as texts by unit, by source; near: settings of signatures.
+    """Stage a corpus; near: settings of signatures.
 
     Returns:
         names of the units, the number of each one's source, their records
     """
-    names, sources, read = [], [], []
-    for number, (source, units) in enumerate(corpus.items()):
-        for unit, texts in enumerate(units):
-            names.append(f"{source}-{unit:05d}")
-            sources.append(number)
-            read.append(stage_texts(folder, names[-1], source, texts, near))
-    return names, sources, read
+    names = [f"{source}-{unit:05d}" for source, units in corpus.items() for unit in range(len(units))]
+    sources = [number for number, units in enumerate(corpus.values()) for _ in units]
+    return names, sources, [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus) if unit == name],
+                                   near) for name in names]
 
 
-def stage_texts(folder, name, source, texts, near=None):
-    rows = bytearray()
+def _stage(folder, name, documents, near):
+    rows, endings = bytearray(), [".documents", ".npy"]
     with atomic_file(staged(folder, name, ".documents")) as file:
-        for number, text in enumerate(texts):
-            member = to_json(Document(text, source, f"{name}:{number}", {}))
+        for own, text in documents:
+            member = to_json(Document(text, name.partition("-")[0], own, {}))
             rows += index_row(text, file.tell(), len(member))
             file.write(member)
     with atomic_file(staged(folder, name, ".npy")) as file:
         np.save(file, np.frombuffer(rows, INDEX))
-    endings = [".documents", ".npy"]
     if near:
         signer = Signer(near)
-        for text in texts:
+        for _, text in documents:
             signer.add(text)
         signer.write(staged(folder, name, ".bands"))
         endings.append(".bands")
-    return {"documents": len(texts), "outputs": [output_record(folder, staged(folder, name, ending))
-                                                 for ending in endings]}
+    return {"documents": len(documents), "outputs": [output_record(folder, staged(folder, name, ending))
+                                                     for ending in endings]}
 
 
 def settings(corpus, **values):
     """The stage's settings for a corpus."""
     return ShardConfig(sources=[{"kind": "files", "name": name, "paths": ["x"]} for name in corpus], **values)
+
+
+def cut_into(monkeypatch, documents, units, rows, stretch=components.STRETCH):
+    """Have groups of so many documents and units, partitions of so many rows, and components in such stretches."""
+    for module, name, value in ((runs, "GROUP_DOCUMENTS", documents), (runs, "GROUP_UNITS", units),
+                                (runs, "PARTITION_ROWS", rows), (components, "STRETCH", stretch)):
+        monkeypatch.setattr(module, name, value)
 
 
 def passes(folder, corpus, config, seed=0):
@@ -87,7 +97,23 @@ def passes(folder, corpus, config, seed=0):
     return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
 
 
-def texts_of(folder, split):
-    """(id, text) of the documents of a split's shards."""
-    return {document.id: document.text for path in sorted((folder / split).glob("*.tar"))
+def texts_of(folder, *splits):
+    """id -> text of the documents in the shards of the splits."""
+    return {document.id: document.text for split in splits or SPLITS for path in sorted((folder / split).glob("*.tar"))
             for document in read_documents(path)}
+
+
+def firsts(pairs, first=min):
+    """The first of the component of each node that is in a pair."""
+    above = {}
+
+    def root(node):
+        way = [above.setdefault(node, node)]
+        while above[way[-1]] != way[-1]:
+            way.append(above[way[-1]])
+        above.update(dict.fromkeys([node, *way], way[-1]))
+        return way[-1]
+    for pair in pairs:
+        roots = [root(int(node)) for node in pair]
+        above.update(dict.fromkeys(roots, first(roots)))
+    return {node: root(node) for node in sorted(above)}

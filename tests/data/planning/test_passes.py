@@ -11,35 +11,16 @@ from hypothesis import strategies as st
 
 from pipeline.data.planning import runs
 from pipeline.data.planning.decisions import LARGE, SUMS
+from pipeline.data.planning.passes import decide
 from pipeline.data.planning.runs import by_digest, first_of_equals, partition_offsets
 from pipeline.data.planning.shards import shard_borders
-from pipeline.data.reading import HAS_NUL, HAS_U2581
 from pipeline.data.text_shards import SPLITS
 from tests.data.planning import in_memory, staged_corpora
-from tests.data.planning.staged_corpora import Work, passes, stage
+from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
 
 TEXTS = st.lists(st.one_of(st.sampled_from(["same", "other", "ab", "a", "b", "bb", "a\0\u2581b", "x" * 70]),
                            st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)), max_size=9)
-CORPORA = st.fixed_dictionaries({"a": st.lists(TEXTS, min_size=1, max_size=4),
-                                 "b": st.lists(TEXTS, min_size=1, max_size=4),
-                                 "c": st.lists(TEXTS, min_size=1, max_size=2)})
-
-
-def expected(folder, corpus, config):
-    """The corpus and the bytes of its shards, by the algorithm that holds all documents in memory."""
-    names, sources, _ = stage(folder, corpus)
-    found = in_memory.load_corpus(folder, names, sources, config.heldout_share, config.drop_duplicates,
-                                  config.keep_duplicate)
-    if config.heldout_rule == "tail":
-        found = in_memory.hold_out_tails(folder, found, names, config.heldout_share, config.keep_duplicate)
-        names = [*names, "cut"]
-    paths = in_memory.write_shards(folder, found, names, list(corpus), config.shard_mb * 1e6)
-    return found, {name: path.read_bytes() for name, path in paths.items()}
-
-
-def cut_into(monkeypatch, documents, units, rows):
-    for name, value in (("GROUP_DOCUMENTS", documents), ("GROUP_UNITS", units), ("PARTITION_ROWS", rows)):
-        monkeypatch.setattr(runs, name, value)
+CORPORA = st.fixed_dictionaries({name: st.lists(TEXTS, min_size=1, max_size=4) for name in "abc"})
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,38 +37,38 @@ def cut_into(monkeypatch, documents, units, rows):
 def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, tail, share, target, sizes, seed):
     config = staged_corpora.settings(corpus, drop_duplicates=drop, keep_duplicate=keep, heldout_share=share,
                                      heldout_rule="tail" if tail else "hash", shard_mb=target / 1e6)
-    with (tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other,
-          pytest.MonkeyPatch.context() as monkeypatch):
-        whole, shards = expected(Path(one), corpus, config)
+    documents = in_memory.plan(corpus, config)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        shards = in_memory.write_shards(Path(folder), documents, corpus, target)
         cut_into(monkeypatch, *sizes)
-        found = passes(Path(other), corpus, config, seed)
+        found = passes(Path(folder), corpus, config, seed)
     assert found.shards == shards
-    for source, name in enumerate(corpus):
-        own = [pieces[source] for pieces in found.decided.pieces]
-        rows = [whole.index[whole.kept(split, source)] for split in SPLITS]
-        assert [dict(zip(SUMS, pieces.sums.sum(axis=0).tolist(), strict=True)) for pieces in own] == [
-            {"documents": len(kept), "text_bytes": kept["text_bytes"].sum(), "characters": kept["characters"].sum(),
-             "nul": (kept["flags"] & HAS_NUL > 0).sum(), "u2581": (kept["flags"] & HAS_U2581 > 0).sum()}
-            for kept in rows]
-        units = [unit for unit, unit_source in enumerate(np.repeat(range(3), [len(u) for u in corpus.values()]))
-                 if unit_source == source]
-        assert found.decided.summary.dropped[units, 0].sum() == (whole.dropped & (whole.source == source)).sum()
-        assert found.decided.cuts.sources.count(source) * 2 == (
-            (whole.unit == sum(map(len, corpus.values()))) & (whole.source == source)).sum(), name
+    first = 0
+    for source, (name, units) in enumerate(corpus.items()):
+        own = [one for one in documents if one.source == name]
+        for split, pieces in zip(SPLITS, found.decided.pieces, strict=True):
+            texts = [one.text for one in own if not one.dropped and one.heldout == (split == "heldout")]
+            assert dict(zip(SUMS, pieces[source].sums.sum(axis=0).tolist(), strict=True)) == {
+                "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
+                "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
+                "u2581": sum("\u2581" in text for text in texts)}
+        assert found.decided.summary.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
+        assert found.decided.cuts.sources.count(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
+        first += len(units)
 
 
 def test_a_page_with_many_copies_is_a_row_a_group_in_the_runs(tmp_path, monkeypatch):
     cut_into(monkeypatch, 1000, 256, 50)
     corpus = {"a": [["the same"] * 400 for _ in range(10)]}
-    config = staged_corpora.settings(corpus, drop_duplicates=False, heldout_share=0.5, shard_mb=1)
-    found = passes(tmp_path, corpus, config)
+    found = passes(tmp_path, corpus, staged_corpora.settings(corpus, drop_duplicates=False, heldout_share=0.5,
+                                                             shard_mb=1))
     assert found.done.count("sort/group-000004") == 1 and sum(name.startswith("match") for name in found.done) == 128
     rows = [path.stat().st_size - 8 * 129 for path in (tmp_path / "staging/runs").glob("*.run")]
     assert rows == [runs.RUN.itemsize] * 5
     assert [found.decided.pieces[split][0].total("documents") for split in (0, 1)] in ([0, 4000], [4000, 0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(1, 30), st.integers(1, 2000)), min_size=1, max_size=60),
        target=st.one_of(st.integers(1, 300), st.floats(0.3, 3000)))
 def test_borders_of_shards_give_the_numbers_of_all_documents(sizes, target):
@@ -105,10 +86,9 @@ def test_borders_of_shards_give_the_numbers_of_all_documents(sizes, target):
                         max_size=30), partitions=st.sampled_from([1, 2, 16]))
 def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
     high, low = (np.array([digest[half] for digest in digests], np.uint64) for half in (0, 1))
-    numbered = sorted((digest, number) for number, digest in enumerate(digests))
-    assert by_digest(high, low).tolist() == [number for _, number in numbered]
-    assert [number for _, number in sorted((digest, -number) for number, digest in enumerate(digests))] == [
-        -number for number in by_digest(high, low, backwards=True)]
+    for sign, backwards in ((1, False), (-1, True)):
+        numbered = sorted((digest, sign * number) for number, digest in enumerate(digests))
+        assert by_digest(high, low, backwards).tolist() == [sign * number for _, number in numbered]
     order = by_digest(high, low)
     new = first_of_equals(high[order], low[order]) if digests else []
     assert sum(new) == len(set(digests))
@@ -126,16 +106,22 @@ def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
     assert runs.layout("a", [0], [0]).partitions == 1
 
 
-def test_a_torn_run_is_named(tmp_path):
+@pytest.mark.parametrize(("phase", "name", "told"), [
+    ("match", "runs/group-000000.run", r"group-000000.run ends before its partition 0 of 1. Delete it"),
+    ("sort", "a/a-00000.npy", r"a-00000.npy has 2 documents instead of 3. Delete it")])
+def test_a_torn_file_is_named(tmp_path, phase, name, told):
     corpus = {"a": [["one", "two", "three"]]}
     work, config = Work(tmp_path), staged_corpora.settings(corpus, heldout_share=0.5)
-    do_units = work.do_units
+    staged, do_units = stage(tmp_path, corpus), work.do_units
 
-    def torn(phase, units, function, unit_word="units"):
-        if phase == "match":
-            path = tmp_path / "staging/runs/group-000000.run"
-            path.write_bytes(path.read_bytes()[:-1])
-        return do_units(phase, units, function, unit_word)
+    def torn(own, *arguments):
+        if own == phase:
+            [path] = (tmp_path / "staging").rglob(Path(name).name)
+            if phase == "match":
+                path.write_bytes(path.read_bytes()[:-1])
+            else:
+                np.save(path, np.load(path)[:2])
+        return do_units(own, *arguments)
     work.do_units = torn
-    with pytest.raises(runs.UserError, match=r"group-000000.run ends before its partition 0 of 1. Delete it"):
-        staged_corpora.decide(work, config, *stage(tmp_path, corpus))
+    with pytest.raises(runs.UserError, match=told):
+        decide(work, config, *staged)

@@ -1,59 +1,37 @@
 """Files read in parts: every document once, in order, as if the file were read whole; and what parts say of it."""
 
 import codecs
+import gzip
 import hashlib
 import json
 import os
 from itertools import chain, pairwise
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.data import FilesSource, ShardConfig
+from pipeline.config.data import ShardConfig
 from pipeline.contract.content_hash import hash_of_blocks
 from pipeline.data import sources, streams
-from pipeline.data.documents import Rejection
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import reading_units
 from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
 from tests.block_digests import block_digests
+from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 
-SETTINGS = settings(max_examples=100, deadline=None,
+SETTINGS = settings(max_examples=60, deadline=None,
                     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    """Parts of any size, and hashes of blocks of a few bytes."""
-    monkeypatch.setattr(sources, "LEAST_PART", 1)
-
-
-def source_of(path, **fields):
-    return FilesSource(kind="files", name="s", paths=[str(path)], **fields)
-
-
-def payload_of(path, *borders, megabytes=128.0, **fields):
-    """The payload of a unit that reads the pieces of a file between these borders."""
-    about = path.stat()
-    pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
-               "start": start, "stop": stop} for start, stop in pairwise(borders)]
-    return {"name": "s-00000", "source": source_of(path, **fields).model_dump(mode="json"), "pieces": pieces,
-            "max_document_mb": megabytes}
 
 
 def read(payload):
     """(texts, ids, rejections, records of what was read)."""
     seen = []
-    items = list(unit_documents(payload, seen.append))
-    documents = [item[0] for item in items if not isinstance(item, Rejection)]
-    return ([document.text for document in documents], [document.id for document in documents],
-            [item for item in items if isinstance(item, Rejection)], seen)
+    documents, rejections = told(unit_documents(payload, seen.append))
+    return texts(documents), [document.id for document in documents], rejections, seen
 
 
 def in_parts(path, borders, **fields):
@@ -66,75 +44,71 @@ def all_borders(size, inner):
     return [0, *sorted({border % size for border in inner} - {0}), size] if size > 1 else [0, size]
 
 
+def wrong(rejections):
+    return [(own.reason, own.documents, own.lost) for own in rejections]
+
+
+def assert_offsets(ids, found, data, borders):
+    """In parts, a document's id has the offset of its first byte."""
+    if len(borders) > 2:
+        for name, own in zip(ids, found, strict=True):
+            assert data[int(name.partition("@")[2]):].startswith(own)
+
+
 LINE = st.one_of(
     st.sampled_from([b"", b" ", "\u2028".encode(), b"\r", b'{"text": "cut', b'{"text": "\xe2\x82"}', b"\xff", b"7"]),
     st.text(alphabet="ab\u2028\x85\r\u20ac\U0001f600\0 ", max_size=6).map(lambda text: json.dumps(
         {"text": text}, ensure_ascii=False).encode()))
+INNER = st.lists(st.integers(0, 5000), max_size=8)
 
 
 @SETTINGS
 @given(rows=st.lists(LINE, min_size=1, max_size=12), bom=st.booleans(), end=st.sampled_from([b"", b"\n", b"\r\n"]),
-       joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=st.lists(st.integers(0, 1000), max_size=8))
+       joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER)
 def test_lines(tmp_path, rows, bom, end, joint, inner):
-    path = tmp_path / "f.jsonl"
-    data = b"\xef\xbb\xbf" * bom + joint.join(rows) + end
-    if not data:
-        return
+    path, data = tmp_path / "f.jsonl", codecs.BOM_UTF8 * bom + joint.join(rows) + end
     path.write_bytes(data)
-    whole = read(payload_of(path, 0, len(data)))
-    parts = in_parts(path, all_borders(len(data), inner))
-    assert parts[0] == whole[0]
-    assert [(own.reason, own.documents, own.lost) for own in parts[2]] == [
-        (own.reason, own.documents, own.lost) for own in whole[2]]
-    if len(all_borders(len(data), inner)) > 2:
-        for text, name in zip(parts[0], parts[1], strict=True):
-            offset = int(name.partition("@")[2])
-            assert json.loads(data[offset:].partition(b"\n")[0])["text"] == text
+    whole, borders = read(payload_of(path)), all_borders(len(data), inner)
+    found, ids, rejections, _ = in_parts(path, borders)
+    assert found == whole[0] and wrong(rejections) == wrong(whole[2])
+    assert_offsets(ids, [lines([{"text": text}]).rstrip(b"\n") for text in found], data, borders)
 
 
 @SETTINGS
 @given(separator=st.sampled_from(["\n\n", "\n", "--", "aba", "abaaba", "aabaa", "abab", "<|end|>", "\u20ac", "aXa"]),
        pieces=st.lists(st.sampled_from(["a", "b", "ab", "aba", "\n", "\n\n\n", "-", "X", "<|end|>", "\u20ac", "<",
-                                        "abaaba", "aabaa"]), max_size=24),
-       bom=st.booleans(), inner=st.lists(st.integers(0, 1000), max_size=10))
+                                        "abaaba", "aabaa"]), min_size=1, max_size=24),
+       bom=st.booleans(), inner=INNER)
 @example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, inner=list(range(24)))
 @example(separator="aba", pieces=["aba"] * 5 + ["b", "aba"], bom=False, inner=list(range(24)))
 def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner):
     path, text = tmp_path / "f.txt", "".join(pieces)
-    data = b"\xef\xbb\xbf" * bom + text.encode()
-    if not data:
-        return
+    data = codecs.BOM_UTF8 * bom + text.encode()
     path.write_bytes(data)
     expected = text.split(separator)
     expected = expected if expected[-1] else expected[:-1]
-    assert read(payload_of(path, 0, len(data), separator=separator))[0] == expected
+    assert read(payload_of(path, separator=separator))[0] == expected
     borders = all_borders(len(data), inner)
-    texts, ids, rejections, _ = in_parts(path, borders, separator=separator)
-    assert texts == expected and rejections == []
-    if len(borders) > 2:
-        for found, name in zip(texts, ids, strict=True):
-            assert data[int(name.partition("@")[2]):].startswith(found.encode())
+    found, ids, rejections, _ = in_parts(path, borders, separator=separator)
+    assert found == expected and rejections == []
+    assert_offsets(ids, [text.encode() for text in found], data, borders)
 
 
 @SETTINGS
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30), kind=st.sampled_from(["lines", "separated"]),
-       inner=st.lists(st.integers(0, 1000), max_size=6), limit=st.integers(3, 30), bom=st.booleans())
+       inner=INNER, limit=st.integers(3, 30), bom=st.booleans())
 def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, sizes, kind, inner, limit, bom):
-    ending = "jsonl" if kind == "lines" else "txt"
-    path, fields = tmp_path / f"f.{ending}", {} if kind == "lines" else {"separator": "||"}
-    rows = ['{"text":"' + "x" * size + '"}' if kind == "lines" else f"{number:x}" * size
-            for number, size in enumerate(sizes)]
-    data = ("\n" if kind == "lines" else "||").join(rows).encode()
-    if not data:
-        return
-    data = codecs.BOM_UTF8 * bom + data
+    by_line = kind == "lines"
+    path, fields = tmp_path / f"f.{'jsonl' if by_line else 'txt'}", {} if by_line else {"separator": "||"}
+    rows = ['{"text":"' + "x" * size + '"}' if by_line else f"{number:x}" * size for number, size in enumerate(sizes)]
+    data = codecs.BOM_UTF8 * bom + ("\n" if by_line else "||").join(rows).encode()
     path.write_bytes(data)
-    limit += 11 * (kind == "lines")
-    texts, _, rejections, _ = in_parts(path, all_borders(len(data), inner), megabytes=limit / 1e6, **fields)
+    limit += 11 * by_line
+    found, _, rejections, _ = in_parts(path, all_borders(len(data), inner), megabytes=limit / 1e6, **fields)
     short = [row for row in rows if len(row) <= limit]
-    if kind == "separated" and not rows[-1]:
+    if not by_line and not rows[-1]:
         short = short[:-1]  # nothing after the last separator
-    assert texts == ([json.loads(row)["text"] for row in short] if kind == "lines" else short)
+    assert found == ([json.loads(row)["text"] for row in short] if by_line else short)
     assert len(rejections) == sum(len(row) > limit for row in rows)
     for own in rejections:
         assert "longer than shard.max_document_mb" in own.reason and own.documents == 1 and not own.lost
@@ -149,8 +123,8 @@ def frame(data, skipped=b""):
 
 
 @SETTINGS
-@given(rows=st.lists(LINE, min_size=1, max_size=12), cuts=st.lists(st.integers(0, 200), max_size=6),
-       inner=st.lists(st.integers(0, 1000), max_size=8), separator=st.sampled_from([None, "\n\n", "\n", "aba"]),
+@given(rows=st.lists(LINE, min_size=1, max_size=12), cuts=st.lists(st.integers(0, 200), max_size=6), inner=INNER,
+       separator=st.sampled_from([None, "\n\n", "\n", "aba"]),
        skipped=st.sampled_from([b"", b"x", zstandard.compress(b'{"text": "hidden"}\n')]))
 def test_frames_that_end_in_the_middle_of_records(tmp_path, rows, cuts, inner, separator, skipped):
     data = b"\n".join(rows).replace(b"b", b"aba" if separator == "aba" else b"\n\n")
@@ -158,87 +132,64 @@ def test_frames_that_end_in_the_middle_of_records(tmp_path, rows, cuts, inner, s
     parts = [data[start:stop] for start, stop in pairwise(all_borders(len(data), cuts) if data else [0, 0])]
     path.write_bytes(b"".join(frame(part, skipped) for part in parts))
     size, fields = path.stat().st_size, {} if separator is None else {"separator": separator}
-    whole = read(payload_of(path, 0, size, **fields))
+    whole = read(payload_of(path, **fields))
     for borders in (all_borders(size, inner), [*range(0, size, max(1, size // 20)), size]):
-        texts, ids, rejections, _ = in_parts(path, borders, **fields)
-        assert texts == whole[0] and [own.reason for own in rejections] == [own.reason for own in whole[2]]
-        assert len(set(ids)) == len(ids)
+        found, ids, rejections, _ = in_parts(path, borders, **fields)
+        assert found == whole[0] and wrong(rejections) == wrong(whole[2]) and len(set(ids)) == len(ids)
         if len(parts) == 1:
             assert ids == whole[1]  # as before: a single frame is read in one go
     starts = frame_starts(path, tmp_path / "frames")
     assert len(starts) == len(parts) and (frame_starts(path, tmp_path / "frames") == starts).all()
-    assert len(list((tmp_path / "frames").iterdir())) == 1
-    (tmp_path / "frames" / next((tmp_path / "frames").iterdir()).name).unlink()
+    [kept] = (tmp_path / "frames").iterdir()
+    kept.unlink()
 
 
 def test_frames_are_found_among_blocks_of_every_kind(tmp_path):
     """Stored, repeated and compressed blocks, sizes unknown and known, and whole frames as the content of others."""
-    incompressible, zeros = os.urandom(300_000), bytes(400_000)
-    texts = [incompressible, zeros, b"words " * 90_000, frame(b"inner") * 9, b""]
-    parts = [zstandard.ZstdCompressor(write_content_size=known).compress(text) for text in texts
+    contents = [os.urandom(300_000), bytes(400_000), b"words " * 90_000, frame(b"inner") * 9, b""]
+    parts = [zstandard.ZstdCompressor(write_content_size=known).compress(content) for content in contents
              for known in (True, False)]
-    (tmp_path / "f.zst").write_bytes(b"".join(parts))
-    assert frame_starts(tmp_path / "f.zst").tolist() == [sum(map(len, parts[:number])) for number in range(len(parts))]
-    (tmp_path / "g.zst").write_bytes(b"".join(parts)[:-30])
-    assert frame_starts(tmp_path / "g.zst").tolist() == frame_starts(tmp_path / "f.zst").tolist()[
-        :sum(sum(map(len, parts[:number])) < sum(map(len, parts)) - 38 for number in range(len(parts)))]
+    path, begins = tmp_path / "f.zst", [sum(map(len, parts[:number])) for number in range(len(parts))]
+    for data in (b"".join(parts), b"".join(parts)[:-30]):
+        path.write_bytes(data)
+        assert frame_starts(path).tolist() == [begin for begin in begins if begin + 8 <= len(data)]
 
 
 @SETTINGS
-@given(groups=st.lists(st.integers(0, 6), min_size=1, max_size=8), inner=st.lists(st.integers(0, 5000), max_size=8))
-def test_row_groups(tmp_path, groups, inner):
-    path, first = tmp_path / "f.parquet", 0
-    schema = pa.schema([("text", pa.string()), ("other", pa.int64())])
-    with pq.ParquetWriter(path, schema) as writer:
-        for rows in groups:
-            texts = [f"row {first + number} " + "x" * number * 50 for number in range(rows)]
-            writer.write_table(pa.table({"text": texts, "other": list(range(rows))}, schema), max(1, rows))
-            first += rows
-    size = path.stat().st_size
-    whole = read(payload_of(path, 0, size))
-    assert len(whole[0]) == sum(groups)
-    assert in_parts(path, all_borders(size, inner))[:3] == list(whole[:3])  # ids too: a footer knows the numbers
-
-
-@SETTINGS
-@given(batches=st.lists(st.integers(0, 4), min_size=1, max_size=8), inner=st.lists(st.integers(0, 5000), max_size=8),
-       stream=st.booleans())
-def test_record_batches(tmp_path, batches, inner, stream):
-    path, first = tmp_path / "f.arrow", 0
-    schema = pa.schema([("text", pa.string())])
-    with pa.OSFile(str(path), "wb") as sink, (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, schema) as writer:
-        for rows in batches:
-            texts = pa.array([f"row {first + number} " + "x" * number * 50 for number in range(rows)], pa.string())
-            writer.write_batch(pa.record_batch([texts], schema=schema))
-            first += rows
-    size = path.stat().st_size
-    whole, borders = read(payload_of(path, 0, size)), all_borders(size, inner)
-    parts = in_parts(path, borders)
-    assert parts[0] == whole[0] and len(whole[0]) == sum(batches)
-    if len(borders) > 2 and not stream:
-        assert parts[1] == [f"f.arrow@{batch}:{row + 1}" for batch, rows in enumerate(batches) for row in range(rows)]
+@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8), inner=INNER,
+       kind=st.sampled_from(["parquet", "arrow", "stream"]))
+def test_row_groups_and_record_batches(tmp_path, sizes, inner, kind):
+    path = tmp_path / ("f.parquet" if kind == "parquet" else "f.arrow")
+    write_batches(path, *(batch(("text", [f"row {number} {row} " + "x" * row * 50 for row in range(rows)] or [""]),
+                                ("other", [*range(rows)] or [0]))[:rows] for number, rows in enumerate(sizes)),
+                  stream=kind == "stream")
+    borders = all_borders(path.stat().st_size, inner)
+    whole, parts = read(payload_of(path)), in_parts(path, borders)
+    assert parts[0] == whole[0] and parts[2] == whole[2] == [] and len(whole[0]) == sum(sizes)
+    if kind == "parquet":
+        assert parts[1] == whole[1]  # a footer knows the numbers
+    elif len(borders) > 2 and kind == "arrow":
+        assert parts[1] == [f"f.arrow@{number}:{row + 1}" for number, rows in enumerate(sizes) for row in range(rows)]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow", "jsonl"])
 def test_what_is_wrong_with_the_file_as_a_whole_is_said_once(tmp_path, ending):
     path = tmp_path / f"f.{ending}"
     path.write_bytes(b"PAR1 and no more" * 10 if ending != "jsonl" else b"\x1f\x8b" * 80)
-    size = path.stat().st_size
-    _, _, rejections, seen = in_parts(path, [0, size // 3, size // 2, size])
+    _, _, rejections, seen = in_parts(path, [0, 50, 80, 160])
     assert [own.lost for own in rejections] == [True] and len(seen) == 3
 
 
 def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     path = tmp_path / "f.jsonl"
-    rows = [json.dumps({"text": f"{number} " * (number % 50)}) for number in range(3000)]
-    path.write_text("\n".join(rows))
+    path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
     size = path.stat().st_size
     for module in ("pipeline.contract.content_hash", "pipeline.data.streams"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
-    whole = read(payload_of(path, 0, size))[3]
-    assert whole == [{"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": path.stat().st_mtime_ns,
-                      "whole": True, "start": 0, "digests": [hashlib.sha256(path.read_bytes()).hexdigest()]}]
+    assert read(payload_of(path))[3] == [
+        {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": path.stat().st_mtime_ns,
+         "whole": True, "start": 0, "digests": [hashlib.sha256(path.read_bytes()).hexdigest()]}]
     borders = [0, 1, 999, 1000, 1001, 70_000, 70_500, 70_999, size - 1, size]
     seen = in_parts(path, borders)[3]
     assert [own["start"] for own in seen] == borders[:-1] and not any(own["whole"] for own in seen)
@@ -248,44 +199,11 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     assert made == hash_of_blocks(block_digests(path, 0, size))
 
 
-def test_nothing_is_read_twice(tmp_path, monkeypatch):
-    """Hashing included: a part reads its own bytes and what its last record needs beyond them."""
-    import gzip
-    path = tmp_path / "f.jsonl"
-    rows = [json.dumps({"text": f"{number} " * 20}) for number in range(5000)]
-    path.write_text("\n".join(rows))
-    packed = tmp_path / "g.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes() + os.urandom(1000).hex().encode(), mtime=0))
-    monkeypatch.setattr("pipeline.data.streams.BLOCK_BYTES", 10_000)
-    monkeypatch.setattr(streams, "BUFFER", 1000)
-    taken, opened = [], open
+class Counted:
+    """A file that notes how much is read of it."""
 
-    def counted(file, *arguments, **options):
-        made = opened(file, *arguments, **options)
-        if options.get("buffering") == 0:
-            def readinto(buffer, own=made.readinto):
-                count = own(buffer)
-                taken.append(count)
-                return count
-            made = Wrapped(made, readinto)
-        return made
-    monkeypatch.setattr("builtins.open", counted)
-    size = path.stat().st_size
-    read(payload_of(path, 0, size))
-    assert sum(taken) == size
-    taken.clear()
-    read(payload_of(path, 100_000, 200_000))
-    assert 100_000 <= sum(taken) < 103_000
-    taken.clear()
-    read(payload_of(packed, 0, packed.stat().st_size))
-    assert sum(taken) == packed.stat().st_size
-
-
-class Wrapped:
-    """A file whose readinto is another."""
-
-    def __init__(self, file, readinto):
-        self.file, self.readinto = file, readinto
+    def __init__(self, file, taken):
+        self.file, self.taken = file, taken
 
     def __getattr__(self, name):
         return getattr(self.file, name)
@@ -296,12 +214,32 @@ class Wrapped:
     def __exit__(self, *error):
         self.file.close()
 
+    def readinto(self, buffer):
+        self.taken.append(self.file.readinto(buffer))
+        return self.taken[-1]
+
+
+def test_nothing_is_read_twice(tmp_path, monkeypatch):
+    """Hashing included: a part reads its own bytes and what its last record needs beyond them."""
+    path, packed, taken, opened = tmp_path / "f.jsonl", tmp_path / "g.jsonl.gz", [], open
+    path.write_bytes(lines({"text": f"{number} " * 20} for number in range(5000)))
+    packed.write_bytes(gzip.compress(path.read_bytes() + os.urandom(1000).hex().encode(), mtime=0))
+    monkeypatch.setattr("pipeline.data.streams.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(streams, "BUFFER", 1000)
+    monkeypatch.setattr("builtins.open", lambda file, *rest, **options: Counted(opened(file, *rest, **options), taken)
+                        if options.get("buffering") == 0 else opened(file, *rest, **options))
+    for own, borders, least, most in ((path, (), path.stat().st_size, 0), (path, (100_000, 200_000), 100_000, 2999),
+                                      (packed, (), packed.stat().st_size, 0)):
+        taken.clear()
+        read(payload_of(own, *borders))
+        assert least <= sum(taken) <= least + most
+
 
 @pytest.mark.parametrize("change", ["size", "time", "while it is read"])
 def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
     path = tmp_path / "f.jsonl"
     path.write_text('{"text": "one"}\n' * 9)
-    payload = payload_of(path, 0, path.stat().st_size)
+    payload = payload_of(path)
     if change == "size":
         path.write_text('{"text": "one"}\n' * 8)
     elif change == "time":
@@ -314,35 +252,35 @@ def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
         list(items)
 
 
-def make(path, size):
-    with open(path, "wb") as file:
-        file.truncate(size)
-    return (f"s/{path.name}", path)
+def cut(folder, files, shard_mb=0.001, **fields):
+    """Units of reading, as (file, start, stop) of their pieces, of files of these sizes that hold nothing."""
+    for name, size in files.items():
+        with open(folder / name, "wb") as file:
+            file.truncate(size)
+    found = reading_units(ShardConfig(sources=[files_source(folder / "*", **fields)], shard_mb=shard_mb),
+                          [(f"s/{name}", folder / name) for name in files])
+    assert [name for name, _ in found] == [f"s-{number:05d}" for number in range(len(found))]
+    return [[(Path(piece["path"]).name, piece["start"], piece["stop"]) for piece in payload["pieces"]]
+            for _, payload in found]
 
 
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 1000)
-    files = [make(tmp_path / name, size) for name, size in (
-        ("a.jsonl", 900), ("b.jsonl", 5000), ("c.jsonl", 10), ("d.jsonl", 20), ("e.jsonl.gz", 9000),
-        ("f.parquet", 2001), ("g.jsonl", 2000), ("h.csv", 9000), ("i.txt", 9000))]
-    config = ShardConfig(sources=[source_of(tmp_path / "*")], shard_mb=0.001)
-    units = reading_units(config, files)
-    assert [name for name, _ in units] == [f"s-{number:05d}" for number in range(len(units))]
-    cut = [[(Path(piece["path"]).name, piece["start"], piece["stop"]) for piece in payload["pieces"]]
-           for _, payload in units]
-    assert cut == [[("a.jsonl", 0, 900)], *([("b.jsonl", start, start + 1000)] for start in range(0, 5000, 1000)),
-                   [("c.jsonl", 0, 10), ("d.jsonl", 0, 20), ("e.jsonl.gz", 0, 9000)], [("f.parquet", 0, 1000)],
-                   [("f.parquet", 1000, 2001)], [("g.jsonl", 0, 2000)], [("h.csv", 0, 9000)], [("i.txt", 0, 9000)]]
+    assert cut(tmp_path, {"a.jsonl": 900, "b.jsonl": 5000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000,
+                          "f.parquet": 2001, "g.jsonl": 2000, "h.csv": 9000, "i.txt": 9000, "j.txt.zst": 9000}) == [
+        [("a.jsonl", 0, 900)], *([("b.jsonl", start, start + 1000)] for start in range(0, 5000, 1000)),
+        [("c.jsonl", 0, 10), ("d.jsonl", 0, 20), ("e.jsonl.gz", 0, 9000)], [("f.parquet", 0, 1000)],
+        [("f.parquet", 1000, 2001)], [("g.jsonl", 0, 2000)], [("h.csv", 0, 9000)], [("i.txt", 0, 9000)],
+        [("j.txt.zst", 0, 9000)]]
     for asked in ({"separator": "||", "format": "txt"}, {"format": "jsonl"}):
-        config = ShardConfig(sources=[source_of(tmp_path / "*", **asked)], shard_mb=0.001)
-        assert len(reading_units(config, [make(tmp_path / "i.txt", 9000)])) == 9
+        for name in ("i.txt", "j.zst"):
+            assert len(cut(tmp_path, {name: 9000}, **asked)) == 9
     monkeypatch.setattr(sources, "LEAST_PART", 3000)  # parts are not made smaller than that, however small shards are
-    assert len(reading_units(config, [make(tmp_path / "i.jsonl", 9000)])) == 3
-    assert len(reading_units(config, [make(tmp_path / "i.jsonl", 6000)])) == 1
+    assert [len(cut(tmp_path, {"i.jsonl": size})) for size in (9000, 6000)] == [3, 1]
 
 
 def test_a_file_of_50_gb_keeps_64_workers_busy(tmp_path):
-    units = reading_units(ShardConfig(sources=[source_of(tmp_path / "*")]), [make(tmp_path / "a.jsonl", 50 * 10**9)])
-    sizes = [payload["pieces"][0]["stop"] - payload["pieces"][0]["start"] for _, payload in units]
+    pieces = [piece for [piece] in cut(tmp_path, {"a.jsonl": 50 * 10**9}, ShardConfig().shard_mb)]
+    sizes = [stop - start for _, start, stop in pieces]
     assert sum(sizes) == 50 * 10**9 and len(sizes) > 10 * 64 and max(sizes) < 1.2 * 64e6
-    assert all(payload["pieces"][0]["start"] % (1 << 23) == 0 for _, payload in units)  # each block hashed by one
+    assert all(start % (1 << 23) == 0 for _, start, _ in pieces)  # each block hashed by one

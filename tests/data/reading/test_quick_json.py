@@ -68,7 +68,7 @@ JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**70, 2**7
                                                                                         max_size=4)), max_leaves=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(JSON)
 def test_any_value(value):
     agrees(json.dumps(value))
@@ -97,9 +97,8 @@ def test_numbers_and_depths_on_which_libraries_differ_are_left_to_the_slow_one()
 
 
 def test_a_member_reads_back_as_it_was():
-    for meta in ({"a": -0.0, "b": 2**70, "c": 0.1}, {}, {"x": [None, {"y": "\u2028"}]}):
-        document = Document("text \0\u2028", "s", "1", meta)
-        back = from_json(to_json(document), "")
-        assert back == document and same(back.meta, meta)
+    document = Document("text \0\u2028", "s", "1", {"a": -0.0, "b": 2**70, "c": 0.1, "x": [None, {"y": "\u2028"}]})
+    back = from_json(to_json(document), "")
+    assert back == document and same(back.meta, document.meta)
     with pytest.raises(ValueError, match="Expecting"):
         from_json(b"{not json", "")

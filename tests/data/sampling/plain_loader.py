@@ -15,26 +15,13 @@ from pipeline.data.sampling.order import SampleOrder, permute
 from pipeline.data.token_shards import TokenShard
 
 
-class PlainStream:
-    """Token shards laid end to end, read by position."""
-
-    def __init__(self, shards: Sequence[TokenShard]) -> None:
-        self.shards = shards
-        self.ends = np.cumsum([shard.token_count for shard in shards], dtype=np.int64)
-
-    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [start, stop) as int64, and the places among them (relative to start) where documents start."""
-        tokens, starts = [], []
-        index = int(np.searchsorted(self.ends, start, side="right"))
-        at = start
-        while at < stop:
-            shard = self.shards[index]
-            offset = int(self.ends[index]) - shard.token_count
-            end = min(stop, int(self.ends[index]))
-            tokens.append(shard.tokens(at - offset, end - offset).astype(np.int64))
-            starts.append(shard.document_starts(at - offset, end - offset) + (offset - start))
-            at, index = end, index + 1
-        return np.concatenate(tokens), np.concatenate(starts)
+def plain_window(shards: Sequence[TokenShard], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [start, stop) of shards laid end to end, and the places among them where documents start."""
+    tokens = np.concatenate([shard.tokens(0, shard.token_count) for shard in shards]).astype(np.int64)
+    bases = np.cumsum([0, *(shard.token_count for shard in shards)])
+    begins = np.unique(np.concatenate([shard.read_offsets()[:-1] + base
+                                       for shard, base in zip(shards, bases, strict=False)]))
+    return tokens[start:stop], begins[(begins >= start) & (begins < stop)] - start
 
 
 def plain_pack(windows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
@@ -59,14 +46,10 @@ def plain_batch(parts: Sequence[Sequence[TokenShard]], order: SampleOrder, sampl
     """The samples with these numbers. parts: the shards of each of the order's pools."""
     windows = []
     for sample in samples:
-        pool, _, sequence = plain_place(order, int(sample))
-        windows.append(PlainStream(parts[pool]).window(sequence * order.length, (sequence + 1) * order.length + 1))
+        block, place = divmod(int(sample), order.period)
+        pool = int(order.pattern[place])
+        size = int(order.counts[pool])
+        epoch, turn = divmod(block * int(order.quotas[pool]) + int(order.ranks[place]), size)
+        sequence = int(permute(np.array([turn]), size, (order.seed, pool, epoch))[0])
+        windows.append(plain_window(parts[pool], sequence * order.length, (sequence + 1) * order.length + 1))
     return plain_pack(windows)
-
-
-def plain_place(order: SampleOrder, sample: int) -> tuple[int, int, int]:
-    """Pool, epoch and sequence of one sample, found by themselves."""
-    block, place = divmod(sample, order.period)
-    pool = int(order.pattern[place])
-    epoch, turn = divmod(block * int(order.quotas[pool]) + int(order.ranks[place]), int(order.counts[pool]))
-    return pool, epoch, int(permute(np.array([turn]), int(order.counts[pool]), (order.seed, pool, epoch))[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +30,7 @@ def packed(lengths, room):
 
 
 @given(room=st.integers(1, 60), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_bins_are_those_of_a_piece_at_a_time(room, data):
     lengths = data.draw(st.lists(st.integers(1, room), max_size=120))
     bins = packed(lengths, room)
@@ -43,7 +42,7 @@ def test_bins_are_those_of_a_piece_at_a_time(room, data):
 
 
 @given(length=st.integers(1, 30), documents=st.lists(st.integers(0, 100), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_pieces_are_whole_documents_unless_those_are_longer(length, documents):
     pieces = pieces_of(np.cumsum([0, *documents]), length)
     found = zip(*(column.tolist() for column in pieces), strict=True)
@@ -54,16 +53,6 @@ def test_pieces_are_whole_documents_unless_those_are_longer(length, documents):
         assert [next(found) for _ in parts] == parts
         at += document
     assert next(found, None) is None
-
-
-@pytest.mark.parametrize("room", [512, 2048])
-def test_the_waste_is_near_the_least(room):
-    """Documents as the web has them: best fit needs at most one sequence in a thousand more than all tokens fill."""
-    documents = np.maximum(2, np.random.default_rng(0).lognormal(6, 1.5, 20_000)).astype(np.int64)
-    pieces = pieces_of(np.cumsum([0, *documents]), room)
-    _, ends = best_fit(pieces.lengths, room)
-    least = -(-int(documents.sum()) // room)
-    assert least <= len(ends) - 1 <= 1.001 * least
 
 
 def test_the_same_pieces_give_the_same_bins():

@@ -1,132 +1,138 @@
-"""The data order: a bijection per epoch, exact shares, and a function of nothing but the sample number."""
+"""The order of samples: a bijection per epoch, exact shares however small, backwards as forwards, and a function of
+nothing but the sample number."""
 
 import hashlib
-from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sampling.order import PERIOD, Pool, SampleOrder, permute
+from pipeline.config.checks import problems
+from pipeline.config.data import FilesSource, ShardConfig
+from pipeline.config.mixture import SMALLEST_SHARE
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.data.sampling.order import LEAST, PERIOD, Pool, SampleOrder, permute, unpermute
 from pipeline.errors import UserError
+from pipeline.files import sha256_json
 
 
-@given(size=st.integers(1, 3000), key=st.tuples(st.integers(0, 2**63), st.integers(0, 9)))
-@settings(max_examples=60, deadline=None)
-def test_permute_is_a_bijection(size, key):
-    result = permute(np.arange(size), size, key)
-    assert np.array_equal(np.sort(result), np.arange(size))
+def order_of(shares, seed=3, content="x"):
+    return SampleOrder([Pool(f"s{index}", 5000 + 1000 * index) for index in range(len(shares))], 10, seed,
+                       list(shares), content)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 1023, 1024, 1025, 99_991])
-def test_permute_is_a_bijection_at_powers_of_two_and_around(size):
-    assert len(np.unique(permute(np.arange(size), size, (1, 2)))) == size
-
-
-def test_permute_handles_sizes_beyond_memory():
-    size = 1_830_000_000  # sequences of 8,192 in 15T tokens
-    numbers = np.random.default_rng(0).integers(0, size, 100_000)
-    result = permute(numbers, size, (0, 0, 0))
-    assert result.min() >= 0 and result.max() < size
-    assert len(np.unique(result)) == len(np.unique(numbers))
-
-
-def test_permute_looks_random():
-    size = 4096
-    result = permute(np.arange(size), size, (7, 0, 0))
-    correlation = np.corrcoef(np.arange(size), result)[0, 1]
-    steps = np.corrcoef(result[:-1], result[1:])[0, 1]
-    assert abs(correlation) < 0.06 and abs(steps) < 0.06  # 4 standard deviations of chance
-    assert not np.array_equal(result, permute(np.arange(size), size, (8, 0, 0)))
+@given(size=st.integers(1, 3000) | st.sampled_from([2, 3, 4, 1023, 1024, 1025]) | st.integers(1, 1 << 40),
+       seed=st.integers(0, 1 << 64), part=st.integers(-3, 1 << 20))
+@settings(max_examples=100, deadline=None)
+def test_permute_is_a_bijection_that_unpermute_undoes(size, seed, part):
+    numbers = np.arange(size) if size <= 3000 else np.unique(np.random.default_rng(0).integers(0, size, 1000))
+    key = (seed, part, 7)
+    found = permute(numbers, size, key)
+    assert found.min() >= 0 and found.max() < size and len(np.unique(found)) == len(numbers)
+    assert np.array_equal(unpermute(found, size, key), numbers)
+    assert np.array_equal(permute(unpermute(numbers, size, key), size, key), numbers)
 
 
 @given(tokens=st.integers(40, 4000), length=st.integers(1, 16), seed=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_every_sequence_once_an_epoch(tokens, length, seed):
-    order = SampleOrder([Pool("all", tokens)], length, seed)
-    count = (tokens - 1) // length
-    for epoch in range(2):
-        _, epochs, sequences = order.locate(np.arange(epoch * count, (epoch + 1) * count))
-        assert set(epochs) == {epoch}
-        assert np.array_equal(np.sort(sequences), np.arange(count))
+def test_every_sequence_once_an_epoch_and_each_epoch_shuffled_by_itself(tokens, length, seed):
+    order, count = SampleOrder([Pool("all", tokens)], length, seed), (tokens - 1) // length
+    _, epochs, sequences = order.locate(np.arange(2 * count).reshape(2, count))
+    assert (epochs == [[0], [1]]).all() and np.array_equal(np.sort(sequences), np.tile(np.arange(count), (2, 1)))
+    assert count < 20 or not np.array_equal(*sequences)
 
 
-def test_epochs_are_shuffled_differently():
-    order = SampleOrder([Pool("all", 1001)], 10, seed=3)
-    first, second = (order.locate(np.arange(start, start + 100))[2] for start in (0, 100))
-    assert not np.array_equal(first, second)
+@pytest.mark.parametrize(("shares", "places", "plan"), [
+    ([1, 1], "f271a18f4474962d", "98d5acc63f067cfd"), ([0.7, 0.2, 0.1], "e965beb8828a3748", "5f0ae413140f35d4"),
+    ([1, 0, 3], "405b1795dc8b30d0", "78a88705f69b4dec"), ([1, 0.9 / 4096], "08bae0a75ceeca75", "edd16ff63e83d4c2"),
+    ([1.0] * 7, "fe9247254232512e", "cca54251acf1a548")])
+def test_the_order_never_changes(shares, places, plan):
+    """A change here orphans every run in progress: it needs a new ALGORITHM number."""
+    found = order_of(shares)
+    assert found.period == PERIOD and found.plan_sha256[:16] == plan
+    assert hashlib.sha256(np.stack(found.locate(np.arange(20_000))).tobytes()).hexdigest()[:16] == places
+    assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 8, 0, 9, 7, 2, 6, 4, 3, 1]
 
 
-@given(shares=st.lists(st.floats(0, 10), min_size=2, max_size=5).filter(
-    lambda shares: sum(shares) > 0.1 and all(not share or share / sum(shares) > 1 / PERIOD for share in shares)),
-       seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
-def test_mixture_meets_its_shares_in_every_period(shares, seed):
-    pools = [Pool(f"s{index}", 5000 + 1000 * index) for index in range(len(shares))]
-    order = SampleOrder(pools, 10, seed, shares)
-    wanted = np.array(shares) / sum(shares)
-    for block in (0, 5):
-        pool, _, _ = order.locate(np.arange(block * PERIOD, (block + 1) * PERIOD))
-        assert np.abs(np.bincount(pool, minlength=len(shares)) - wanted * PERIOD).max() <= 1
+@given(exponents=st.lists(st.floats(-16.9, 0) | st.floats(-4, 0) | st.just(-np.inf), min_size=1, max_size=4),
+       seed=st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_every_share_is_met_in_every_period(exponents, seed):
+    shares = np.array([1.0, *(2.0**exponent for exponent in exponents)])
+    shares = np.where(shares > 0, np.maximum(shares, SMALLEST_SHARE * shares.sum() * 1.01), 0)
+    found, used = order_of(shares, seed), shares > 0
+    wanted = shares / shares.sum() * found.period
+    counts = np.bincount(found.pattern, minlength=len(shares))  # which `locate` goes through again and again
+    assert np.abs(counts - wanted).max() <= 1 and (counts[used] > 0).all()
+    if found.period > PERIOD:
+        assert found.quotas[used].min() >= LEAST and np.abs(counts[used] / wanted[used] - 1).max() <= 1 / LEAST
 
 
-def test_mixture_goes_through_each_pool_exactly():
-    """Over an epoch boundary of both pools: no sequence of a pool twice before each was used once."""
-    order = SampleOrder([Pool("a", 2001), Pool("b", 901)], 10, seed=1, shares=[0.7, 0.3])
-    pool, epoch, sequence = order.locate(np.arange(2000))
-    for index, size in ((0, 200), (1, 90)):
-        used = Counter(zip(epoch[pool == index], sequence[pool == index], strict=True))
-        assert max(used.values()) == 1
-        last = epoch[pool == index].max()
-        for turn in range(last):
-            assert sum(1 for key in used if key[0] == turn) == size
-    assert order.epochs(2000) == {"a": (pool == 0).sum() / 200, "b": (pool == 1).sum() / 90}
+@pytest.mark.parametrize(("tokens", "shares", "period"), [
+    ((2001, 901), (0.7, 0.3), PERIOD), ((300_000, 51, 101), (1, 1e-4, 7e-5), 2**17)])
+def test_each_source_is_gone_through_exactly_and_counted(tokens, shares, period):
+    """Over three periods every sequence of a source is used as often as any other, or once more; also in parts."""
+    pools = [Pool(f"s{index}", count) for index, count in enumerate(tokens)]
+    found, samples = SampleOrder(pools, 10, 3, list(shares)), 3 * period + 5
+    assert found.period == period
+    pool, epoch, sequence = found.locate(np.arange(samples))
+    for index, share in enumerate(np.array(shares) / sum(shares)):
+        here = pool == index
+        assert abs(here.sum() - share * samples) <= 5
+        uses = np.bincount(sequence[here], minlength=found.counts[index])
+        assert uses.max() - uses.min() <= 1
+        assert found.epochs(samples)[f"s{index}"] == here.sum() / found.counts[index]
+        assert np.array_equal(np.sort(epoch[here]), np.arange(here.sum()) // found.counts[index])
+    last = np.arange(samples - 999, samples)
+    parts = np.concatenate([np.stack(found.locate(part)) for part in np.array_split(last, 7)], axis=1)
+    assert np.array_equal(parts, np.stack([pool, epoch, sequence])[:, -999:])
 
 
-@given(cuts=st.lists(st.integers(1, 400), max_size=6), world=st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
-@settings(max_examples=40, deadline=None)
-def test_order_does_not_depend_on_how_it_is_asked(cuts, world):
-    """However samples are cut into calls, restarts and ranks, they are the same samples."""
-    order = SampleOrder([Pool("a", 3001), Pool("b", 801)], 10, seed=5, shares=[2, 1])
-    whole = np.stack(order.locate(np.arange(480)))
-    again = SampleOrder([Pool("a", 3001), Pool("b", 801)], 10, seed=5, shares=[2, 1])
-    edges = sorted({0, 480, *cuts} & set(range(481)))
-    pieces = []
-    for start, stop in pairwise(edges):
-        ranks = np.array_split(np.arange(start, stop), world)
-        pieces += [np.stack(again.locate(numbers)) for numbers in ranks if len(numbers)]
-    assert np.array_equal(whole, np.concatenate(pieces, axis=1))
+@settings(deadline=None, max_examples=30)
+@given(tokens=st.lists(st.integers(200, 3000), min_size=1, max_size=3), seed=st.integers(0, 99), data=st.data(),
+       below=st.integers(0, 500) | st.integers(PERIOD - 5, PERIOD + 500))
+def test_each_sequence_has_the_samples_that_locate_gives(tokens, seed, data, below):
+    shares = data.draw(st.lists(st.just(0.0) | st.floats(0.001, 5), min_size=len(tokens), max_size=len(tokens)).filter(
+        lambda found: sum(found) > 0))
+    order = SampleOrder([Pool(str(place), count) for place, count in enumerate(tokens)], 16, seed, shares)
+    pools, _, sequences = order.locate(np.arange(below))
+    for pool, count in enumerate(order.counts.tolist()):
+        asked = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=6))), np.int64)
+        samples, of = order.inverse(pool, asked, below)
+        wanted = np.flatnonzero((pools == pool) & np.isin(sequences, asked))
+        assert samples.tolist() == wanted.tolist() and of.tolist() == sequences[wanted].tolist()
 
 
-def test_plan_hash_knows_every_ingredient():
+def test_the_plan_hash_knows_every_ingredient():
     def plan(pools=(("a", 101), ("b", 201)), length=10, seed=0, shares=(1, 1), content="x"):
         return SampleOrder([Pool(*pool) for pool in pools], length, seed, list(shares), content).plan_sha256
-    base = plan()
-    assert plan() == base
-    changed = [plan(pools=(("a", 102), ("b", 201))), plan(length=11), plan(seed=1), plan(shares=(1, 2)),
-               plan(content="y")]
-    assert len({base, *changed}) == 6
+    changed = [plan(pools=(("a", 102), ("b", 201))), plan(pools=(("c", 101), ("b", 201))), plan(length=11),
+               plan(pools=(("a", 101, 10), ("b", 201, 20))), plan(pools=(("a", 101, 10, "p"), ("b", 201, 20))),
+               plan(seed=1), plan(shares=(1, 2)), plan(shares=(1, 1e-4)), plan(content="y"), plan(content=["x"])]
+    assert plan() == plan() and len({plan(), *changed}) == 11
+    rows = [[f"train/ä-{number}.arrow", f"{number:064x}"] for number in range(2500)]
+    for content in (rows, rows[:1], []):
+        assert plan(content=content) == plan(content=iter(content))
+    for value in ({"c": rows}, {"a": 1, "c": rows}, {"c": rows, "d": [2]}, {"b": 0, "c": rows, "z": "x"}):
+        assert sha256_json(value) == sha256_json({**value, "c": iter(rows)}, streamed="c")
 
 
-def test_a_pool_without_a_sequence_is_refused():
+def test_a_pool_without_a_sequence_and_a_share_too_small_are_refused():
     with pytest.raises(UserError, match="b do not fill one sequence of 10"):
         SampleOrder([Pool("a", 100), Pool("b", 10)], 10, 0, [1, 1])
     SampleOrder([Pool("a", 100), Pool("b", 10)], 10, 0, [1, 0])  # unused, so allowed
+    SampleOrder([Pool("a", 100), Pool("b", 11)], 10, 0, [1, 1])
+    with pytest.raises(UserError, match=r"the source s1 3\.33e-06"):
+        order_of([3, 1e-5])
 
 
-def test_golden_order_never_changes():
-    """A change here orphans every run in progress: it needs a new ALGORITHM number."""
-    assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 8, 0, 9, 7, 2, 6, 4, 3, 1]
-    _, _, sequences = SampleOrder([Pool("all", 10_001)], 10, seed=42).locate(np.arange(5))
-    assert sequences.tolist() == [374, 656, 978, 621, 536]
-
-
-def test_golden_plan_of_a_mixture_never_changes():
-    """Hash and places, over several epochs of both pools, as they were before sequences could be packed."""
-    order = SampleOrder([Pool("a", 3001), Pool("b", 801)], 10, 5, [2, 1], [["train/a.arrow", "00"]])
-    assert order.plan_sha256 == "4e1eceb4a1fd34a33fc69eacd1b15f4b890cd62c57cd277d6eb043e7deec57b0"
-    places = np.stack(order.locate(np.arange(5000))).astype("<i8")
-    assert hashlib.sha256(places.tobytes()).hexdigest() == \
-        "43fc13857da57e7e0e36ddb0c82851c1defc1782aa28233233cd24182ea0bb52"
+def test_the_configuration_refuses_a_share_with_the_smallest_that_can_be_kept():
+    sources = [FilesSource(kind="files", name=name, paths=["x.txt"]) for name in ("web", "notes")]
+    config = Config(shard=ShardConfig(sources=sources), train=TrainConfig(mixture={"web": 3.0, "notes": 1e-5}))
+    said, = problems(config)
+    assert "the source notes 3.33e-06 of the training sequences" in said and "7.63e-06 (1 in 131,072)" in said
+    kept = TrainConfig(mixture={"web": 1.0, "notes": SMALLEST_SHARE * 1.001})
+    assert problems(config.model_copy(update={"train": kept})) == []
+    assert order_of(kept.mixture.values()).quotas[1] >= LEAST

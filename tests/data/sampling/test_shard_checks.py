@@ -8,7 +8,6 @@ import pytest
 
 from pipeline.contract.input_check import Expected
 from pipeline.data.sampling.shard_checks import ShardChecks
-from pipeline.data.sampling.streams import TokenStream
 from pipeline.files import sha256_file
 from tests.waiting import HANG_S, wait_for
 
@@ -84,17 +83,6 @@ def test_a_shard_that_changes_after_it_was_compared(files, change):
             assert one.damage.step == 2 and "It was read by the steps 2" in one.damage.text
     finally:
         one.close()
-
-
-def test_which_shards_a_stretch_of_tokens_lies_in():
-    class Shard:
-        def __init__(self, count):
-            self.token_count = count
-    stream = TokenStream([Shard(count) for count in (10, 5, 20, 1, 30)])
-    for starts, wanted in (([0], [0]), ([8], [0, 1]), ([9], [0, 1]), ([10], [1]), ([12], [1, 2]), ([34], [2, 3, 4]),
-                           ([62], [4]), ([0, 62], [0, 4])):
-        found = stream.shards_within(np.array(starts), np.array(starts) + 4)
-        assert found.tolist() == wanted
 
 
 def test_a_read_that_does_not_come_back_is_left_to_itself(files, monkeypatch):

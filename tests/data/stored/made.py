@@ -6,28 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pipeline.data.shard_table import ShardTable
 from pipeline.data.stored.copying import copy_shards
 from pipeline.data.stored.shards import Settings, StoredTokens
-from pipeline.files import output_record
-from tests.token_shards import write_documents
+from tests.token_shards import write_shards
 
 DOCUMENTS, LENGTH = 20, 50
+CLOUDS = [pytest.param(name, marks=pytest.mark.slow) for name in ("seaweed", "google", "azurite")]
 
 
 def make_shards(folder: Path, count: int = 6) -> list[dict[str, Any]]:
     """Shards `train/text-00000.arrow` ... in a folder, each with ids of its own; their output records."""
-    records = []
-    for number in range(count):
-        path = folder / f"train/text-{number:05d}.arrow"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        documents = [np.arange(LENGTH) + 1000 * number + document for document in range(DOCUMENTS)]
-        content = write_documents(path, documents, [LENGTH] * DOCUMENTS,
-                                  [f"{number:016x}{document:016x}" for document in range(DOCUMENTS)],
-                                  dtype="uint16", metadata={})
-        records.append(output_record(folder, path, split="train", source="text", **content))
-    return records
+    return write_shards(folder, [(f"train/text-{number:05d}", [
+        np.arange(LENGTH) + 1000 * number + document for document in range(DOCUMENTS)]) for number in range(count)])
 
 
 def stored(url: str, records: list[dict[str, Any]], cache: Path, *, shards: float = 100, whole: bool = True,

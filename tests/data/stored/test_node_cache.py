@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import os
+import resource
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.data.stored.figures import Figures
 from pipeline.data.stored.node_cache import Closed, NodeCache
@@ -38,6 +39,18 @@ class Source:
         return read
 
 
+def together(*functions):
+    """Threads that run them; to be joined."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
+
+
 class Cache(NodeCache):
     """One with room for so many of them, that keeps what it says."""
 
@@ -59,6 +72,8 @@ class Cache(NodeCache):
         """Numbers of the things in the folder."""
         return {self.source.names.index(path.stem) for path in self.folder.glob("*.arrow")}
 
+    def wants(self, *numbers):
+        self.want(b"".join(bytes.fromhex(self.source.names[number]) for number in numbers))
 
     def bytes(self):
         """Of all things in the folder, those that are being fetched with them."""
@@ -70,126 +85,109 @@ def source():
     return Source()
 
 
-def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source):
-    cache = Cache(tmp_path, source)
-    assert cache.get(1) == cache.get(1) == bytes([1]) * SIZE
-    later = Cache(tmp_path, source)
-    assert later.get(1) == bytes([1]) * SIZE and source.asked == [1]
-    assert (cache.figures.fetched, cache.figures.hits, later.figures.hits) == (1, 1, 1)
-    assert cache.folder.stat().st_mode & 0o777 == 0o700
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.0)
 
 
-def test_the_bound_holds_and_the_longest_unused_goes(tmp_path, source):
-    cache = Cache(tmp_path, source, things=3)
-    first = cache.open("thing 0", source.names[0], SIZE, source.reader(0))
-    for number in (1, 2, 0, 3, 4):
-        assert cache.get(number) == bytes([number]) * SIZE
-        assert cache.bytes() <= 3 * SIZE
-    assert cache.there() == {0, 3, 4} and cache.figures.removed == 2  # 0 was used after 1 and 2
-    assert cache.get(5) is not None and cache.get(6) is not None and 0 not in cache.there()
-    assert os.pread(first, SIZE, 0) == bytes(SIZE)  # who reads it reads on
-    os.close(first)
+NUMBERS = st.integers(0, 7)
+STEPS = st.lists(st.one_of(
+    st.tuples(st.just("get"), st.booleans(), NUMBERS, st.booleans()),
+    st.tuples(st.just("want"), st.booleans(), st.sets(NUMBERS, max_size=3)),
+    st.tuples(st.sampled_from(["remove", "write to"]), NUMBERS),
+    st.tuples(st.just("note"), st.sampled_from([b"", b"12", b"x" * 20, b"0" * 21]))), max_size=30)
 
 
-def test_while_there_is_room_nothing_is_counted_and_where_it_is_short_what_went_is_found(tmp_path, source, monkeypatch):
-    one, other, scandir, scans = Cache(tmp_path, source, 4), Cache(tmp_path, source, 4), os.scandir, []
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, room=st.integers(1, 4))
+def test_the_bound_holds_and_the_longest_unused_that_nobody_wants_goes(tmp_path_factory, steps, room):
+    """Two processes get things, needed or ahead, and say what they want soon; others remove things, write to them and
+    to the number of bytes. The model is a list of what is there, the longest unused first."""
+    source, there, harmed, fetched, removed, again = Source(), [], set(), 0, 0, 0
+    caches = [Cache(tmp_path_factory.mktemp("cache"), source, room)]
+    caches.append(Cache(caches[0].folder.parent, source, room))
+    wanted = [set(), set()]
+    for step in steps:
+        if step[0] == "want":
+            caches[step[1]].wants(*step[2])
+            wanted[step[1]] = step[2]
+        elif step[0] == "note":
+            (caches[0].folder / "lock-room").write_bytes(step[1])
+        elif step[0] == "get":
+            _, who, number, ahead = step
+            again += number in harmed
+            there = [one for one in there if one != number or number not in harmed]
+            fits = number in there or len(there) < room
+            victims = sorted(there, key=lambda one: one in wanted[0] | wanted[1])
+            if not fits and not (ahead and victims[0] in wanted[0] | wanted[1]):
+                there.remove(victims[0])
+                removed, fits = removed + 1, True
+            if fits:
+                fetched += number not in there
+                there = [*(one for one in there if one != number), number]
+            assert caches[who].get(number, ahead=ahead) == (bytes([number]) * SIZE if fits else None)
+            harmed = (harmed & set(there)) - {number}
+        elif step[1] in there:
+            path = caches[0].folder / f"{source.names[step[1]]}.arrow"
+            if step[0] == "remove":
+                path.unlink()
+                there.remove(step[1])
+            else:
+                path.chmod(0o600)
+                path.write_bytes(bytes(SIZE))
+                harmed.add(step[1])
+        assert caches[0].there() == set(there) and caches[0].bytes() <= room * SIZE
+        assert len(source.asked) == sum(cache.figures.fetched for cache in caches) == fetched
+        assert sum(cache.figures.removed for cache in caches) == removed
+        assert sum("was written to" in told for cache in caches for told in cache.told) == again
+    for cache in caches:
+        cache.close()
+
+
+def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source, monkeypatch):
+    cache, scandir, scans = Cache(tmp_path, source, things=3), os.scandir, []
     monkeypatch.setattr("os.scandir", lambda folder: scans.append(folder) or scandir(folder))
-    for number, cache in enumerate((one, other, one)):
-        assert cache.get(number) is not None
-    assert not scans
-    for number in (0, 1, 2):  # by somebody else
-        (one.folder / f"{source.names[number]}.arrow").unlink()
-    for number in (3, 4, 5, 6):
-        assert other.get(number) is not None
-    assert scans and one.there() == {3, 4, 5, 6} and other.figures.removed == 0
-    assert one.get(7) is not None and one.bytes() == 4 * SIZE and one.figures.removed == 1
-
-
-@pytest.mark.parametrize("noted", [b"", b"12", b"x" * 20, b"0" * 21])
-def test_where_no_number_is_noted_things_are_counted(tmp_path, source, noted):
-    cache = Cache(tmp_path, source, things=2)
-    for number in (0, 1):
-        cache.get(number)
-    (cache.folder / "lock-room").write_bytes(noted)
-    assert cache.get(2) is not None and cache.there() == {1, 2}
+    assert cache.get(1) == cache.get(1) == bytes([1]) * SIZE and cache.get(2) is not None
+    assert not scans, "while there is room nothing is counted"
+    later = Cache(tmp_path, source, things=1)
+    assert later.get(1) == bytes([1]) * SIZE and source.asked == [1, 2]
+    assert (cache.figures.fetched, cache.figures.hits, later.figures.hits) == (2, 1, 1)
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    read = cache.open("thing 1", source.names[1], SIZE, source.reader(1))
+    assert later.get(3) is not None and later.there() == {3}
+    assert os.pread(read, SIZE, 0) == bytes([1]) * SIZE  # who reads it reads on
+    os.close(read)
 
 
 def test_a_number_that_cannot_be_noted_is_not_believed(tmp_path, source, monkeypatch):
     cache, pwrite = Cache(tmp_path, source, things=2), os.pwrite
 
-    def full(descriptor, data, at):
-        if len(data) == 20:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(descriptor, data, at)
-    monkeypatch.setattr("os.pwrite", full)
+    monkeypatch.setattr("os.pwrite", lambda descriptor, data, at:
+                        fail(errno.ENOSPC) if len(data) == 20 else pwrite(descriptor, data, at))
     for number in (0, 1, 2, 3):
         assert cache.get(number) is not None and cache.bytes() <= 2 * SIZE
     assert cache.there() == {2, 3}
 
 
-def test_what_others_remove_while_it_is_counted_is_passed_over(tmp_path, source, monkeypatch):
-    cache, scandir = Cache(tmp_path, source, things=2), os.scandir
-    cache.get(0)
-    cache.get(1)
-
-    def scanned_before_it_went(folder):
-        entries = list(scandir(folder))
-        (cache.folder / f"{source.names[0]}.arrow").unlink(missing_ok=True)
-        return entries
-    with monkeypatch.context() as patch:
-        patch.setattr("os.scandir", scanned_before_it_went)
-        patch.setattr(cache, "_wanted_digests", set)  # lists with os.scandir in a way of its own
-        assert cache.get(2) == bytes([2]) * SIZE
-    assert cache.there() == {1, 2}
-
-
-def test_a_shard_gets_its_name_while_nobody_counts(tmp_path, source, monkeypatch):
-    cache, rename, counting = Cache(tmp_path, source), Path.rename, []
-
-    def renamed(path, target):
-        with open(cache.folder / "lock-room", "r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                counting.append(True)
-            except BlockingIOError:
-                counting.append(False)
-        return rename(path, target)
-    monkeypatch.setattr(Path, "rename", renamed)
-    assert cache.get(0) is not None and counting == [False]
-
-
-def test_a_closed_cache_writes_no_list_of_what_is_wanted(tmp_path, source, monkeypatch):
-    cache, truncate, closing = Cache(tmp_path, source), os.ftruncate, []
-
-    def closed_meanwhile(descriptor, size):
-        closing.append(threading.Thread(target=cache.close))
-        closing[0].start()
-        assert cache._closed.wait(60)
-        truncate(descriptor, size)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.ftruncate", closed_meanwhile)
-        cache.want(bytes(32))  # the descriptor is its own to the end
-    closing[0].join()
+def test_a_closed_cache_writes_no_list_of_what_is_wanted(tmp_path, source):
+    cache = Cache(tmp_path, source)
+    cache.wants(0)
     listed, = cache.folder.glob("wanted-*")
-    assert listed.read_bytes() == bytes(32) and cache._wanted is None
-    for digests in (bytes(32), bytes(64)):
+    cache.close()
+    for numbers in ((0,), (0, 1)):
         with pytest.raises(Closed):
-            cache.want(digests)
-    assert listed.read_bytes() == bytes(32)
+            cache.wants(*numbers)  # its descriptor may be another file's now
+    assert listed.read_bytes().hex() == source.names[0] and cache._wanted is None
 
 
-def test_what_a_process_needs_soon_is_not_removed_for_what_is_not_needed_yet(tmp_path, source):
-    one, other = Cache(tmp_path, source, things=3), Cache(tmp_path, source, things=3)
-    for number in (0, 1, 2):
-        one.get(number)
-    one.want(b"".join(bytes.fromhex(source.names[number]) for number in (0, 1)))
-    assert other.get(3, ahead=True) is not None and other.there() == {0, 1, 3}
-    other.want(bytes.fromhex(source.names[3]))
-    assert other.get(4, ahead=True) is None and other.there() == {0, 1, 3} and 4 not in source.asked
-    assert other.get(4) is not None and other.there() == {1, 3, 4}  # needed now: the longest unused goes
+def test_what_a_process_that_ended_wanted_is_wanted_no_more(tmp_path, source):
+    one, other = Cache(tmp_path, source, things=1), Cache(tmp_path, source, things=1)
+    one.get(0)
+    one.wants(0)
+    other.wants(1)
+    assert other.get(1, ahead=True) is None and 1 not in source.asked
     one.close()
-    assert other.get(5, ahead=True) is not None and other.there() == {3, 4, 5}  # 1 is wanted no more
-    assert len(list(other.folder.glob("wanted-*"))) == 1
+    assert other.get(1, ahead=True) is not None and len(list(other.folder.glob("wanted-*"))) == 1
 
 
 def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(tmp_path, source):
@@ -200,8 +198,7 @@ def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(
     assert source.asked == [2, 2] and not cache.there() and not list(cache.folder.glob("*.tmp"))
 
 
-def test_longer_and_shorter_content_is_refused(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.0)
+def test_longer_and_shorter_content_is_refused(tmp_path, source):
     cache, right = Cache(tmp_path, source), source.content[source.names[2]]
     source.content[source.names[2]] = right + b"x"
     with pytest.raises(UserError, match="thing 2 is not what"):
@@ -212,8 +209,7 @@ def test_longer_and_shorter_content_is_refused(tmp_path, source, monkeypatch):
     assert not cache.there()
 
 
-def test_what_breaks_off_goes_on_from_there(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.0)
+def test_what_breaks_off_goes_on_from_there(tmp_path, source):
     cache, starts, left = Cache(tmp_path, source), [], [1000, 1000, 0, SIZE]
 
     def read(start):
@@ -225,8 +221,7 @@ def test_what_breaks_off_goes_on_from_there(tmp_path, source, monkeypatch):
     os.close(found)
 
 
-def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source, monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.0)
+def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source):
     cache = Cache(tmp_path, source)
 
     def read(start):
@@ -234,17 +229,6 @@ def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source, mo
     with pytest.raises(UserError, match="s3://a/b: read failed"):
         cache.open("thing", source.names[0], SIZE, read)
     assert cache.get(0) is not None  # its lock is free again
-
-
-def test_a_file_that_was_written_to_is_fetched_again(tmp_path, source):
-    cache = Cache(tmp_path, source)
-    cache.get(1)
-    path = cache.folder / f"{source.names[1]}.arrow"
-    for damage in (lambda: path.write_bytes(bytes(SIZE)), lambda: os.truncate(path, SIZE - 1)):
-        path.chmod(0o600)
-        damage()
-        assert cache.get(1) == bytes([1]) * SIZE
-    assert len(source.asked) == 3 and len(cache.told) == 2 and str(path) in cache.told[0]
 
 
 def test_only_what_is_the_caches_own_is_removed(tmp_path, source):
@@ -269,14 +253,12 @@ def test_what_is_being_fetched_is_left_to_who_fetches_it(tmp_path, source):
         begun.set()
         go.wait()
         return io.BytesIO(source.content[source.names[0]][start:])
-    fetching = threading.Thread(target=lambda: cache.open("thing 0", source.names[0], SIZE, read))
-    fetching.start()
+    [fetching] = together(lambda: cache.open("thing 0", source.names[0], SIZE, read))
     begun.wait()
     other = Cache(tmp_path, source, things=1.5)
     assert other.get(1, ahead=True) is None and len(list(other.folder.glob("*.tmp"))) == 1  # its size is spoken for
     found = []
-    needing = threading.Thread(target=lambda: found.append(other.get(1)))
-    needing.start()  # waits for room
+    [needing] = together(lambda: found.append(other.get(1)))  # waits for room
     go.set()
     fetching.join()
     needing.join()
@@ -285,10 +267,7 @@ def test_what_is_being_fetched_is_left_to_who_fetches_it(tmp_path, source):
 
 def test_threads_fetch_a_thing_once(tmp_path, source):
     cache, found = Cache(tmp_path, source), []
-    threads = [threading.Thread(target=lambda: found.append(cache.get(5))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    for thread in together(*[lambda: found.append(cache.get(5))] * 8):
         thread.join()
     assert found == [bytes([5]) * SIZE] * 8 and source.asked == [5]
 
@@ -297,44 +276,35 @@ def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, source, monkeypatch)
     cache, room = Cache(tmp_path, source), 3 * SIZE
     allocate = os.posix_fallocate
 
-    def full(descriptor, start, size):
-        if cache.bytes() + size > room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(descriptor, start, size)
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", lambda descriptor, start, size:
+                        fail(errno.ENOSPC) if cache.bytes() + size > room else allocate(descriptor, start, size))
     for number in range(6):
         assert cache.get(number) == bytes([number]) * SIZE
     assert cache.there() == {3, 4, 5} and cache.limit == room and len(cache.told) == 1
     assert "is full: the cache's bound is 0.000 GB now" in cache.told[0]
 
 
-def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch):
-    def full(descriptor, start, size):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    monkeypatch.setattr("os.posix_fallocate", full)
-    cache = Cache(tmp_path, source)
-    assert cache.get(0) is None and cache.get(1) is None and not list(cache.folder.glob("*.tmp")) and not source.asked
-
-
-def test_a_disk_that_fills_while_something_is_written_gives_none(tmp_path, source, monkeypatch):
-    cache = Cache(tmp_path, source)
-
-    def full(descriptor, data, at):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with monkeypatch.context() as patch:
-        patch.setattr("pipeline.data.stored.node_cache._write", full)
-        assert cache.get(0) is None and not list(cache.folder.glob("*.tmp")) and cache.told
-
-
-def test_a_real_limit_on_files_gives_none(tmp_path):
-    """As a full disk, without being root: the kernel refuses the size."""
-    program = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
-        "from pathlib import Path; from tests.data.stored.test_node_cache import Cache, Source;"
-        "cache = Cache(Path(sys.argv[1]), Source());"
-        "assert cache.get(0) is None; assert 'is full' in cache.told[0], cache.told;"
-        "assert not list(cache.folder.glob('*.tmp'))")
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=REPOSITORY, check=True)
+@pytest.mark.parametrize(("place", "number"), [("os.posix_fallocate", errno.EDQUOT), ("os.posix_fallocate", errno.EIO),
+                                               ("pipeline.data.stored.node_cache._write", errno.ENOSPC), (None, None)])
+def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch, place, number):
+    """At the start, while it is written, and by a real limit on files: the kernel refuses the size, as on a full disk.
+    A disk that does not work is an error."""
+    cache, limits = Cache(tmp_path, source), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if number == errno.EIO:
+        monkeypatch.setattr(place, lambda *arguments: fail(number))
+        with pytest.raises(UserError, match=r"cannot be written to: Input/output error\. Give another train\.cache"):
+            cache.get(0)
+        return
+    try:
+        if place is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        else:
+            monkeypatch.setattr(place, lambda *arguments: fail(number))
+        assert cache.get(0) is None and cache.get(1) is None and "is full" in cache.told[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.folder.glob("*.tmp")) and (source.asked == []) == (place != (
+        "pipeline.data.stored.node_cache._write"))
 
 
 def test_a_killed_process_leaves_no_lock_and_no_half_file(tmp_path, source):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pipeline.data.sampling.loader import TrainingData
 from pipeline.data.shard_table import ShardTable, open_by_source, open_shards
+from pipeline.data.stored import read_ahead
 from pipeline.data.stored import shards as stored_shards
-from pipeline.data.stored.copying import survey
+from pipeline.data.stored.copying import digest, survey
 from pipeline.data.stored.read_ahead import ReadAhead
 from pipeline.errors import UserError
-from tests.data.stored.made import copy, make_shards, stored
+from tests.data.stored.made import CLOUDS, copy, make_shards, stored
+from tests.token_shards import assert_same_batches
 from tests.waiting import wait_for
 
 
@@ -27,14 +30,20 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def made(tmp_path):
-    return tmp_path / "encode", make_shards(tmp_path / "encode")
-
-
-def training(folder, records, opener=None):
-    """Training data of the shards."""
+    """Shards in a folder and as they were copied; `tokens(...)` is a reader of the copy, `data(reader)` what is
+    trained on."""
+    folder = tmp_path / "encode"
+    records, url = make_shards(folder), f"file://{tmp_path}/there"
     table = ShardTable.of(records)
-    return TrainingData(open_by_source(folder, table, "train", ["text"], opener), 64, 7, None, table.content("train"),
-                        65536)
+
+    def tokens(to=url, **options):
+        return stored(copy(folder, records, to), records, tmp_path / "cache", **options)
+
+    def data(opener=None):
+        return TrainingData(open_by_source(folder, table, "train", ["text"], opener), 64, 7, None,
+                            table.content("train"), 65536)
+    return SimpleNamespace(folder=folder, records=records, table=table, url=url, tokens=tokens, data=data,
+                           files=open_shards(folder, records, "train", "text"))
 
 
 def everything(shard):
@@ -45,33 +54,28 @@ def everything(shard):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_stored_shard_tells_what_the_file_tells(made, moto_server, tmp_path, whole):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", whole=whole)
-    files = open_shards(folder, records, "train", "text")
+def test_a_stored_shard_tells_what_the_file_tells(made, whole):
+    tokens = made.tokens(whole=whole)
     for memory in (1 << 26, 0):  # where documents begin is kept, or looked up
-        for row, file in enumerate(files):
-            assert everything(tokens(row, records[row], memory)) == everything(file)
-    figures = tokens.figures
-    assert (figures.fetched, figures.ranges > 0) == ((6, False) if whole else (0, True))
+        for row, file in enumerate(made.files):
+            assert everything(tokens(row, made.records[row], memory)) == everything(file)
+    assert (tokens.figures.fetched, tokens.figures.ranges > 0) == ((6, False) if whole else (0, True))
 
 
-@pytest.mark.parametrize(("whole", "room"), [(True, 100), (True, 2), (True, 0.5), (False, 100)])
-def test_batches_are_equal_whatever_the_cache_holds(made, seaweed, tmp_path, whole, room):
-    folder, records = made
+@pytest.mark.parametrize(("whole", "room"), [(True, 2), (True, 0.5), (False, 100)])
+def test_batches_are_equal_whatever_the_cache_holds(made, whole, room):
     said = []
-    tokens = stored(copy(folder, records, seaweed.url_of("t")), records, tmp_path / "c", shards=room, whole=whole,
-                    say=said.append)
-    files, store = training(folder, records), training(folder, records, tokens)
+    tokens = made.tokens(shards=room, whole=whole, say=said.append)
+    files, store = made.data(), made.data(tokens)
     assert store.order.plan_sha256 == files.order.plan_sha256
-    for first in range(0, 160, 8):
-        mine, theirs = store.batch(first, 8), files.batch(first, 8)
-        assert all((getattr(mine, name) == getattr(theirs, name)).all()
-                   for name in ("tokens", "labels", "documents", "positions"))
+    wanted = [files.batch(first, 8) for first in range(0, 160, 8)]
+    shutil.rmtree(made.folder)  # it need not be there
+    for number, batch in enumerate(wanted):
+        assert_same_batches(store.batch(8 * number, 8), batch)
         tokens.let_go()
         if whole:
-            files_there = list(tokens.cache.folder.glob("*.arrow"))
-            assert sum(path.stat().st_size for path in files_there) <= tokens.cache.limit
+            there = sum(path.stat().st_size for path in tokens.cache.folder.glob("*.arrow"))
+            assert there <= tokens.cache.limit
     if room == 0.5:  # not one fits: read in parts, which is counted and said
         assert tokens.figures.fetched == 0 and tokens.figures.ranges > 0 and "has no room" in said[0]
     if room == 2:
@@ -86,106 +90,99 @@ def read_all(pickled, barrier, results):
                     for row, record in enumerate(records)))
 
 
-def test_two_processes_of_a_node_fetch_a_shard_once(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", say=print)
+def test_two_processes_of_a_node_fetch_a_shard_once(made, moto_server):
+    tokens = made.tokens(moto_server.url, say=print)
     moto_server.seen.clear()
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=read_all, args=(pickle.dumps((tokens, records)), barrier, results))
+    processes = [context.Process(target=read_all, args=(pickle.dumps((tokens, made.records)), barrier, results))
                  for _ in range(2)]
     for process in processes:
         process.start()
     sums = [results.get() for _ in processes]
     for process in processes:
         process.join()
-    files = open_shards(folder, records, "train", "text")
-    assert sums == [sum(int(file.tokens(0, file.token_count).sum()) for file in files)] * 2
+    assert sums == [sum(int(file.tokens(0, file.token_count).sum()) for file in made.files)] * 2
     asked = [path for method, path, _ in moto_server.seen if method == "GET" and path.endswith(".arrow")]
     assert len(asked) == len(set(asked)) == 6
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("kind", ["error", "slow down", "cut", "truncate"])
-@pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])
-def test_a_store_that_fails_for_a_while_gives_a_right_result(made, of, request, tmp_path, whole, kind):
-    folder, records = made
+@pytest.mark.parametrize(("of", "whole", "kind"), [
+    ("moto_server", True, "cut"), ("moto_server", False, "error"), ("moto_server", False, "truncate"),
+    *(pytest.param(of, whole, kind, marks=pytest.mark.slow) for of, whole, kind in (
+        ("moto_server", True, "slow down"), ("google", True, "truncate"), ("google", False, "cut"),
+        ("azurite", False, "slow down"), ("azurite", True, "error")))])
+def test_a_store_that_fails_for_a_while_gives_a_right_result(made, of, request, whole, kind):
     bucket = request.getfixturevalue(of)
-    tokens = stored(copy(folder, records, bucket.url), records, tmp_path / "c", whole=whole)
+    tokens = made.tokens(bucket.url, whole=whole)
     fault = bucket.fail(kind, times=2, method="GET", path="00003.arrow")
-    file = open_shards(folder, records, "train", "text")[3]
-    assert everything(tokens(3, records[3], 0)) == everything(file)
+    assert everything(tokens(3, made.records[3], 0)) == everything(made.files[3])
     assert fault.met == 2
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_shard_that_changes_under_a_run_is_named(made, moto_server, tmp_path, whole):
-    folder, records = made
-    url = copy(folder, records, moto_server.url)
-    table = ShardTable.of(records)
-    tokens = stored(url, records, tmp_path / "c", whole=whole)
-    tokens.etags = survey(url, table, _digest(records))
-    data = bytearray((folder / records[2]["path"]).read_bytes())
-    data[records[2]["data_offset"] + 10] ^= 1  # another token, of the same size
-    tokens.store.put(records[2]["path"], bytes(data))
-    assert tokens(1, records[1], 0).tokens(0, 10) is not None
+def test_a_shard_that_changes_under_a_run_is_named(made, whole):
+    tokens = made.tokens(whole=whole)
+    tokens.etags = survey(made.url, made.table, digest(made.records))
+    record = made.records[2]
+    data = bytearray((made.folder / record["path"]).read_bytes())
+    data[record["data_offset"] + 10] ^= 1  # another token, of the same size
+    tokens.store.put(record["path"], bytes(data))
+    assert tokens(1, made.records[1], 0).tokens(0, 10) is not None
     with pytest.raises(UserError, match=r"text-00002\.arrow (is not what|was changed)"):
-        tokens(2, records[2], 0).tokens(0, 10)
+        tokens(2, record, 0).tokens(0, 10)
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("of", ["seaweed", "google", "azurite"])
-def test_a_shard_that_goes_and_a_wrong_secret_are_named(made, of, request, tmp_path, monkeypatch, whole):
-    folder, records = made
-    bucket = request.getfixturevalue(of)
-    name, wrong = bucket.key
-    tokens = stored(copy(folder, records, bucket.url_of("t")), records, tmp_path / "c", whole=whole)
-    tokens.store.delete([records[4]["path"]])
+@pytest.mark.parametrize("of", ["file", *CLOUDS])
+def test_a_shard_that_goes_and_a_wrong_secret_are_named(made, of, request, monkeypatch, whole):
+    bucket = None if of == "file" else request.getfixturevalue(of)
+    tokens = made.tokens(made.url if bucket is None else bucket.url_of("t"), whole=whole)
+    tokens.store.delete([made.records[4]["path"]])
     with pytest.raises(UserError, match=r"text-00004\.arrow is not"):
-        tokens(4, records[4], 0).tokens(0, 10)
-    monkeypatch.setenv(name, wrong)
-    with pytest.raises(UserError, match=rf"text-00003\.arrow: .*refused.*{name}") as refused:
-        tokens(3, records[3], 0).tokens(0, 10)
-    assert wrong not in str(refused.value)
+        tokens(4, made.records[4], 0).tokens(0, 10)
+    if bucket is not None:
+        name, wrong = bucket.key
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(UserError, match=rf"text-00003\.arrow: .*refused.*{name}") as refused:
+            tokens(3, made.records[3], 0).tokens(0, 10)
+        assert wrong not in str(refused.value)
 
 
-def test_what_comes_is_fetched_before_it_is_needed(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c")
-    data = training(folder, records, tokens)
-    ahead = ReadAhead(tokens, data, lambda step: np.arange(8 * step, 8 * step + 8), range(20), 64)
-    wait_for(lambda: tokens.figures.fetched == 6)
-    for step in range(20):
+def ahead_of(tokens, data, steps, samples=8, numbers=None):
+    """Reading ahead of `steps` steps of so many samples."""
+    return ReadAhead(tokens, data, numbers or (lambda step: np.arange(samples * step, samples * (step + 1))),
+                     range(steps), 64)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_comes_is_read_before_it_is_needed(made, whole):
+    tokens = made.tokens(whole=whole)
+    data, figures = made.data(tokens), tokens.figures
+    ahead = ahead_of(tokens, data, 20 if whole else 3)
+    if whole:
+        wait_for(lambda: figures.fetched == 6)
+    else:
+        ahead._thread.join()
+    asked = figures.ranges
+    for step in range(20 if whole else 3):
         ahead.reached(step)
         data.batch(8 * step, 8)
-    assert tokens.figures.fetched == 6 and tokens.figures.hits > 0 and tokens.figures.wait_s == 0.0
     ahead.close()
+    if whole:
+        assert figures.fetched == 6 and figures.hits > 0 and figures.wait_s == 0.0 and asked == 0
+    else:
+        assert figures.ranges == asked > 0
 
 
-def test_parts_are_read_before_they_are_needed(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", whole=False)
-    data = training(folder, records, tokens)
-    ahead = ReadAhead(tokens, data, lambda step: np.arange(8 * step, 8 * step + 8), range(3), 64)
-    ahead._thread.join()
-    asked = tokens.figures.ranges
-    assert asked > 0
-    for step in range(3):
-        data.batch(8 * step, 8)
-    assert tokens.figures.ranges == asked
-    ahead.close()
-
-
-def test_reading_ahead_does_not_run_off(made, moto_server, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.read_ahead.SAMPLES", 8)
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", shards=2)
-    data, gone = training(folder, records, tokens), []
+def test_reading_ahead_does_not_run_off(made, monkeypatch):
+    monkeypatch.setattr(read_ahead, "SAMPLES", 8)
+    tokens, gone = made.tokens(shards=2), []
 
     def numbers(step):
         gone.append(step)
         return np.arange(step, step + 1)
-    ahead = ReadAhead(tokens, data, numbers, range(90), 64)
+    ahead = ahead_of(tokens, made.data(tokens), 90, numbers=numbers)
     wait_for(lambda: max(gone) >= 8)
     ahead.reached(3)
     wait_for(lambda: max(gone) >= 11)
@@ -193,23 +190,19 @@ def test_reading_ahead_does_not_run_off(made, moto_server, tmp_path, monkeypatch
     assert max(gone) <= 12  # it asks for the next step before it waits; and it ended
 
 
-def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c")
-    data = training(folder, records, tokens)
-    tokens.store.delete([record["path"] for record in records])
-    ahead = ReadAhead(tokens, data, lambda step: np.arange(8), range(3), 64)
+def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
+    tokens = made.tokens()
+    data = made.data(tokens)
+    tokens.store.delete([record["path"] for record in made.records])
+    ahead = ahead_of(tokens, data, 3)
     ahead._thread.join()
     with pytest.raises(UserError, match=r"\.arrow is not there"):
         data.batch(0, 8)
     ahead.close()
 
 
-def test_rows_are_those_that_samples_are_read_from(made, tmp_path):
-    folder, records = made
-    data, samples = training(folder, records), np.arange(93)
-    told = data.shard_rows(samples).tolist()
-    read = set()
+def test_rows_are_those_that_samples_are_read_from(made):
+    data, samples, read = made.data(), np.arange(93), set()
     shards = data.streams[0].shards
     original = type(shards).__getitem__
 
@@ -219,43 +212,31 @@ def test_rows_are_those_that_samples_are_read_from(made, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(shards), "__getitem__", noted)
         data.batch_of(samples)
-    assert set(told) == read and len(told) == len(set(told)) == 6
+    rows = data.shard_rows(samples).tolist()
+    assert set(rows) == read and len(rows) == len(set(rows)) == 6
 
 
-def test_a_removed_file_is_let_go_of(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", shards=1)
-    first = tokens(0, records[0], 0)
+def test_a_removed_file_is_let_go_of(made):
+    tokens = made.tokens(shards=1)
+    first = tokens(0, made.records[0], 0)
     before = first.tokens(0, 10).tolist()
-    tokens(1, records[1], 0).tokens(0, 10)
+    tokens.let_go()
+    assert "_cached" in first.__dict__
+    tokens(1, made.records[1], 0).tokens(0, 10)
     assert first.tokens(0, 10).tolist() == before  # it holds the file that is gone
     tokens.let_go()
     assert "_cached" not in first.__dict__ and first.tokens(0, 10).tolist() == before
     assert tokens.figures.fetched == 3
 
 
-def test_memory_for_parts_is_bounded(made, moto_server, tmp_path, monkeypatch):
+def test_memory_for_parts_is_bounded(made, monkeypatch):
     monkeypatch.setattr(stored_shards, "MEMORY_BYTES", 1000)
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c", whole=False)
-    shard = tokens(0, records[0], 0)
+    tokens = made.tokens(whole=False)
+    shard = tokens(0, made.records[0], 0)
     for start in range(0, 900, 50):
         shard.tokens(start, start + 50)
         assert len(tokens._memory) <= 1000
     asked = tokens.figures.ranges
-    shard.tokens(850, 900)
-    assert tokens.figures.ranges == asked
-    shard.tokens(0, 50)
-    assert tokens.figures.ranges == asked + 1
-
-
-def _digest(records):
-    from pipeline.data.stored.copying import digest
-    return digest(records)
-
-
-def test_the_folder_of_shards_need_not_be_there(made, moto_server, tmp_path):
-    folder, records = made
-    tokens = stored(copy(folder, records, moto_server.url), records, tmp_path / "c")
-    shutil.rmtree(folder)
-    assert training(folder, records, tokens).batch(0, 8).tokens.shape == (8, 64)
+    for start, more in ((850, 0), (0, 1)):
+        shard.tokens(start, start + 50)
+        assert tokens.figures.ranges == asked + more

@@ -1,0 +1,38 @@
+"""What a model needs for a text, as sums: plain numbers, which the report reads without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a model needs for some text. `nats` is the sum over `targets` tokens that stand for `text_bytes` bytes."""
+
+    nats: float
+    targets: int
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of the original text; nan for no text."""
+        return self.nats / (math.log(2) * self.text_bytes) if self.text_bytes else math.nan
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per target token; nan for no targets."""
+        return self.nats / self.targets if self.targets else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean nats per target token; inf where that is beyond a float."""
+        return math.exp(self.loss) if not self.loss > 709 else math.inf
+
+
+def overall(measurements: Mapping[str, Measurement]) -> Measurement:
+    """All sources together: sums over sums."""
+    parts = measurements.values()
+    return Measurement(math.fsum(part.nats for part in parts), sum(part.targets for part in parts),
+                       sum(part.text_bytes for part in parts))

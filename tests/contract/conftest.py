@@ -1,0 +1,64 @@
+"""Shared by the tests of the contract."""
+
+from collections import Counter
+
+import pytest
+
+from pipeline.files import read_lines
+from tests.conftest import environment, warm_server
+from tests.stages.test_shard import files_source, write_config
+from tests.waiting import HANG_S, wait_for
+
+
+class Twelve:
+    """A run of the stage of twelve units (tests/contract/twelve.py), and what its processes left."""
+
+    def __init__(self, place):
+        (place / "corpus.txt").write_text("some text\n")
+        self.config = write_config(place, [files_source("t", place / "corpus.txt")])
+        self.place, self.log, self.gate, self.folder = place, place / "log", place / "gate", place / "runs/a/shard"
+        self.started = []
+
+    def start(self, *arguments, held=12, **variables):
+        """held: the first unit that waits for the gate."""
+        process = warm_server().start(
+            ["tests.contract.twelve", "--config", str(self.config), *arguments],
+            {**environment(), "LOG": str(self.log), "GATE": str(self.gate), "HELD": str(held), **variables})
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments, status=0, **options):
+        """The stage from its start to its end; what it said."""
+        return ended(self.start(*arguments, **options), status)
+
+    def units(self):
+        """How often each unit was started."""
+        return Counter(line.get("unit") for line in read_lines(self.log, appended=True))
+
+    def workers(self):
+        return {line["process"] for line in read_lines(self.log, appended=True) if "process" in line}
+
+    def records(self):
+        """When each unit was recorded as done."""
+        return {int(path.stem): path.stat().st_mtime_ns for path in (self.folder / "units/read").rglob("*.json")}
+
+    def wait_for(self, process, *units):
+        """Wait until all these units are started."""
+        wait_for(lambda: all(self.units()[unit] for unit in units), of=process)
+
+
+def ended(process, status=0):
+    """Wait for the end of a process; what it said."""
+    said = "".join(process.communicate(HANG_S))
+    assert process.returncode == status and "Traceback" not in said, said
+    return said
+
+
+@pytest.fixture
+def twelve(tmp_path):
+    """The stage of twelve units; whatever of it still runs at the end is killed."""
+    made = Twelve(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()

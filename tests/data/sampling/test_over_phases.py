@@ -1,0 +1,172 @@
+"""Orders over phases, of running text and of packed documents alike: that without phases where there is one, each token
+at most once an epoch whatever the lengths, and a function of nothing but the sample number, the phases begun and what
+was left out before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.exclusion import Excluded
+from pipeline.data.sampling.packing_plan import read
+from tests.data.sampling.phased import (
+    DOCUMENTS,
+    EXCLUDED,
+    LENGTHS,
+    phased,
+    plan_of,
+    planned,
+    plans,
+    spans_of,
+    times_read,
+)
+from tests.token_shards import SOURCES, assert_readings, assert_same_batches, training_data, write_numbered
+
+both = pytest.mark.parametrize("kind", ["cut", "packed"])
+
+
+@both
+@given(documents=DOCUMENTS, length=st.sampled_from([1, 7, 16]), shares=st.tuples(st.integers(1, 9), st.integers(0, 9)),
+       cut=st.integers(1, 9))
+@settings(max_examples=20, deadline=None)
+def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phases(tmp_path_factory, kind, documents,
+                                                                                 length, shares, cut):
+    """One phase to the bit; two of them but for where the pattern of sources begins: each source continues."""
+    folder, said = tmp_path_factory.mktemp("shards"), []
+    table, mixture = write_numbered(folder, documents), dict(zip(SOURCES, shares, strict=True))
+    packing = planned(folder, table, length)[0] if kind == "packed" else None
+    plain = training_data(folder, table, length, mixture, packing)
+    one, two = (phased(kind, folder, table, plan_of(phases, sequence_length=length, batch_tokens=4 * length,
+                                                    mixture=mixture), said=said)
+                for phases in ([{"until": 80 * length}], [{"until": 4 * cut * length}, {"until": 80 * length}]))
+    assert said == [] and len(two.packings) == (kind == "packed"), "the plan is that of a training without phases"
+    numbers = np.arange(80)
+    assert_same_batches(one.batch_of(numbers), plain.batch_of(numbers))
+    ours, theirs = spans_of(two, numbers), spans_of(plain, numbers)
+    assert spans_of(one, numbers) == theirs
+    for source in range(2):
+        mine, its = ([one for one in found if one[0] == source] for found in (ours, theirs))
+        drawn = min(len(mine), len(its))
+        assert mine[:drawn] == its[:drawn] and abs(len(mine) - len(its)) <= 1 + cut * 4
+
+
+@both
+@given(documents=DOCUMENTS, phases=plans() | plans(lengths=(16,)), excluded=EXCLUDED)
+@settings(max_examples=30, deadline=None)
+def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_factory, kind, documents, phases,
+                                                                    excluded):
+    """And all of them come before the next epoch begins, where they are packed or there is one length."""
+    folder = tmp_path_factory.mktemp("shards")
+    data = phased(kind, folder, write_numbered(folder, documents), plan_of(phases))
+    data.leave_out(excluded)
+    order, length = data.order, {phase["sequence_length"] for phase in phases}
+    seen = times_read(data, np.arange(order.end))
+    for (pool, epoch), shards in seen.items():
+        assert max(tokens.max(initial=0) for tokens in shards.values()) <= 1
+        if (pool, epoch + 1) in seen and (kind == "packed" or length == {16}):
+            tokens = order.pools[pool].tokens if kind == "packed" else (order.pools[pool].tokens - 1) // 16 * 16
+            assert sum(int(read.sum()) for read in shards.values()) == tokens
+    taken = [sum(tokens.values()) for tokens in order.consumed(order.end)]
+    padding = order.padding(order.end) if kind == "packed" else [0] * len(taken)
+    assert [sum(parts) for parts in zip(taken, padding, strict=True)] == [phase.tokens for phase in order.plan.phases]
+    if kind == "cut" and len(length) == 1:
+        assert not any(any(phase.values()) for phase in order.passed_over())
+
+
+@both
+@given(documents=DOCUMENTS, phases=plans(least=2), later=plans(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, kind, documents, phases, later, data):
+    """Other phases to come, and another end of the one that has begun, move no sample before; the plan's hash says so.
+    Something else in a phase that has begun changes the hash."""
+    folder = tmp_path_factory.mktemp("shards")
+    table, plan = write_numbered(folder, documents), plan_of(phases, grain_tokens=48)
+    begun = data.draw(st.integers(0, len(phases) - 1))
+    step = data.draw(st.integers(plan.phases[begun].first_step + 1, plan.phases[begun].end_step))
+    samples = plan.sequences_between(0, step)
+    longer = {**phases[begun], "until": phases[begun]["until"] + data.draw(st.integers(0, 99))}
+    moved = [{**phase, "until": phase["until"] + longer["until"] + 400} for phase in later]
+    differs = {**phases[begun], "batch_tokens": 2 * phases[begun]["batch_tokens"]}
+    one, other, changed = (phased(kind, folder, table, plan_of(own, grain_tokens=48)) for own in (
+        phases, [*phases[:begun], longer, *moved], [*phases[:begun], differs]))
+    assert spans_of(one, np.arange(samples)) == spans_of(other, np.arange(samples))
+    assert one.plan_at(samples) == other.plan_at(samples) and one.order.plan_sha256 == other.order.plan_sha256
+    assert changed.order.links[begun] != one.order.links[begun] == one.plan_at(samples)
+    if begun:
+        assert changed.plan_at(plan.sequences_between(0, plan.phases[begun].first_step)) == one.order.links[begun - 1]
+
+
+@both
+@given(documents=DOCUMENTS, phases=plans(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_path_factory, kind, documents, phases,
+                                                                          data):
+    """Steps one after another, each dealt out to random ranks that may all be new processes, with steps left out at
+    random and a start anew after each: every sample once and in order, and nothing before a rollback moves."""
+    folder = tmp_path_factory.mktemp("shards")
+    table, plan = write_numbered(folder, documents), plan_of(phases)
+    found, excluded, cursor, step, used = phased(kind, folder, table, plan), Excluded(), 0, 0, []
+    found.leave_out(excluded)
+    rollbacks = data.draw(st.lists(st.integers(1, plan.steps), max_size=3))
+    while step < plan.steps:
+        phase = plan.phase_of(step + 1)
+        took = excluded.take(cursor, phase.sequences)
+        if step + 1 in rollbacks:
+            rollbacks.remove(step + 1)
+            before = spans_of(found, np.arange(cursor))
+            excluded = Excluded([*excluded.ranges, *took.ranges])
+            found.leave_out(excluded)
+            assert spans_of(found, np.arange(cursor)) == before
+            back = data.draw(st.integers(0, step))  # to a checkpoint, from which all is done again
+            step, cursor, used = back, excluded.take(0, plan.sequences_between(0, back)).end, used[:back]
+            continue
+        if data.draw(st.booleans()):  # killed, and started again
+            fresh = phased(kind, folder, table, plan, planner=lambda planning: read(planning, pytest.fail))
+            fresh.leave_out(excluded)
+            coming = np.arange(cursor, took.end)
+            assert fresh.plan_at(took.end) == found.plan_at(took.end)
+            assert spans_of(fresh, coming) == spans_of(found, coming)
+        ranks = data.draw(st.sampled_from([count for count in (1, 2, 3, 4) if phase.sequences % count == 0]))
+        share = phase.sequences // ranks
+        mine = np.concatenate([excluded.numbers(cursor, rank * share, share) for rank in range(ranks)])
+        assert {stream.length for stream, _ in found.located(mine)} == {phase.train.sequence_length}
+        first = plan.sequences_between(0, step)
+        assert {plan.step_of(first), plan.step_of(first + phase.sequences - 1)} == {step + 1}
+        used.append(mine)
+        step, cursor = step + 1, took.end
+    every, order = np.concatenate(used), found.order
+    assert every.tolist() == excluded.numbers(0, 0, plan.sequences_between(0, plan.steps)).tolist()
+    assert all(tokens.max(initial=0) <= 1 for shards in times_read(found, every).values() for tokens in shards.values())
+    left_out = sum(sum(phase.values()) for phase in order.left_out(cursor))
+    if kind == "cut":
+        assert [sum(phase.values()) for phase in order.consumed(cursor)] == [phase.tokens for phase in plan.phases]
+        assert left_out == sum(int(order.locate(np.arange(first, min(end, cursor))).length.sum())
+                               for first, end in excluded.ranges if first < cursor)
+    else:
+        assert (left_out > 0) == any(first < cursor for first, _ in excluded.ranges)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@both
+@given(documents=DOCUMENTS, length=st.sampled_from(LENGTHS))
+@settings(max_examples=10, deadline=None)
+def test_a_documents_readings_without_phases_are_the_pieces_that_name_it(tmp_path_factory, kind, mixed, documents,
+                                                                        length):
+    folder = tmp_path_factory.mktemp("shards")
+    table = write_numbered(folder, documents)
+    packing = planned(folder, table, length)[0] if kind == "packed" else None
+    data = training_data(folder, table, length, dict.fromkeys(SOURCES, 1.0) if mixed else None, packing)
+    assert_readings(data, min(200, int(2.5 * data.order.counts.sum())))
+
+
+@both
+@given(documents=DOCUMENTS, phases=plans(least=2), excluded=EXCLUDED, beyond=st.integers(-30, 30))
+@settings(max_examples=20, deadline=None)
+def test_a_documents_readings_over_phases_are_the_pieces_that_name_it(tmp_path_factory, kind, documents, phases,
+                                                                     excluded, beyond):
+    folder = tmp_path_factory.mktemp("shards")
+    data = phased(kind, folder, write_numbered(folder, documents), plan_of(phases))
+    data.leave_out(excluded)
+    assert_readings(data, max(0, data.order.end + beyond))
