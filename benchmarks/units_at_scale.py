@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     identity, units = timed(f"{options.units:,} units made up", lambda: made_up(options.units))
-    with Workers(options.processes) as workers, tempfile.TemporaryDirectory(dir=options.folder) as place:
+    with closing(Workers(options.processes)) as workers, tempfile.TemporaryDirectory(dir=options.folder) as place:
         store = UnitRecords(Path(place), "read", print)
         keys = timed("their keys", lambda: unit_keys(identity, "read", units))
         few = units[:20]

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NoReturn
 
 from pipeline.config.loading import load_config
@@ -20,13 +20,13 @@ from pipeline.contract.parts import Part, ShareDone
 from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from pipeline.contract.run import Run
 from pipeline.contract.scratch import SCRATCH, remove_scratch
-from pipeline.contract.stage_work import Work, clear_mark, mark_failed
+from pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.telling import Channel, Ended, asked
-from pipeline.contract.workers import Workers, processes
+from pipeline.contract.workers import Workers
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
@@ -168,7 +168,7 @@ def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace
 
 def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
     run = Run(load_config(options.config, options.overrides))
-    with Workers(processes(run.config) if STAGES[name].workers else 1) as workers:
+    with closing(Workers(processes(run.config) if STAGES[name].workers else 1)) as workers:
         return _led(run, name, body, options, channel, workers)
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ from pipeline.contract.start_record import STARTED, force_id, read_start
 from pipeline.contract.state import RESERVE, STATE, StageState, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
-from pipeline.contract.workers import Workers, processes
+from pipeline.contract.workers import Workers
 from pipeline.errors import UnusableInputError, UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
 
@@ -275,6 +276,13 @@ class Work:
         for need in before([self.name]):
             found += [entry for entry in self.run.finished(need).drift if entry not in found]
         return found
+
+
+def processes(config: Config) -> int:
+    """Workers to use on this machine; in a Slurm job, on its part of the node."""
+    # Where Slurm binds no process, affinity is the whole node.
+    allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
+    return config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
 
 
 def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,

@@ -17,13 +17,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.tree import Config
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
 from pipeline.contract.units import Record, Unit
@@ -33,55 +31,32 @@ POLL_S = 0.5
 """Between two looks whether the stage is to stop, while units are done."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a worker answers in place of a record."""
-
-    error: BaseException
-
-
-def processes(config: Config) -> int:
-    """Workers to use on this machine; in a Slurm job, on its part of the node."""
-    # Where Slurm binds no process, affinity is the whole node.
-    allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
-    return config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
-
-
 class Workers:
-    """Up to `most` processes that do units; with one, this process does them itself. A context manager.
+    """Up to `most` processes that do units; with one, this process does them itself.
 
-    Create it before anything is opened, locked or started. Workers have this process's imports and hash seed as they
-    are then. They end with this process, however it ends.
+    Create it before anything is opened, locked or started: workers are as this process is then, with its imports and
+    its hash seed. In a process that has threads already the source is an interpreter of its own. All end with this
+    process, however it ends.
     """
 
     def __init__(self, most: int = 1) -> None:
-        self.most = most
-        self._source, self._started = 0, list[Connection]()
+        self.most, self._started = most, list[Connection]()
+        self._source: Any = None
         if most > 1:
-            self._control, theirs = socket.socketpair()
-            sys.stdout.flush()  # or each process would write what is still in the buffer
-            sys.stderr.flush()
-            if not (source := os.fork()):
-                self._control.close()
-                _fork_workers(theirs)
-            self._source = source
-            theirs.close()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            gc.freeze()  # else the collector of each process touches, and so copies, all that they share
+            self._start_source("fork")
+            if _has_threads():  # what they held is held in the fork for ever
+                self.close()
+                self._start_source("spawn")
 
     def close(self) -> None:
         """Kill the workers, whatever they do; returns when they have ended."""
-        if self._source:
+        if self._source is not None:
             self._control.close()
-            with suppress(ChildProcessError):  # where somebody ignores SIGCHLD there is nothing to collect
-                os.waitpid(self._source, 0)
+            self._source.join()
             for worker in self._started:
                 worker.close()
-            self._source, self.most = 0, 1
+            self._source = None
 
     def do(self, function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
@@ -98,7 +73,7 @@ class Workers:
             yield from _in_place(function, folder, units, stop)
             return
         waiting, running, made = iter(units), dict[Connection, str](), list[tuple[str, Record]]()
-        failure: Failure | None = None
+        failure: BaseException | None = None
         try:
             with stop.waiting():  # also while a record is written: it is looked for a request at every turn
                 idle = self._workers(len(units))
@@ -113,12 +88,11 @@ class Workers:
                         break
                     ready = wait(list(running), POLL_S)
                     for worker in [worker for worker in running if worker in ready]:
-                        answer, name = worker.recv(), running.pop(worker)
+                        record, error = worker.recv()
                         idle.append(worker)
-                        if isinstance(answer, Failure):
-                            failure = failure or answer
-                        else:
-                            made.append((name, answer))
+                        name, failure = running.pop(worker), failure or error
+                        if error is None:
+                            made.append((name, record))
                 for worker in idle if not running else ():
                     worker.send(None)
         except (EOFError, ConnectionError):
@@ -130,7 +104,13 @@ class Workers:
                 # among a million files may take longer than there is.
                 self.close()
         if failure is not None:
-            raise failure.error
+            raise failure
+
+    def _start_source(self, method: str) -> None:
+        self._control, theirs = socket.socketpair()
+        self._source = get_context(method).Process(target=_fork_workers, args=(self._control, theirs))  # type: ignore[attr-defined]
+        self._source.start()
+        theirs.close()
 
     def _workers(self, count: int) -> list[Connection]:
         """As many workers as there are units for, none of which is at work."""
@@ -155,11 +135,18 @@ def _in_place(function: Callable[[Path, Any], Record], folder: Path, units: list
         yield unit.name, record
 
 
-def _fork_workers(control: socket.socket) -> NoReturn:
-    """The source: fork a worker for every connection that arrives; kill them all when no more can."""
+def _has_threads() -> bool:
+    """Whether this process has another thread. Asked after a fork, for which OpenBLAS ends those that it starts."""
+    tasks = Path("/proc/self/task")
+    return not tasks.is_dir() or len(list(tasks.iterdir())) > 1
+
+
+def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
+    """The source: fork a worker for every connection that arrives; kill them all when the stage has closed its end."""
+    stage.close()
     source, workers = os.getpid(), list[int]()
-    gc.freeze()  # a worker's collector would else touch, and so copy, all memory that it shares with others
     try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGINT, *SIGNALS):  # Ctrl-C and the rest are the stage's to handle
             signal.signal(number, signal.SIG_IGN)
         while files := socket.recv_fds(control, 1, 1)[1]:
@@ -185,11 +172,11 @@ def _work(connection: Connection, source: int) -> NoReturn:
                 _release_memory()
                 continue
             function, folder, payload = task
-            answer: Record | Failure
+            answer: tuple[Record | None, BaseException | None]
             try:
-                answer = function(folder, payload)
+                answer = function(folder, payload), None
             except BaseException as error:  # noqa: BLE001 - the stage raises it
-                answer = Failure(_portable(error))
+                answer = None, _portable(error)
             sys.stdout.flush()
             connection.send(answer)
     finally:

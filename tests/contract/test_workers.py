@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
+from pipeline.contract import workers as module
 from pipeline.contract.stopping import StopRequest
 from pipeline.contract.units import Unit
 from pipeline.contract.workers import Workers
@@ -70,11 +72,17 @@ def alive(process):
         return True
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """As in a process of a stage, which has no threads when it begins. This one may have some, of other tests."""
+    monkeypatch.setattr(module, "_has_threads", lambda: False)
+
+
 @pytest.mark.parametrize("event", HAPPENS)
 @pytest.mark.parametrize("ends", range(PHASES))
-def test_in_every_phase(tmp_path, event, ends):
+def test_in_every_phase(tmp_path, forked, event, ends):
     stage, done, error, stopped = os.getpid(), [], None, None
-    with Workers(2) as workers, StopRequest() as stop:
+    with closing(Workers(2)) as workers, StopRequest() as stop:
         try:
             for phase in range(PHASES):
                 units = [Unit(str(number), (phase, number, event if phase == ends else "nothing", stage))
@@ -114,9 +122,9 @@ def test_in_every_phase(tmp_path, event, ends):
         assert "in refuse" in error.__notes__[0]
 
 
-def test_what_dies_between_phases_is_told_in_the_next(tmp_path):
+def test_what_dies_between_phases_is_told_in_the_next(tmp_path, forked):
     units = [Unit(str(number), (0, number, "nothing", 0)) for number in range(UNITS)]
-    with Workers(2) as workers, StopRequest() as stop:
+    with closing(Workers(2)) as workers, StopRequest() as stop:
         records = [record for _, record in workers.do(unit, tmp_path, units, stop)]
         os.kill(records[0]["process"], signal.SIGKILL)
         with pytest.raises(UserError, match=KILLED):
@@ -135,21 +143,46 @@ def leave_pieces(folder, size):
     return {"pages": pages}
 
 
-def test_between_phases_memory_is_given_back(tmp_path):
-    with Workers(2) as workers, StopRequest() as stop:
+def test_between_phases_memory_is_given_back(tmp_path, forked):
+    with closing(Workers(2)) as workers, StopRequest() as stop:
         before, after = ([record["pages"] for _, record in workers.do(
             leave_pieces, tmp_path, [Unit(str(number), size) for number in range(2)], stop)]
             for size in (100_000_000, 0))
     assert max(after) - min(before) < 20_000_000 // os.sysconf("SC_PAGE_SIZE")
 
 
+HELD = threading.Lock()
+
+
+def take(folder, payload):
+    with HELD:
+        return {"process": os.getpid()}
+
+
+def test_a_process_with_threads_is_not_forked(tmp_path):
+    """What one of them holds would be held in the workers for ever."""
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: HELD.acquire() and over.wait() and HELD.release())
+    thread.start()
+    try:
+        with closing(Workers(2)) as workers:
+            units = [Unit(str(number), number) for number in range(3)]
+            found = [record["process"] for _, record in workers.do(take, tmp_path, units, StopRequest())]
+    finally:
+        over.set()
+        thread.join()
+    assert len(found) == 3 and os.getpid() not in found
+
+
 SCRIPT = """
-import sys, time
+import sys
+from contextlib import closing
 from pathlib import Path
+from pipeline.contract import workers as module
 from pipeline.contract.stopping import StopRequest
 from pipeline.contract.workers import Workers
 from tests.contract.test_workers import Unit, hold
-with Workers(3) as workers:
+with closing(Workers(3)) as workers:
     list(workers.do(hold, Path(sys.argv[1]), [Unit(str(number), number) for number in range(3)], StopRequest()))
 """
 
