@@ -28,15 +28,8 @@ from pipeline.data.data_card import keeps_examples, source_card
 from pipeline.data.documents import Rejection
 from pipeline.data.filters.base import libraries, unusable
 from pipeline.data.filters.chain import few_reasons, no_counts, total
-from pipeline.data.filters.decontamination import gather_contamination
 from pipeline.data.filters.files import FOLDER as FILTER_FILES
-from pipeline.data.planning.kept import DUPLICATES
-from pipeline.data.planning.origins import ORIGINS
-from pipeline.data.planning.passes import Decided, decide
-from pipeline.data.planning.shards import write_shard
-from pipeline.data.planning.signatures import signature_settings
 from pipeline.data.readers import absent_columns
-from pipeline.data.reading import DROPPED, STAGING, stage_unit, staged
 from pipeline.data.sources import input_files, reading_units
 from pipeline.data.text_shards import SPLITS
 from pipeline.errors import UnusableInputError, UserError, listed
@@ -45,6 +38,7 @@ from pipeline.files import atomic_file, output_record, sha256_file
 if TYPE_CHECKING:
     from pipeline.config.data import ShardConfig
     from pipeline.contract.stage_work import Work
+    from pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
 
@@ -52,6 +46,11 @@ REJECTED = "rejected.jsonl"
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
     from pipeline.contract.external_inputs import gathered
+    from pipeline.data.filters.decontamination import gather_contamination
+    from pipeline.data.planning.passes import decide
+    from pipeline.data.planning.shards import write_shard
+    from pipeline.data.planning.signatures import signature_settings
+    from pipeline.data.reading import STAGING, stage_unit
 
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
@@ -164,6 +163,8 @@ def _fields(records: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, int]
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
+    from pipeline.data.reading import staged
+
     with atomic_file(folder / REJECTED, keep_equal=True) as out:
         for unit, record in zip(units, read, strict=True):
             if record["rejected"] or record["lost"]:
@@ -274,6 +275,10 @@ def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
+    from pipeline.data.planning.kept import DUPLICATES
+    from pipeline.data.planning.origins import ORIGINS
+    from pipeline.data.reading import DROPPED
+
     for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
                  *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet"),
                  *(folder / ORIGINS).glob("*/*.parquet")]:

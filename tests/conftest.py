@@ -112,14 +112,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was left out, and what was taken in its place: once for each thing that is missing here."""
-    from tests.slurm.conftest import kinds
-
     reasons = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ")
                       for report in terminalreporter.stats.get("skipped", []))
     told = [f"{count} test{'s' * (count > 1)} left out: {reason}" for reason, count in sorted(reasons.items())]
-    if "slurm" not in kinds():
-        told.append("The cluster's tests ran on fake programs: Slurm is not installed, or DROVER_FAKE_SLURM is set. "
-                    "`python -m tools.slurm_lab install` installs it, as root.")
     expression = terminalreporter.config.option.markexpr
     told += [f"{what}: `{command}` runs them." for word, what, command in (
         ("not slow", "More crossings of options, stores, faults and documents", "make test-all"),

@@ -7,8 +7,6 @@ documents must be gone, which must be there, and which of two stays.
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import random
 import re
 import textwrap
@@ -19,6 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+
+from tests.data.source_files import lines
 
 
 @dataclass
@@ -34,7 +34,6 @@ class Planted:
     short: set[str] = field(default_factory=set)
     empty: set[str] = field(default_factory=set)
     long: set[str] = field(default_factory=set)
-    questions: list[dict[str, str]] = field(default_factory=list)
 
 
 def paragraphs() -> list[str]:
@@ -55,62 +54,58 @@ def changed(text: str, chance: random.Random, words: int = 2) -> str:
 
 def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
     """Fill `folder/texts` and `folder/evaluation` with files; `size` times as many documents of the clean kind."""
-    chance, planted = random.Random(seed), Planted()
+    chance, planted, texts = random.Random(seed), Planted(), folder / "texts"
     prose = paragraphs()
     asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
-    texts, evaluation = folder / "texts", folder / "evaluation"
-    texts.mkdir(parents=True)
-    evaluation.mkdir()
+    for name in ("texts/web", "evaluation"):
+        (folder / name).mkdir(parents=True)
 
-    def document(kind: str, number: int) -> dict[str, Any]:
+    def documents(kind: str, count: int) -> list[dict[str, Any]]:
         # Four paragraphs in an order of their own, so that no two documents are near each other by chance.
-        pieces = chance.sample(prose, 4)
-        text = "\n\n".join(textwrap.fill(changed(piece, chance, 3), 90) for piece in pieces)
-        return {"id": f"{kind}-{number}", "text": text, "url": f"https://example.org/{kind}/{number}"}
+        return [{"id": f"{kind}-{number}", "url": f"https://example.org/{kind}/{number}", "text": "\n\n".join(
+            textwrap.fill(changed(piece, chance, 3), 90) for piece in chance.sample(prose, 4))}
+            for number in range(count)]
 
-    def clean(kind: str, count: int) -> list[dict[str, Any]]:
-        found = [document(kind, number) for number in range(count * size)]
-        planted.clean |= {each["id"] for each in found}
-        return found
+    def plain(kind: str, *found: str) -> list[dict[str, Any]]:
+        made = [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(found)]
+        getattr(planted, kind).update(each["id"] for each in made)
+        return made
 
-    web, second, books, tables = clean("web", 60), clean("second", 40), clean("book", 20), clean("table", 30)
-
+    web, second, books, tables = (documents(kind, count * size) for kind, count in (
+        ("web", 60), ("second", 40), ("book", 20), ("table", 30)))
+    planted.clean |= {each["id"] for each in [*web, *second, *tables]}  # of plain text the ids are places
     copies = [{**each, "id": f"copy-{number}"} for number, each in enumerate(chance.sample(web, 8))]
     planted.copies |= {each["id"] for each in copies}
     near = []
     for number, each in enumerate(chance.sample(web, 6)):
         near.append({**each, "id": f"near-{number}", "text": changed(each["text"], chance)})
         planted.near[f"near-{number}"] = each["id"]
-
-    planted.questions = [{"question": f"In the manual, complete: {' '.join(piece.split()[:18])}",
-                          "answer": " ".join(piece.split()[18:24])} for piece in asked]
-    leaked = []
-    for number, each in enumerate(planted.questions[:3]):
-        host = document("leaked", number)
-        leaked.append({**host, "text": f"{host['text']}\n\n{each['question']} {each['answer']}"})
+    questions = [{"question": f"In the manual, complete: {' '.join(piece.split()[:18])}",
+                  "answer": " ".join(piece.split()[18:24])} for piece in asked]
+    leaked = documents("leaked", 3)
+    for host, each in zip(leaked, questions, strict=False):
+        host["text"] += f"\n\n{each['question']} {each['answer']}"
     planted.leaked |= {each["id"] for each in leaked}
-
     menu = "Home | Products | About us | Sign in\n"
-    repeated = [{"id": f"menu-{number}", "text": menu * 30 + f"Page {number}", "url": "x"} for number in range(4)]
-    short = [{"id": f"short-{number}", "text": f"Click here {number}.", "url": "x"} for number in range(5)]
-    empty = [{"id": f"empty-{number}", "text": " \n" * number, "url": "x"} for number in range(3)]
-    long = [{"id": "long-0", "text": "base64" * 60_000, "url": "x"}]
-    for name, found in (("repeated", repeated), ("short", short), ("empty", empty), ("long", long)):
-        getattr(planted, name).update(each["id"] for each in found)
-
-    dirt = [*copies, *near, *leaked, *repeated, *short, *empty, *long]
+    dirt = [*copies, *near, *leaked, *plain("repeated", *(menu * 30 + f"Page {number}" for number in range(4))),
+            *plain("short", *(f"Click here {number}." for number in range(5))),
+            *plain("empty", *(" \n" * number for number in range(3))), *plain("long", "base64" * 60_000)]
     chance.shuffle(dirt)
-    lines = [*web, *dirt[::2]]
-    _lines(texts / "web/part-0.jsonl", lines[:40])
-    (texts / "web/part-1.jsonl.gz").write_bytes(gzip.compress(_encoded(lines[40:]), mtime=0))
-    _frames(texts / "web/part-2.jsonl.zst", [*second, *dirt[1::2]])
-    _damaged_lines(texts / "web/part-3.jsonl")
+    rows = [*web, *dirt[::2]]
+    (texts / "web/part-0.jsonl").write_bytes(lines(rows[:40]))
+    (texts / "web/part-1.jsonl.gz").write_bytes(gzip.compress(lines(rows[40:]), mtime=0))
+    data = lines([*second, *dirt[1::2]])
+    (texts / "web/part-2.jsonl.zst").write_bytes(b"".join(  # as pzstd writes it: frames end in the middle of lines
+        zstandard.compress(data[at:at + 20_000]) for at in range(0, len(data), 20_000)))
+    # Lines that are not JSON, lack the field, hold broken UTF-8, a null, half of a surrogate pair.
+    (texts / "web/part-3.jsonl").write_bytes(
+        b'{"id": "torn-0", "text": "it breaks o\n{"id": "torn-1"}\n{"id": "torn-2", "text": null}\n'
+        b'{"id": "torn-3", "text": "caf\xe9"}\n{"id": "torn-4", "text": "half \\ud83d"}\n[]\n\n')
+    (texts / "web/part-4.jsonl").write_text("<!DOCTYPE html><html>404 Not Found</html>")
     (texts / "books.txt").write_text("\n=====\n".join(each["text"] for each in books))
-    planted.clean -= {each["id"] for each in books}  # of plain text the ids are places
     table = pa.table({name: [each[name] for each in tables] for name in ("id", "text", "url")})
     pq.write_table(table, texts / "tables.parquet", row_group_size=7)
-    (texts / "web/part-4.jsonl").write_text("<!DOCTYPE html><html>404 Not Found</html>")
-    _lines(evaluation / "questions.jsonl", planted.questions)
+    (folder / "evaluation/questions.jsonl").write_bytes(lines(questions))
     return planted
 
 
@@ -126,26 +121,3 @@ def every_pass(folder: Path) -> dict[str, Any]:
                                                            "task": "questions", "fields": ["question", "answer"]}]}],
         "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,
         "keep_dropped": True, "near_duplicates": {"verify": 0.7}}
-
-
-def _encoded(documents: list[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in documents)
-
-
-def _lines(path: Path, documents: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(_encoded(documents))
-
-
-def _frames(path: Path, documents: list[dict[str, Any]]) -> None:
-    """zstd as pzstd writes it: frames that end in the middle of lines."""
-    data, out = _encoded(documents), io.BytesIO()
-    for at in range(0, len(data), 20_000):
-        out.write(zstandard.ZstdCompressor().compress(data[at:at + 20_000]))
-    path.write_bytes(out.getvalue())
-
-
-def _damaged_lines(path: Path) -> None:
-    """Lines that are not JSON, lack the field, hold broken UTF-8, a null, half of a surrogate pair."""
-    path.write_bytes(b'{"id": "torn-0", "text": "it breaks o\n{"id": "torn-1"}\n{"id": "torn-2", "text": null}\n'
-                     b'{"id": "torn-3", "text": "caf\xe9"}\n{"id": "torn-4", "text": "half \\ud83d"}\n[]\n\n')

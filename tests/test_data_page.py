@@ -10,12 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import parquet
 
-from pipeline.contract.manifest import read_manifest
+from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from pipeline.records.metrics import read_metrics
 from pipeline.stores.store import Store
@@ -25,6 +24,7 @@ from tests.object_store import set_environment
 from tests.test_readme import BLOCK
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.slow
 PAGE = (REPOSITORY / "docs/data.md").read_text()
 COMMANDS = [line.split("  #")[0].strip() for _, block in BLOCK.findall(PAGE) for line in block.splitlines()
             if not line.startswith("export ")]
@@ -68,12 +68,21 @@ def _type_all(folder: Path, bucket: str) -> None:
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
 
 
-def kept(run: Path) -> dict[str, Any]:
-    """The documents in a run's shards, by id."""
-    manifest = read_manifest(run / "shard")
+def made(home: Path, name: str, stage: str = "shard") -> Manifest:
+    """The manifest of a stage of a run."""
+    manifest = read_manifest(home / "runs" / name / stage)
     assert manifest is not None
-    return {document.id: document for split in SPLITS for record in shard_records(manifest, split)
-            for document in read_shard(run / "shard", record)}
+    return manifest
+
+
+def shards(home: Path, name: str) -> list[tuple[str, str]]:
+    """Path and hash of a run's text shards."""
+    return [(record["path"], record["sha256"]) for split in SPLITS
+            for record in shard_records(made(home, name), split)]
+
+
+def losses(home: Path, name: str) -> list[float]:
+    return [record["loss"] for record in read_metrics(home / "runs" / name / "train/metrics.jsonl")]
 
 
 def test_the_page_has_the_promised_commands() -> None:
@@ -83,34 +92,24 @@ def test_the_page_has_the_promised_commands() -> None:
 
 
 def test_what_is_dirty_is_gone_and_what_is_clean_is_there(home: Path, planted: tuple[Path, Planted]) -> None:
-    _, dirt = planted
-    found = kept(home / "runs/cleaned")
-    gone = dirt.leaked | dirt.repeated | dirt.short | dirt.empty | dirt.long
-    assert not gone & found.keys()
+    """Every copy names the document that is kept."""
+    folder, (_, dirt) = home / "runs/cleaned/shard", planted
+    found = {document.id: document for split in SPLITS for record in shard_records(made(home, "cleaned"), split)
+             for document in read_shard(folder, record)}
+    assert not (dirt.leaked | dirt.repeated | dirt.short | dirt.empty | dirt.long) & found.keys()
     # Of a document and its near-duplicate one is there, whichever comes first in the files.
-    for near, first in dirt.near.items():
-        assert (near in found) != (first in found)
-    assert dirt.clean - {row["id"] for row in _duplicates(home)} <= found.keys()
+    assert all((near in found) != (first in found) for near, first in dirt.near.items())
+    rows = [row for path in (folder / "duplicates").glob("*.parquet") for row in parquet.read_table(path).to_pylist()]
+    assert dirt.clean - {row["id"] for row in rows} <= found.keys()
     assert sum(document.source == "books" for document in found.values()) == 20
-
-
-def _duplicates(home: Path) -> list[dict[str, Any]]:
-    """What is not kept, with what is kept instead."""
-    return [row for path in (home / "runs/cleaned/shard/duplicates").glob("*.parquet")
-            for row in parquet.read_table(path).to_pylist()]
-
-
-def test_every_copy_names_the_document_that_is_kept(home: Path, planted: tuple[Path, Planted]) -> None:
-    found, (_, dirt), rows = kept(home / "runs/cleaned"), planted, _duplicates(home)
     assert Counter(row["kind"] for row in rows) == {"duplicate": len(dirt.copies), "near_duplicate": len(dirt.near)}
     assert all(row["kept_id"] in found and row["id"] not in found for row in rows)
 
 
 def test_all_is_counted(home: Path, planted: tuple[Path, Planted]) -> None:
-    _, dirt = planted
-    counts = read_manifest(home / "runs/cleaned/shard").counts
+    counts = made(home, "cleaned").counts
     dropped = counts["dropped"]
-    assert (dropped["duplicate"], dropped["near_duplicate"], dropped["empty"]) == (8, 6, len(dirt.empty))
+    assert (dropped["duplicate"], dropped["near_duplicate"], dropped["empty"]) == (8, 6, len(planted[1].empty))
     assert (dropped["length"], dropped["gopher_repetition"], dropped["decontamination"]) == (5, 4, 3)
     assert counts["documents_in"] == counts["train"] + counts["heldout"] + sum(dropped.values()) + counts["rejected"]
     reasons = [json.loads(line)["reason"] for line in (home / "runs/cleaned/shard/rejected.jsonl").open()]
@@ -119,34 +118,22 @@ def test_all_is_counted(home: Path, planted: tuple[Path, Planted]) -> None:
     assert any("HTML page" in reason for reason in reasons)
 
 
-def test_parts_by_hand_give_the_bytes_of_one_run(home: Path) -> None:
-    one, parts = (read_manifest(home / "runs" / name / "shard") for name in ("cleaned", "parts"))
-    assert one is not None and parts is not None
-    assert [(record["path"], record["sha256"]) for record in one.outputs] == \
-        [(record["path"], record["sha256"]) for record in parts.outputs]
+def test_parts_by_hand_and_objects_give_the_shards_of_one_run(home: Path) -> None:
+    assert shards(home, "cleaned") == shards(home, "parts") == shards(home, "remote")
+    assert len(shards(home, "cleaned")) > 4
 
 
 def test_all_that_was_kept_is_encoded(home: Path) -> None:
-    shard, encode = (read_manifest(home / "runs/cleaned" / stage) for stage in ("shard", "encode"))
-    assert encode.counts["total"]["docs"] == shard.counts["train"] + shard.counts["heldout"]
+    counts, encode = made(home, "cleaned").counts, made(home, "cleaned", "encode")
+    assert encode.counts["total"]["docs"] == counts["train"] + counts["heldout"]
     encoders = encode.counts["encoders"]
     assert encoders["fast_shards"] + encoders["reference_shards"] == len(encode.outputs)
     assert encoders["fallback_shards"] == 0
 
 
-def test_files_and_objects_give_the_same_shards(home: Path) -> None:
-    remote, local = (read_manifest(home / "runs" / name / "shard") for name in ("remote", "cleaned"))
-    assert remote is not None and local is not None
-    ours, theirs = ([(made["path"], made["sha256"]) for split in SPLITS for made in shard_records(manifest, split)]
-                    for manifest in (remote, local))
-    assert ours == theirs and len(ours) > 4 and remote.counts["train"] == local.counts["train"]
-
-
 def test_training_from_the_store_has_the_losses_of_training_from_files(home: Path) -> None:
-    stored, local = ([record["loss"] for record in read_metrics(home / "runs" / name / "train/metrics.jsonl")]
-                     for name in ("stored", "cleaned"))
-    assert stored == local and len(local) == 40
-    phases = read_manifest(home / "runs/cleaned/train").counts["phases"]
+    assert losses(home, "stored") == losses(home, "cleaned") and len(losses(home, "cleaned")) == 40
+    phases = made(home, "cleaned", "train").counts["phases"]
     assert [phase["steps"] for phase in phases] == [16, 16, 8]
     assert [sum(phase["tokens"].values()) for phase in phases] == [8192, 16384, 8192]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.stages import STAGES
+from tests.conftest import environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FLOORS = {"model": {"model"}, "pipeline": {"model", "pipeline"}, "launch": {"model", "pipeline", "launch"}}
@@ -97,26 +98,100 @@ def test_rooms_stay_small():
     assert {str(room): count for room, count in counts.items() if count > 25} == {}
 
 
-def test_what_the_launcher_reads_of_training_needs_no_torch():
-    code = ("import importlib, pkgutil, sys; import pipeline.contract, pipeline.records, launch.run_status; "
-            "[importlib.import_module(f'{room.__name__}.{module.name}') for room in "
-            "(pipeline.contract, pipeline.records, launch.run_status) "
-            "for module in pkgutil.iter_modules(room.__path__)]; print('torch' in sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
-
-
 @pytest.mark.parametrize("stage", STAGES.values(), ids=lambda stage: stage.name)
 def test_the_code_of_every_stage_is_where_its_table_says(stage):
     assert all((REPOSITORY / entry).exists() for entry in stage.code)
     assert Path(f"pipeline/{stage.name}.py") in stage.source_files()
 
 
-def test_a_training_rank_needs_only_torch_numpy_pyarrow_and_the_config_library():
-    """Importing all that training uses must not load the libraries of the other stages."""
-    code = ("import sys; import pipeline.training.session; "
-            "print([name for name in ('datasets', 'transformers', 'lm_eval', 'sentencepiece', 'tokenizers', "
-            "'tiktoken', 'webdataset', 'matplotlib', 'jinja2', 'submitit', 'deepspeed', 'safetensors', 'tensorboard', "
-            "'wandb', 'mlflow') if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "deepspeed", "pyarrow", "pandas", "numpy", "tokenizers",
+         "sentencepiece", "tiktoken", "matplotlib", "jinja2", "rich", "submitit", "tensorboard", "webdataset"}
+CONFIG = REPOSITORY / "configs" / "demo.yaml"
+REFUSED = {  # program: wrong arguments, and what is said of them
+    "launch/submit.py": (f"--stage nope --config {CONFIG}", "nope"),
+    "launch/status.py": ("--run nope", "There is no run nope"),
+    "launch.slurm.evaluations": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+    "launch.slurm.job.rank": ("--stage", "expected one argument"),
+    **{f"pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
+    "pipeline.copies": ("file:///nope", "required: folder"),
+    "tools.at_scale": ("nope", "invalid choice: 'nope'"),
+    "tools.audit": ("--run nope", "there is nothing to audit"),
+    "tools.bench_data": ("--only nope", "does not know nope"),
+    "tools.bench_generate": ("--threads 0", "--threads must be above 0"),
+    "tools.bench_gpu": ("nope", "unrecognized arguments"),
+    "tools.bench_train": ("--only nope", "invalid choice: 'nope'"),
+    "tools.chaos": ("--lab nope", "The lab in nope is not up"),
+    "tools.chat": ("--model nope x", "nope is no folder"),
+    "tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
+    "tools.copy_tokens": ("--run nope --to file:///nope", "nope/config.yaml cannot be read"),
+    "tools.export_tokens": ("--run nope --to x --format hf", "nope/config.yaml cannot be read"),
+    "tools.lm_eval": ("nope", "invalid choice: 'nope'"),
+    "tools.parity": ("--reference nope --run nope", "nope"),
+    "tools.presets": ("nope", "There is no preset 'nope'"),
+    "tools.rehearse": (f"--config {CONFIG} --ranks 3", "cannot be rehearsed on 3 ranks"),
+    "tools.serve": ("--model nope", "nope is no folder"),
+    "tools.slurm_lab": ("nope", "invalid choice: 'nope'"),
+    "tools.verify": ("--run nope", "nope is no run"),
+    "tools.weights": ("--from nope --to x --format hf", "nope is no folder"),
+    "tools.where": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+}
+NEEDED = {"tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "pipeline.tokenizer": {"numpy"}, "pipeline.encode": {"numpy"}}
+"""What these import before they look at their arguments: lm_eval's own command line, and what stages work with."""
+
+
+def imported_by(*command, cwd):
+    """The exit status of a Python command, what it said, and the libraries that it imported."""
+    result = subprocess.run([sys.executable, "-X", "importtime", *command], cwd=cwd, env=environment(), text=True,
+                            capture_output=True, check=False)
+    lines = result.stderr.splitlines()
+    modules = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    said = [line for line in lines if not line.startswith("import time:")]
+    return result.returncode, result.stdout + "\n".join(said), modules
+
+
+def test_every_program_has_a_wrong_argument_here():
+    programs = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__") for path in FILES
+                if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
+    scripts = {"launch.submit": "launch/submit.py", "launch.status": "launch/status.py"}
+    assert {scripts.get(name, name) for name in programs} <= REFUSED.keys()
+
+
+@pytest.mark.parametrize(("program", "arguments", "said", "status"), [
+    *((program, "--help", "usage:", 0) for program in REFUSED),
+    *((program, *refused, 2) for program, refused in REFUSED.items())])
+def test_help_and_refusals_import_nothing_heavy(program, arguments, said, status, tmp_path):
+    start = [str(REPOSITORY / program)] if program.endswith(".py") else ["-m", program]
+    found, text, modules = imported_by(*start, *arguments.split(), cwd=tmp_path)
+    assert (found, said in text) == (status, True), text
+    assert modules & HEAVY <= NEEDED.get(program, set())
+    assert not list(tmp_path.iterdir())
+
+
+def all_of(*rooms):
+    """An import of every module of these packages."""
+    return "import " + ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+                                 for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
+
+
+@pytest.mark.parametrize(("code", "needed"), [
+    ("from pipeline.config.loading import load_config; load_config('configs/demo.yaml')", set()),
+    ("import sys; from pipeline.contract.stages import STAGES; from pipeline.config.loading import load_config; "
+     "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
+    ("from tools.presets import main; main(['llama3_8b'])", set()),
+    ("import launch.slurm.job.rank", set()), ("import tools.verify.__main__, tools.where.__main__", set()),
+    (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
+    ("import tools.audit, pipeline.training.data.opening, tools.where.forward, tools.where.inverse", {"numpy"}),
+    ("import pipeline.encode", {"numpy"}),  # which its workers import
+    ("import pipeline.training.session", {"torch", "numpy"}),
+])
+def test_imports_take_in_only_what_is_needed(code, needed):
+    status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
+    assert status == 0, text
+    assert modules & HEAVY <= needed
+
+
+@pytest.mark.parametrize("code", ["import model, launch.slurm.job.rank", "import pipeline.report, pipeline.encode"])
+def test_workers_and_ranks_start_without_the_configuration(code):
+    status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
+    assert status == 0, text
+    assert not modules & {"pydantic", "yaml"}

@@ -51,18 +51,18 @@ def serve(options: argparse.Namespace) -> None:
     if options.batch < 1 or options.queue < 0:
         raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
                         f"{options.queue}.")
-    weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
-    try:
-        import uvicorn
-
-        from tools.serving.app import Server
-    except ImportError as error:
-        raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
-                        f"pip install -e '.[serve]'") from None
-    from tools.serving.asked import Reader
-    from tools.serving.worker import Worker
-
     with _listening(options.host, options.port) as listening:
+        weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
+        try:
+            import uvicorn
+
+            from tools.serving.app import Server
+        except ImportError as error:
+            raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
+                            f"pip install -e '.[serve]'") from None
+        from tools.serving.asked import Reader
+        from tools.serving.worker import Worker
+
         opened = opened_model(options)
         run = run_of(opened.path)
         name = options.name or (run.folder if run is not None else opened.path).resolve().name

@@ -11,17 +11,19 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
-from pipeline.config.tree import Config
 from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.readers import FORMATS, divisible, file_format
 from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
 from pipeline.stores.object_files import InputFile, ObjectFile, find
 from pipeline.stores.store import is_url
+
+if TYPE_CHECKING:
+    from pipeline.config.tree import Config
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}

@@ -261,14 +261,18 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
     dtype, names = tokens.dtype.name, np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
     if len(names) != KEY_BYTES * len(keys):
         raise ValueError(f"the {len(keys)} keys of {path} are not of {KEY_BYTES} bytes each")
-    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
-               pa.array(np.asarray(text_bytes, np.int64)),
-               pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, pa.py_buffer(names)])]
-    schema = pa.schema([pa.field("tokens", pa.large_list(pa.field("item", pa.from_numpy_dtype(dtype)))),
-                        pa.field("bytes", pa.int64()), pa.field("key", pa.binary(KEY_BYTES))],
+
+    def column(values: NDArray[Any], kind: Any, count: int) -> Any:
+        # Of its buffer: `pa.array` would import pandas, to see whether this is one of its own.
+        return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(np.ascontiguousarray(values))])
+    ids = pa.from_numpy_dtype(dtype)
+    columns = [pa.LargeListArray.from_arrays(column(offsets, pa.int64(), len(offsets)), column(tokens, ids, len(tokens))),
+               column(np.asarray(text_bytes, np.int64), pa.int64(), len(text_bytes)),
+               column(names, pa.binary(KEY_BYTES), len(keys))]
+    schema = pa.schema([pa.field("tokens", pa.large_list(pa.field("item", ids))), pa.field("bytes", pa.int64()),
+                        pa.field("key", pa.binary(KEY_BYTES))],
                        metadata={"format": str(FORMAT), "dtype": dtype, **metadata})
-    batch = pa.record_batch([column.cast(field.type) for column, field in zip(columns, schema, strict=True)],
-                            schema=schema)
+    batch = pa.record_batch(columns, schema=schema)
     with atomic_file(path) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)
     return {"docs": len(keys), "tokens": len(tokens), "text_bytes": int(sum(text_bytes)), "dtype": dtype,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file, write_json
-from pipeline.tokenization.base import Tokenizer
 from pipeline.tokenization.hub import fetched, names_the_hub
 
 if TYPE_CHECKING:
     from pipeline.config.data import TokenizerConfig
     from pipeline.config.tree import Config
+    from pipeline.tokenization.base import Tokenizer
 
 RECORD = "vocabulary.json"
 FORMAT = 1

@@ -2,6 +2,8 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -19,133 +21,119 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def locks(store):
-    """From a folder's id to a lock that is quick about it; all are given up at the end."""
-    made, said = [], []
+def lock(store):
+    """From a folder's id to a lock whose own thread sleeps, and what it says; all are given up at the end."""
+    made = []
 
-    def make(here, **times):
-        made.append(Lock(store, here, said.append, **{"beat_s": 0.05, "dead_s": 1000.0, **times}))
+    def make(here, taken=False, **times):
+        said = []
+        made.append(Lock(store, here, said.append, **{"beat_s": 1000.0, "dead_s": 1000.0, **times}))
+        if taken:
+            made[-1].take()
         return made[-1], said
     yield make
     for lock in made:
         lock.release()
 
 
-def test_who_comes_second_is_refused_while_the_first_lives(locks):
-    first, _ = locks("a")
-    first.take()
-    second, said = locks("b")
+def renewing(lock):
+    """Have another thread renew it, quickly."""
+    lock.beat_s = 0.01
+    threading.Thread(target=lock._renew, daemon=True).start()
+
+
+def test_who_comes_second_is_refused_while_the_first_lives(lock):
+    first, _ = lock("a", taken=True, beat_s=0.05)
+    second, said = lock("b", beat_s=0.05)
     with pytest.raises(UserError, match=r"is in use: process \d+ on .* copies checkpoints there"):
         second.take()
     assert len(said) == 1 and "waiting up to 1000 s" in said[0] and not first.lost
 
 
-def test_who_gives_no_sign_of_life_gives_way_and_hears_of_it(locks, store):
-    dead, _ = locks("a", beat_s=1000.0)
-    dead.take()
-    second, said = locks("b", dead_s=0.1)
-    second.take()
+def test_who_gives_no_sign_of_life_gives_way_and_hears_of_it_by_looking_or_renewing(lock, store):
+    looking, _ = lock("a", taken=True)
+    second, said = lock("b", taken=True, beat_s=0.05, dead_s=0.1)
     assert "took over" in said[-1] and json.loads(store.read(LOCK))["here"] == "b"
-    dead.beat_s = 0.01
-    threading.Thread(target=dead._renew, daemon=True).start()
-    wait_for(lambda: dead.lost)
-    assert not second.lost
-    dead.release()
+    assert not looking.lost and not looking.held() and "took over file://" in looking.lost
+    assert second.held()
+    looking.release()
     assert store.head(LOCK) is not None, "one that is lost is not removed"
+    second.release()
+    renewed, _ = lock("c", taken=True)
+    store.delete([LOCK])
+    renewing(renewed)
+    wait_for(lambda: renewed.lost)
+    assert not renewed.held() and "was removed" in renewed.lost
 
 
 @pytest.mark.parametrize("slow", [1, 2, 3])
-def test_while_the_store_does_not_answer_nobody_is_thought_dead(locks, monkeypatch, slow):
+def test_while_the_store_does_not_answer_nobody_is_thought_dead(lock, monkeypatch, slow):
     """The read number `slow` takes as long as it takes a lock to count as dead; the holder renews after that."""
-    first, _ = locks("a", beat_s=1000.0)
-    first.take()
-    second, _ = locks("b", beat_s=2.0, dead_s=75.0)
+    first, _ = lock("a", taken=True)
+    second, _ = lock("b", beat_s=2.0, dead_s=75.0)
     clock, reads, read = [1000.0], [], second._read
 
+    def pass_(seconds):
+        clock[0] += seconds
+
     def stumbling():
-        reads.append(clock[0])
-        clock[0] += 80.0 if len(reads) == slow else 0.0
+        reads.append(None)
+        if len(reads) == slow:
+            pass_(80.0)
         if len(reads) == slow + 15:
             assert first._put(first._etag)
         return read()
-
-    def sleep(seconds):
-        clock[0] += seconds
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="is in use"):
         patch.setattr(second, "_read", stumbling)
-        patch.setattr(claim, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-        with pytest.raises(UserError, match="is in use"):
-            second.take()
+        patch.setattr(claim, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pass_))
+        second.take()
     assert first.held()
 
 
-def test_who_stood_still_hears_of_it_by_looking(locks, store):
-    dead, _ = locks("a", beat_s=1000.0)
-    dead.take()
-    assert dead.held()
-    second, _ = locks("b", dead_s=0.1)
-    second.take()
-    assert not dead.lost and not dead.held() and "took over file://" in dead.lost
-    assert second.held()
-    store.delete([LOCK])
-    removed, _ = locks("c", beat_s=1000.0)
-    removed.take()
-    store.delete([LOCK])
-    assert not removed.held() and "was removed" in removed.lost
-
-
-def test_a_beat_whose_answer_was_lost_does_not_give_the_lock_up(locks, store):
-    lock, _ = locks("a", beat_s=1000.0)
-    lock.take()
-    before = store.put(LOCK, store.read(LOCK) + b"\n", replaces=lock._etag).etag  # as an earlier beat of it
-    lock.beat_s = 0.01
-    threading.Thread(target=lock._renew, daemon=True).start()
+def test_a_beat_whose_answer_was_lost_does_not_give_the_lock_up(lock, store):
+    own, _ = lock("a", taken=True)
+    before = store.put(LOCK, store.read(LOCK) + b"\n", replaces=own._etag).etag  # as an earlier beat of it
+    renewing(own)
     wait_for(lambda: store.head(LOCK).etag != before)
-    assert not lock.lost and lock.held()
+    assert not own.lost and own.held()
 
 
-def test_an_earlier_process_of_the_same_folder_is_not_waited_for(locks, store):
-    locks("a", beat_s=1000.0)[0].take()
-    again, said = locks("a")
-    again.take()
+def test_an_earlier_process_of_the_same_folder_is_not_waited_for(lock, store):
+    lock("a", taken=True)
+    again, said = lock("a", taken=True)
     assert not said
     again.release()
     assert store.head(LOCK) is None
 
 
-@pytest.mark.parametrize("of", ["seaweed", "moto_server", "google", "azurite"])
+@pytest.mark.parametrize("of", ["moto_server", *(pytest.param(name, marks=pytest.mark.slow)
+                                                 for name in ("seaweed", "google", "azurite"))])
 def test_of_many_who_come_at_once_one_gets_it(of, request):
-    bucket = request.getfixturevalue(of)
-    made = [Lock(Store(bucket.url), str(number), lambda text: None, beat_s=0.2) for number in range(6)]
-    taken, refused = [], []
+    store = Store(request.getfixturevalue(of).url)
+    made = [Lock(store, str(number), lambda text: None, beat_s=0.2) for number in range(6)]
 
     def take(lock):
-        try:
+        with suppress(UserError):
             lock.take()
-            taken.append(lock)
-        except UserError as error:
-            refused.append(str(error))
-    threads = [threading.Thread(target=take, args=(lock,)) for lock in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(taken) == 1 and len(refused) == 5 and not taken[0].lost
-    taken[0].release()
-    assert Store(bucket.url).head(LOCK) is None
+            return lock
+    with ThreadPoolExecutor(6) as pool:
+        [taken] = filter(None, pool.map(take, made))
+    assert not taken.lost
+    taken.release()
+    assert store.head(LOCK) is None
 
 
-@pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])
+@pytest.mark.parametrize("of", ["moto_server", *(pytest.param(name, marks=pytest.mark.slow)
+                                                 for name in ("google", "azurite"))])
 def test_a_store_that_stumbles_does_not_take_the_lock_away(of, request):
     bucket = request.getfixturevalue(of)
-    lock = Lock(Store(bucket.url), "a", lambda text: None, beat_s=0.05)
+    store = Store(bucket.url)
+    lock = Lock(store, "a", lambda text: None, beat_s=0.05)
     lock.take()
-    before = Store(bucket.url).head(LOCK).etag
-    refused = bucket.fail("refuse", 3, method="PUT", path=LOCK)
-    cut = bucket.fail("error", 3, method="PUT", path=LOCK)
-    wait_for(lambda: refused.met == 3 and cut.met == 3)
-    now = Store(bucket.url).head(LOCK).etag
-    wait_for(lambda: Store(bucket.url).head(LOCK).etag not in (before, now))
+    faults = [bucket.fail(kind, 3, method="PUT", path=LOCK) for kind in ("refuse", "error")]
+    wait_for(lambda: all(fault.met == 3 for fault in faults))
+    now = store.head(LOCK).etag
+    wait_for(lambda: store.head(LOCK).etag != now)
     assert not lock.lost
     lock.release()
 

@@ -12,11 +12,10 @@ from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 
-def tail_config(place, text, share=0.1, **fields):
-    """A source of one text, or of several with a separator."""
+def tail_config(place, text, share=0.1):
+    """A source of one text."""
     (place / "f.txt").write_text(text, newline="")
-    return write_config(place, [files_source("s", place / "f.txt", **fields)], heldout_rule="tail",
-                        heldout_share=share)
+    return write_config(place, [files_source("s", place / "f.txt")], heldout_rule="tail", heldout_share=share)
 
 
 def test_one_text_is_cut_where_nanogpt_cuts_it(tmp_path, capsys):
@@ -67,10 +66,3 @@ def test_a_single_document_is_told_of_the_rule(tmp_path, capsys):
     assert run(config, "shard.heldout_rule=hash") == 2
     assert "shard.heldout_rule: tail" in capsys.readouterr().err
     assert run(config, "name=b") == 0
-
-
-def test_whole_documents_are_held_out_where_the_border_falls_between_them(tmp_path):
-    config = tail_config(tmp_path, "|".join(f"document {number}" for number in range(10)), 0.3, separator="|")
-    assert run(config) == 0
-    assert [document.text for document in documents(config, "heldout")] == ["document 7", "document 8", "document 9"]
-    assert read_manifest(folder_of(config)).counts["cut_in_two"] == 0

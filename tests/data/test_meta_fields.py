@@ -1,7 +1,5 @@
 """Fields that a source keeps as meta: counted over all of its documents, and refused where no record has one."""
 
-import json
-
 import pytest
 
 from launch.submit import main
@@ -49,17 +47,6 @@ def test_a_field_of_no_record_is_refused_with_its_source_and_corrected_without_f
     config = corpus(tmp_path, [])
     assert run(config) == 0
     assert "meta field" not in said(capsys) and "fields" not in card_of(config)
-
-
-def test_units_that_an_older_version_read_are_not_counted(tmp_path):
-    config = corpus(tmp_path, ["url"])
-    assert run(config, "--part", "0/1", "--phase", "read") == 0
-    path = sorted((folder_of(config) / "units" / "read").rglob("*.json"))[0]
-    record = json.loads(path.read_text())
-    del record["fields"]
-    path.write_text(json.dumps(record))
-    assert run(config) == 0
-    assert "fields" not in card_of(config)
 
 
 def write_columns(place, ending, number, names):

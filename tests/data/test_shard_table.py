@@ -6,10 +6,8 @@ import gc
 import os
 import pickle
 import resource
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,35 +16,24 @@ import pytest
 from pipeline.data import token_shards
 from pipeline.data.provenance import documents_of
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.streams import TokenStream
 from pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}
-_opened: Counter[str] = Counter()
-_counting = False
 
 
-def _count(event, arguments):
-    if _counting and event == "open" and str(arguments[0]).endswith(".arrow"):
-        _opened[str(arguments[0])] += 1
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each shard was opened."""
+    counted, plain = Counter(), os.open
 
-
-sys.addaudithook(_count)
-
-
-@contextmanager
-def opens():
-    """Counts how often each shard is opened within."""
-    global _counting
-    _opened.clear()
-    _counting = True
-    try:
-        yield _opened
-    finally:
-        _counting = False
+    def counting(path, *arguments):
+        counted[str(path)] += str(path).endswith(".arrow")
+        return plain(path, *arguments)
+    monkeypatch.setattr(os, "open", counting)
+    return counted
 
 
 def make_shards(folder, count):
@@ -108,7 +95,7 @@ def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, mo
     assert documents_of(few, [(0, 60)]) == documents_of(all_, [(0, 60)])
 
 
-def test_files_and_entries_are_bounded_whatever_is_read(tmp_path):
+def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     """A few files under many names: thousands of shards as the loader sees it."""
     records = make_shards(tmp_path, 8)
     many = [{**records[number % 8], "split": "train",
@@ -117,34 +104,30 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path):
         (tmp_path / record["path"]).symlink_to(tmp_path / records[number % 8]["path"])
     data = data_of(tmp_path, ShardTable.of(many), most=20, whole=0)
     gc.collect()  # what other tests have left open
-    opened, before, most = data.streams[0].shards.opened, open_files(), 0
-    with opens() as counted:
-        for first in range(0, 1500, 50):
-            data.batch(first, 50)
-            most = max(most, open_files() - before)
-        assert len(counted) > 200
-    assert len(opened) == 20 and most <= 21
-    assert all(shard._kept is None for shard in opened._kept.values())  # no offsets are held
-    del data, opened
+    kept, before, most = data.streams[0].shards.opened, open_files(), 0
+    for first in range(0, 1500, 50):
+        data.batch(first, 50)
+        most = max(most, open_files() - before)
+    assert len(opened) > 200 and len(kept) == 20 and most <= 21
+    assert all(shard._kept is None for shard in kept._kept.values())  # no offsets are held
+    del data, kept
     gc.collect()
     assert open_files() == before
 
 
-def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch):
-    records, looked = make_shards(tmp_path, 12), []
+def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
+    records, looked, stat = make_shards(tmp_path, 12), [], os.stat
     table = ShardTable.of(records)
-    stat = os.stat
-    with opens() as counted, monkeypatch.context() as patched:
-        patched.setattr(os, "stat", lambda path, **rest: looked.append(str(path)) or stat(path, **rest))
-        data = data_of(tmp_path, table)
-        assert not [path for path in looked if path.endswith(".arrow")] and not counted
+    opened.clear()
+    monkeypatch.setattr(os, "stat", lambda path, **rest: looked.append(str(path)) or stat(path, **rest))
+    data = data_of(tmp_path, table)
+    assert not [path for path in looked if path.endswith(".arrow")] and not opened
+    for _ in range(2):  # it stays open
         data.batch(0, 1)
-        assert 1 <= len(counted) <= 3 and set(counted.values()) == {1}
-        data.batch(0, 1)
-        assert set(counted.values()) == {1}  # it stays open
-        looked.clear()
-        assert size_problems(tmp_path, table, range(1, 12, 3)) == []
-        assert sorted(looked) == sorted(str(tmp_path / records[row]["path"]) for row in range(1, 12, 3))
+        assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}
+    looked.clear()
+    assert size_problems(tmp_path, table, range(1, 12, 3)) == []
+    assert sorted(looked) == sorted(str(tmp_path / records[row]["path"]) for row in range(1, 12, 3))
 
 
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
@@ -162,16 +145,3 @@ def test_few_open_files_are_enough(monkeypatch):
     for soft, wanted in ((1 << 20, 1024), (1024, 256), (3, 1), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert most_open() == wanted
-
-
-def test_a_stream_of_a_hundred_thousand_shards_is_columns(tmp_path):
-    """Without files: what is made at the start is arrays, and no object a shard."""
-    count = 100_000
-    numbers = np.tile(np.array([[500, 10, 125_000_000, 64, 0, 0, 0]], np.int64), (count, 1))
-    names = [f"train/web-{number:06d}.arrow".encode() for number in range(count)]
-    table = ShardTable(numbers, np.zeros((count, 32), np.uint8), b"".join(names),
-                       np.cumsum([len(name) for name in names]), np.zeros(count, np.int32),
-                       (("train", "web", "uint32"),))
-    shards = open_shards(tmp_path, table, "train")
-    assert TokenStream(shards).tokens == count * 125_000_000 and len(shards.opened) == 0
-    assert shards[count - 1].path.name == "web-099999.arrow" and len(shards.opened) == 1

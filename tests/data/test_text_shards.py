@@ -4,16 +4,14 @@ import hashlib
 import io
 import re
 import tarfile
-from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.contract.manifest import Manifest
 from pipeline.data import text_shards
-from pipeline.data.documents import Document, digest, document_key, to_json
-from pipeline.data.text_shards import read_documents, read_shard, shard_records, write_members
+from pipeline.data.documents import Document, to_json
+from pipeline.data.text_shards import read_documents, read_shard, write_members
 from pipeline.errors import UserError
 from pipeline.files import output_record
 
@@ -27,14 +25,7 @@ def key(text):
 
 def write_documents(path, documents):
     """Write documents as a shard, under keys made from their texts."""
-    seen = Counter()
-
-    def members():
-        for document in documents:
-            text_digest = digest(document.text.encode())
-            yield document_key(text_digest, seen[text_digest]), to_json(document)
-            seen[text_digest] += 1
-    write_members(path, members())
+    write_members(path, ((key(document.text), to_json(document)) for document in documents))
 
 
 @pytest.fixture
@@ -54,15 +45,6 @@ def test_documents_come_back_as_they_were(shard, tmp_path, record):
     assert [document.key for document in read] == [key(document.text) for document in DOCUMENTS]
     for before, after in zip(DOCUMENTS, read, strict=True):
         assert (before.text, before.source, before.id, before.meta) == (after.text, after.source, after.id, after.meta)
-
-
-def test_bytes_say_nothing_of_time_and_user(shard, tmp_path):
-    write_documents(tmp_path / "again.tar", DOCUMENTS)
-    assert (tmp_path / "again.tar").read_bytes() == shard.read_bytes()
-    with tarfile.open(shard) as tar:
-        for member in tar:
-            assert (member.mtime, member.uid, member.gid, member.uname, member.gname) == (0, 0, 0, "", "")
-            assert member.name.count(".") == 1 and member.name.endswith(".json")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -183,24 +165,9 @@ def test_a_changed_letter_is_noticed(shard, tmp_path, record):
         list(read_shard(tmp_path, record))
 
 
-def test_equal_texts_have_keys_of_their_own(tmp_path):
-    write_documents(tmp_path / "s.tar", [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[0]])
-    assert [document.key for document in read_documents(tmp_path / "s.tar")] == [
-        key(DOCUMENTS[0].text), key(DOCUMENTS[1].text), key(DOCUMENTS[0].text) + "-1"]
-
-
 def test_a_file_that_is_no_tar_and_a_missing_one(tmp_path):
     (tmp_path / "s.tar").write_text("no tar at all" * 100)
     with pytest.raises(UserError, match="torn or no text shard"):
         list(read_documents(tmp_path / "s.tar"))
     with pytest.raises(UserError, match=r"gone\.tar is missing"):
         list(read_documents(tmp_path / "gone.tar"))
-
-
-def test_records_by_split_and_source():
-    outputs = [{"path": f"{split}/{source}", "split": split, "source": source}
-               for split in ("train", "heldout") for source in ("a", "b")]
-    outputs.append({"path": "rejected.jsonl", "split": "rejected", "source": ""})
-    manifest = Manifest("shard", {}, outputs, {}, "")
-    assert shard_records(manifest, "train") == outputs[:2]
-    assert shard_records(manifest, "heldout", "b") == outputs[3:4]

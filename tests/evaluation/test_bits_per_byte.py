@@ -1,10 +1,5 @@
-import json
 import math
-import socket
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
 from pipeline.evaluation.measurement import Measurement, overall
-from tests.waiting import HANG_S
+from tests.parallel.groups import end_groups, run_case
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 50
 
 
@@ -120,38 +114,24 @@ def test_hopeless_models_do_not_overflow():
     assert Measurement(1e6, 1, 1).perplexity == math.inf
 
 
-WORKER = """
-import json, sys, torch, torch.distributed as dist
-sys.path.insert(0, {repository!r})
-from tests.evaluation.test_bits_per_byte import documents
-from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-rank, world, port = map(int, sys.argv[1:])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=world)
-calls = 0
-def forward(tokens, labels, documents, positions):
-    global calls
-    calls += 1
-    agree = torch.tensor([calls]); dist.all_reduce(agree)  # as a sharded model does: all ranks or none
-    return torch.where(labels < 0, 0.0, (labels + 1).double().log() * 0.1 + positions * 1e-3)
-texts = {{"a": HeldoutText(documents([3, 40, 9, 20, 2, 7]), 50), "b": HeldoutText(documents([11, 5], 1), 20)}}
-found = measure(forward, HeldoutBatches(texts, length=8, batch=2, rank=rank, world=world))
-print(json.dumps([calls, {{name: m.nats for name, m in found.items()}}]))
-dist.destroy_process_group()
-"""
+def by_rank(ranks):
+    """Run by each rank: passes of a made-up model, and the nats of two sources."""
+    calls = 0
 
+    def forward(tokens, labels, documents, positions):
+        nonlocal calls
+        calls += 1
+        ranks.barrier()  # as a sharded model does: all ranks or none
+        return torch.where(labels < 0, 0.0, (labels + 1).double().log() * 0.1 + positions * 1e-3)
 
-def run_ranks(world):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = WORKER.format(repository=str(REPOSITORY))
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(world), str(port)],
-                                  stdout=subprocess.PIPE, text=True) for rank in range(world)]
-    return [json.loads(process.communicate(timeout=HANG_S)[0].splitlines()[-1]) for process in processes]
+    texts = {"a": HeldoutText(documents([3, 40, 9, 20, 2, 7]), 50), "b": HeldoutText(documents([11, 5], 1), 20)}
+    found = measure(forward, HeldoutBatches(texts, length=8, batch=2, rank=ranks.rank, world=ranks.world))
+    return {"everyone": ranks.gather((calls, {name: entry.nats for name, entry in found.items()}))}
 
 
 def test_two_ranks_give_exactly_the_sums_of_one():
-    (calls, alone), = run_ranks(1)
-    (calls_0, first), (calls_1, second) = run_ranks(2)
-    assert first == second == alone
-    assert calls_0 == calls_1 == math.ceil(calls / 2)
+    try:
+        (alone,), both = (run_case(count, "heldout", {"body": f"{__name__}:by_rank"})["everyone"] for count in (1, 2))
+    finally:
+        end_groups()
+    assert both == [(math.ceil(alone[0] / 2), alone[1])] * 2

@@ -47,6 +47,8 @@ def test_documents_are_taken_in_the_order_of_their_keys_over_all_shards(shards, 
     assert [len(document) for document in read] == chosen.lengths.tolist() and limit <= tokens == chosen.lengths.sum()
     assert chosen.text_bytes.tolist() == [3 * len(document) for document in read] and len(read) < 40
     assert (chosen.of_documents, chosen.of_tokens) == (40, sum(shard.token_count for shard in shards))
+    assert all(len(ChosenDocuments(shards, choose(shards, more))) == 40 for more in (None, 10**9))
+    assert len(choose([], None)) == len(choose([], limit)) == 0
 
 
 def test_ranks_keep_the_documents_of_their_own_batches(shards):
@@ -61,12 +63,6 @@ def test_ranks_keep_the_documents_of_their_own_batches(shards):
             assert all(np.array_equal(getattr(mine, name), getattr(expected, name))
                        for name in ("windows", "tokens", "labels", "documents", "positions"))
     assert set().union(*kept) == set(range(40)) and all(len(of_rank) < 40 for of_rank in kept)
-
-
-def test_all_of_them(shards):
-    for limit in (None, 10**9):
-        assert [int(document[0]) for document in ChosenDocuments(shards, choose(shards, limit))] == list(range(40))
-    assert len(choose([], None)) == len(choose([], 5)) == 0
 
 
 def test_a_rank_reads_what_it_measures(shards, monkeypatch):

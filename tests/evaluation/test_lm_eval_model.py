@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval.api.model import LM, CachingLM
+from lm_eval.api.model import CachingLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import handle_stop_sequences
 from lm_eval.tasks import TaskManager
@@ -44,40 +44,6 @@ def home(tmp_path_factory):
     return folder
 
 
-class ByTransformers(LM):
-    """The export in transformers, as simply as it can be asked: each text alone."""
-
-    def __init__(self, folder):
-        super().__init__()
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        self.network = AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def scored(self, context, whole):
-        start = len(self.tokenizer(context).input_ids)
-        ids = self.tokenizer(whole, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            scores = self.network(ids[:, :-1]).logits.double().log_softmax(-1)[0, start - 1:]
-        wanted = ids[0, start:]
-        return float(scores.gather(-1, wanted[:, None]).sum()), bool((scores.argmax(-1) == wanted).all())
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        return [self.scored(context, context + ending) for context, ending in (one.args for one in requests)]
-
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        return [self.scored("", request.args[0])[0] for request in requests]
-
-    def generate_until(self, requests, disable_tqdm=False):
-        found = []
-        for context, settings in (request.args for request in requests):
-            ids = self.tokenizer(context, return_tensors="pt")
-            new = self.network.generate(**ids, max_new_tokens=settings["max_gen_toks"], do_sample=False,
-                                        eos_token_id=TOKENIZER.eos_id, pad_token_id=TOKENIZER.eos_id)
-            text = self.tokenizer.decode(new[0, ids.input_ids.shape[1]:], skip_special_tokens=True)
-            found.append(text.split(settings["until"][0])[0])
-        return found
-
-
 def measured(home, tasks, model, **arguments):
     """What was written for the task `sums`, and all that lm_eval returns."""
     with pytest.MonkeyPatch.context() as patch:
@@ -90,35 +56,19 @@ def measured(home, tasks, model, **arguments):
     return written, found
 
 
-@pytest.fixture(scope="module")
-def ours(home):
-    return measured(home, SCORED + TEXTS, "drover", run=home / "run", checkpoint="newest", batch=2)
-
-
 @needs_accelerate
 @pytest.mark.parametrize(("tasks", "more"), [(SCORED, {}), (TEXTS, {"add_bos_token": False})], ids=["scored", "texts"])
 def test_the_figures_are_those_of_hf_on_the_export(home, tasks, more):
     """Every printed digit, and everything that was written; from the run's checkpoint and from the folder itself."""
     theirs = measured(home, tasks, "hf", pretrained=home / "hf", dtype="float32", max_length=256, **more)
-    agree(theirs, measured(home, tasks, "drover", run=home / "run", checkpoint=7))
-    agree(theirs, measured(home, tasks, "drover", run=home / "hf", batch=5))
-
-
-def test_the_figures_are_those_of_transformers_on_the_export(home, ours):
-    agree(measured(home, SCORED + TEXTS, ByTransformers(home / "hf")), ours)
-
-
-def agree(theirs, found):
-    """Each figure, and all of what was written."""
-    written, results = found
-    assert written == theirs[0]
-    compared = 0
-    for task, metrics in theirs[1]["results"].items():
-        for metric, value in metrics.items():
-            if isinstance(value, float):
-                compared += 1
-                same(results["results"][task][metric], value)
-    assert compared >= 3
+    for arguments in ({"run": home / "run", "checkpoint": 7}, {"run": home / "hf", "batch": 5}):
+        written, results = measured(home, tasks, "drover", **arguments)
+        assert written == theirs[0]
+        figures = [(task, metric, value) for task, metrics in theirs[1]["results"].items()
+                   for metric, value in metrics.items() if isinstance(value, float)]
+        assert len(figures) >= 3
+        for task, metric, value in figures:
+            same(results["results"][task][metric], value)
 
 
 def same(found, expected):
@@ -129,10 +79,11 @@ def same(found, expected):
         assert f"{found:.4f}" == f"{expected:.4f}"
 
 
-def test_the_figures_are_those_of_the_stage(home, ours):
+def test_the_figures_are_those_of_the_stage(home):
     """The runner that the stage has, on the same weights."""
     from pipeline.evaluation.open_model import open_model
     from pipeline.evaluation.running import TaskRunner
+    results = measured(home, SCORED + TEXTS, "drover", run=home / "run", checkpoint="newest", batch=2)[1]["results"]
     opened = open_model(home / "run", torch.device("cpu"), torch.float32)
     harness = HarnessModel(opened.model, opened.tokenizer, batch=16, length=256)
     with pytest.MonkeyPatch.context() as patch, TaskRunner(harness, [home / "tasks"], None, 20) as runner:
@@ -140,7 +91,7 @@ def test_the_figures_are_those_of_the_stage(home, ours):
         for name, task in find_tasks([home / "tasks"]).items():
             for metric, entry in runner.measure(task)["metrics"].items():
                 key = metric.replace(" (stripped)", ",stripped") if "(" in metric else f"{metric},none"
-                same(entry["value"], ours[1]["results"][name][key])
+                same(entry["value"], results[name][key])
 
 
 def test_a_run_gives_its_settings_and_arguments_go_before(home):
@@ -162,20 +113,6 @@ def test_a_run_gives_its_settings_and_arguments_go_before(home):
 def test_what_is_not_there_is_said(home, arguments, message):
     with pytest.raises(UserError, match=message):
         DroverModel(**{**arguments, **({"run": str(home / arguments["run"])} if "run" in arguments else {})})
-
-
-@needs_accelerate
-def test_whole_texts_by_hf_count_the_bos_that_its_tokenizer_adds(home):
-    """The difference that docs/evaluation.md explains: it predicts BOS from BOS, and the text after both."""
-    value = {more: measured(home, TEXTS, "hf", pretrained=home / "hf", dtype="float32", max_length=256,
-                            **dict(more))[1]["samples"]["pages"] for more in ((), (("add_bos_token", False),))}
-    with_bos, without = (samples[0]["bits_per_byte"][0] for samples in value.values())
-    bos = TOKENIZER.bos_id
-    ids = torch.tensor([[bos, bos, *TOKENIZER.encode(value[()][0]["doc"]["page"])]])
-    model = for_tokenizer(TOKENIZER, seed=7, context_length=512)
-    scores = model(ids[:, :-1]).double().log_softmax(-1)[0]
-    assert with_bos == pytest.approx(float(scores.gather(-1, ids[0, 1:, None]).sum()), rel=1e-5)
-    assert abs(with_bos - without) > 0.01
 
 
 def test_an_interrupted_command_goes_on(home, monkeypatch):

@@ -37,20 +37,6 @@ def test_means_have_the_paired_t_tests_statistic():
     assert found.difference / found.stderr == pytest.approx(stats.ttest_rel(second, first).statistic)
     value, stderr = score([(value, 1.0) for value in first])
     assert (value, stderr) == (pytest.approx(sum(first) / 50), pytest.approx(stats.sem(first)))
-    assert found.stderr < stderr, "what both find hard does not count"
-
-
-def test_the_error_of_a_ratio_is_what_redrawing_the_items_shows():
-    """Bits per byte of items of very different length: the spread of the ratio over 4,000 bootstrap draws."""
-    chance = random.Random(2)
-    items = [(size * chance.uniform(1, 3), float(size)) for size in (chance.randint(5, 400) for _ in range(300))]
-    value, stderr = score(items)
-    assert value == pytest.approx(sum(bits for bits, _ in items) / sum(size for _, size in items))
-    draws = []
-    for _ in range(4000):
-        drawn = chance.choices(items, k=len(items))
-        draws.append(sum(bits for bits, _ in drawn) / sum(size for _, size in drawn))
-    assert stderr == pytest.approx(stats.tstd(draws), rel=0.05)
 
 
 def redrawn(first, second, value):
@@ -63,19 +49,21 @@ def redrawn(first, second, value):
     return stats.tstd(draws)
 
 
-def test_perplexities_are_paired():
-    """exp of a ratio: the difference of what each has, its error what redrawing the items for both shows."""
+def ratio(items):
+    return sum(value for value, _ in items) / sum(weight for _, weight in items)
+
+
+@pytest.mark.parametrize(("form", "value"), [("ratio", ratio), ("perplexity", lambda items: math.exp(ratio(items)))])
+def test_ratios_and_their_exponentials_are_paired(form, value):
+    """Of items of very different weight: the error is what redrawing them, for both, shows."""
     chance = random.Random(3)
     first = [(size * chance.uniform(1, 2), float(size)) for size in (chance.randint(5, 80) for _ in range(300))]
     second = [(nats - size * chance.gauss(0.02, 0.1), size) for nats, size in first]
-
-    def perplexity(items):
-        return math.exp(sum(nats for nats, _ in items) / sum(size for _, size in items))
-    assert score(first, "perplexity")[0] == pytest.approx(perplexity(first))
-    found = difference(first, second, "perplexity")
-    assert found.difference == pytest.approx(perplexity(second) - perplexity(first)) and found.difference < 0
-    assert found.stderr == pytest.approx(redrawn(first, second, perplexity), rel=0.05)
-    assert found.stderr < score(first, "perplexity")[1] / 2, "what both find hard does not count"
+    alone, found = score(first, form), difference(first, second, form)
+    assert alone == (pytest.approx(value(first)), pytest.approx(redrawn([(0.0, 1.0)] * 300, first, value), rel=0.05))
+    assert found.difference == pytest.approx(value(second) - value(first)) and found.difference < 0
+    assert found.stderr == pytest.approx(redrawn(first, second, value), rel=0.05)
+    assert found.stderr < alone[1] / 2, "what both find hard does not count"
     assert found.higher + found.lower == 300 and found.lower > found.higher
     assert found.p_normal == pytest.approx(2 * stats.norm.sf(-found.difference / found.stderr))
 
@@ -94,8 +82,7 @@ def test_f1_is_paired():
     found = difference(added(gold, first), added(gold, second), "f1")
     assert score(added(gold, first), "f1")[0] == pytest.approx(f1_score(gold, first))
     assert found.difference == pytest.approx(f1_score(gold, second) - f1_score(gold, first))
-    spread = redrawn(added(gold, first), added(gold, second),
-                     lambda items: sum(value for value, _ in items) / sum(weight for _, weight in items))
+    spread = redrawn(added(gold, first), added(gold, second), ratio)
     assert found.stderr == pytest.approx(spread, rel=0.05)
     rights = [(one == right, other == right) for one, other, right in zip(first, second, gold, strict=True)]
     assert (found.higher, found.lower) == (rights.count((False, True)), rights.count((True, False)))

@@ -83,29 +83,19 @@ def test_bits_of_the_right_choices(results, pack, model):
         (pytest.approx(one, rel=1e-5), size) for one, size in expected]
 
 
-def test_bits_of_endings(results, pack, model):
-    expected = bits(model, [(item["text"], " " + item["word"]) for item in lines(pack / "endings.jsonl")])
-    assert results["endings"]["answer_bits_per_byte"] == pytest.approx(
-        sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
-
-
-def test_bits_of_pages(results, pack, model):
-    expected = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
-    value = sum(one for one, _ in expected) / sum(size for _, size in expected)
-    assert results["pages"]["metrics"]["bits_per_byte"]["value"] == pytest.approx(value, rel=1e-5)
-    assert results["pages"]["per_item"]["metrics"]["bits_per_byte"] == [
-        (pytest.approx(one, rel=1e-5), size) for one, size in expected]
-
-
-def test_errors_of_pages(results, pack, model):
+def test_bits_of_pages_with_their_errors(results, pack, model):
     """Of two texts the ratio's error by hand; the delta method carries it to perplexities."""
-    (one, first), (other, second) = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
+    expected = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
+    (one, first), (other, second) = expected
     ratio = (one + other) / (first + second)
     stderr = math.sqrt(2 * ((one - ratio * first) ** 2 + (other - ratio * second) ** 2)) / (first + second)
     found = results["pages"]["metrics"]
-    assert found["bits_per_byte"]["stderr"] == pytest.approx(stderr, rel=1e-3)
+    assert found["bits_per_byte"] == {
+        "value": pytest.approx(ratio, rel=1e-5), "stderr": pytest.approx(stderr, rel=1e-3)}
     assert found["byte_perplexity"]["stderr"] == pytest.approx(2**ratio * stderr * math.log(2), rel=1e-3)
     assert found["word_perplexity"]["stderr"] > found["byte_perplexity"]["stderr"]
+    assert results["pages"]["per_item"]["metrics"]["bits_per_byte"] == [
+        (pytest.approx(each, rel=1e-5), size) for each, size in expected]
 
 
 def test_what_is_written_is_compared(results):

@@ -98,20 +98,14 @@ def test_answer_bits_count_the_bytes_of_the_answer(tmp_path):
     assert result["answer_bits_per_byte"] == pytest.approx(torch.tensor(float(ByteTokenizer().size)).log2().item())
 
 
-def test_input_files_are_the_yaml_and_its_data(tmp_path):
-    write_task(tmp_path / "one" / "deep")
+@pytest.mark.parametrize("place", ["one", "one/deep"])
+def test_input_files_are_the_yaml_and_its_data_named_wherever_they_are(tmp_path, place):
+    write_task(tmp_path / place)
     write_task(tmp_path / "one", name="other", data="more.jsonl")
     found = input_files(config(tmp_path / "one", "planted"))
-    assert found == [("planted/planted.yaml", tmp_path / "one/deep/planted.yaml"),
-                     ("planted/items.jsonl", tmp_path / "one/deep/items.jsonl")]
+    assert found == [("planted/planted.yaml", tmp_path / place / "planted.yaml"),
+                     ("planted/items.jsonl", tmp_path / place / "items.jsonl")]
     assert input_files(config(tmp_path / "one")) == []
-
-
-def test_the_name_of_an_input_does_not_depend_on_where_it_is(tmp_path):
-    write_task(tmp_path / "a")
-    write_task(tmp_path / "b" / "c")
-    names = [[name for name, _ in input_files(config(tmp_path / place, "planted"))] for place in ("a", "b/c")]
-    assert names[0] == names[1]
 
 
 def test_included_files_are_inputs_too(tmp_path):
@@ -123,27 +117,19 @@ def test_included_files_are_inputs_too(tmp_path):
     assert run(Prefers("yes"), tmp_path, "twice")["twice"]["metrics"]["acc"]["value"] == 1
 
 
-def test_an_unknown_task_is_named_with_those_that_exist(tmp_path):
+@pytest.mark.parametrize(("texts", "task", "message"), [
+    ([], "plantd", r"plantd.*has only planted; did you mean planted\?"),
+    (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
+    (["task: ["], "planted", r"0\.yaml.*not valid YAML"), (["task: x\n", "task: x\n"], "x", "written twice"),
+    (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])
+def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     write_task(tmp_path)
-    with pytest.raises(UserError, match=r"plantd.*has only planted; did you mean planted\?"):
-        input_files(config(tmp_path, "plantd"))
-
-
-def test_what_is_wrong_with_a_task_is_said(tmp_path):
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        input_files(config(tmp_path, task))
     with pytest.raises(UserError, match="not a folder"):
         input_files(config(tmp_path / "nowhere", "x"))
-    (tmp_path / "hub.yaml").write_text("task: hub\ndataset_path: someone/dataset\n")
-    with pytest.raises(UserError, match=r"someone/dataset.*offline"):
-        input_files(config(tmp_path, "hub"))
-    (tmp_path / "broken.yaml").write_text("task: [")
-    with pytest.raises(UserError, match=r"broken\.yaml.*not valid YAML"):
-        find_tasks([tmp_path])
-    (tmp_path / "broken.yaml").write_text("task: hub\n")
-    with pytest.raises(UserError, match="written twice"):
-        find_tasks([tmp_path])
-    (tmp_path / "broken.yaml").write_text("task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n")
-    with pytest.raises(UserError, match="no file matches"):
-        input_files(config(tmp_path, "glob"))
 
 
 def test_data_that_is_no_json_is_a_user_error(tmp_path):
@@ -172,14 +158,3 @@ def test_shipped_tasks_run():
     for result in found.values():
         assert result["items"] == 8 and result["items_in_file"] == 40
         assert 0 <= result["metrics"]["acc"]["value"] <= 1
-
-
-SHARED = REPOSITORY.parent / "shared" / "data" / "eval"
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/eval here")
-@pytest.mark.parametrize(("name", "chance"), [("copa", 0.5), ("arc_easy", 0.25)])
-def test_real_items_run(tmp_path, name, chance):
-    (tmp_path / f"{name}.yaml").write_text(YAML.format(name=name, data=SHARED / f"{name}.jsonl", delimiter=" "))
-    result = run(Prefers("the"), tmp_path, name, limit=24)[name]
-    assert result["items"] == 24 and result["chance"] == pytest.approx(chance, abs=0.02)

@@ -2,6 +2,8 @@
 
 import random
 
+import torch
+
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 
@@ -22,6 +24,22 @@ def cut(shape, cuts, chance: random.Random):
 def part_of(tensor, offset, size):
     """That rectangle of a tensor, as a view."""
     return tensor[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+
+
+def rectangle(shape, chance: random.Random):
+    """The offset and size of one, empty ones among them."""
+    offset = [chance.randint(0, size) for size in shape]
+    return offset, [chance.randint(0, size - start) for start, size in zip(offset, shape, strict=True)]
+
+
+def read_alike(weights, model, chance: random.Random):
+    """Assert that an opened folder has a model's names, tensors and any rectangles of them."""
+    assert weights.names() == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name), parameter) and weights.dtype(name) == torch.float32
+        for _ in range(6):
+            offset, size = rectangle(parameter.shape, chance)
+            assert torch.equal(weights.read(name, offset, size), part_of(parameter, offset, size)), (name, offset, size)
 
 
 def piece(tensor, offset, size):

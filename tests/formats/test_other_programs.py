@@ -20,25 +20,14 @@ def nf4() -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.float32)}
 
 
-def bitsandbytes_int8() -> dict[str, Any]:
-    from transformers import BitsAndBytesConfig
-    return {"device_map": "cpu", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-
-
 def torchao_int8() -> dict[str, Any]:
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "dtype": torch.float32}
 
 
-def quanto_int8() -> dict[str, Any]:
-    from transformers import QuantoConfig
-    return {"quantization_config": QuantoConfig(weights="int8")}
-
-
 WAYS = [  # what it needs, how far logits may be off, of their spread
-    (nf4, ("bitsandbytes", "accelerate"), 0.5), (bitsandbytes_int8, ("bitsandbytes", "accelerate"), 0.1),
-    (torchao_int8, ("torchao", "accelerate"), 0.1), (quanto_int8, ("optimum", "accelerate"), 0.1)]
+    (nf4, ("bitsandbytes", "accelerate"), 0.5), (torchao_int8, ("torchao", "accelerate"), 0.1)]
 
 
 def installed(name: str) -> bool:

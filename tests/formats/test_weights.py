@@ -1,7 +1,6 @@
 """Weights by our names from every form: whole and in rectangles, and what is no model refused in a sentence."""
 
 import json
-import os
 import random
 import struct
 from collections import OrderedDict
@@ -15,8 +14,9 @@ from model.llama import Llama, initialise
 from pipeline.errors import UserError
 from pipeline.formats.huggingface import to_huggingface
 from pipeline.formats.weights import MODEL, load_model, open_weights
-from tests.formats.cutting import write_checkpoint
+from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
+from tests.formats.test_meta import Hostile
 
 SHAPES = {
     "untied": ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=64),
@@ -28,8 +28,12 @@ SHAPES = {
 
 @pytest.fixture(params=SHAPES)
 def model(request):
-    built = Llama(SHAPES[request.param])
-    initialise(built, built.config, seed=3)
+    return initialised(SHAPES[request.param])
+
+
+def initialised(config, seed=3):
+    built = Llama(config)
+    initialise(built, config, seed)
     return built
 
 
@@ -76,27 +80,14 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_rectangle_is_that_of_the_network(form, model, tmp_path):
-    chance = random.Random(form)
+def test_every_rectangle_is_that_of_the_network_which_computes_the_same(form, model, tmp_path):
+    tokens = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(0))
     with open_weights(FORMS[form](tmp_path / "x", model)) as weights:
         assert weights.config.model_copy(update={"ffn_dim": None}) == \
             model.config.model_copy(update={"ffn_dim": None}) and weights.config.hidden == model.config.hidden
-        assert weights.names() == [name for name, _ in model.named_parameters()]
-        for name, parameter in model.named_parameters():
-            assert torch.equal(weights.read(name), parameter) and weights.dtype(name) == torch.float32
-            for _ in range(8):
-                offset = [chance.randint(0, size) for size in parameter.shape]
-                shape = [chance.randint(0, size - start) for start, size in zip(offset, parameter.shape, strict=True)]
-                expected = parameter[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
-                assert torch.equal(weights.read(name, offset, shape), expected), (name, offset, shape)
+        read_alike(weights, model, random.Random(form))
         with pytest.raises(ValueError, match="does not lie in"):
             weights.read("norm.weight", (1,), (model.config.dim,))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_loaded_network_computes_the_same(form, model, tmp_path):
-    tokens = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(0))
-    with open_weights(FORMS[form](tmp_path / "x", model)) as weights:
         loaded = load_model(weights, torch.device("cpu"), torch.float32)
     assert torch.equal(loaded(tokens), model.eval()(tokens))
     assert (loaded.output.weight is loaded.tok_embeddings.weight) == model.config.tied_embeddings
@@ -110,55 +101,40 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path):
         open_weights(run)
     models = {}
     for step in (3, 12, 20):
-        models[step] = Llama(SHAPES["tied"])
-        initialise(models[step], SHAPES["tied"], seed=step)
+        models[step] = initialised(SHAPES["tied"], step)
         as_checkpoint(run / f"train/checkpoints/step-{step:08d}", models[step])
     (run / "train/checkpoints/step-00000020/COMPLETE.json").unlink()
     with open_weights(run) as weights:
         assert torch.equal(weights.read("tok_embeddings.weight"), models[12].tok_embeddings.weight)
 
 
-def damage(folder, change):
-    """Rewrite a folder's only safetensors file with other tensors, or its config with other values."""
-    tensors = load_file(folder / "model.safetensors")
+@pytest.fixture
+def folder(tmp_path):
+    """One in Hugging Face's form, with its weights in one file and no index, as older ones have it."""
+    folder = as_huggingface(tmp_path / "x", initialised(SHAPES["untied"]))
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
+def reconfigured(folder, changes):
     config = json.loads((folder / "config.json").read_text())
-    change(tensors, config)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in (config | changes).items()
+                                                    if value != "removed"}))
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda tensors, config: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
-    (lambda tensors, config: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers"),
-    (lambda tensors, config: config.update(vocab_size=91), r"is \[90, 48\]; by config.json it is \[91, 48\]"),
-    (lambda tensors, config: config.update(model_type="mamba"), "'mamba'"),
-    (lambda tensors, config: config.pop("hidden_size"), "hidden_size"),
-    (lambda tensors, config: config.update(num_hidden_layers=3), "layers.2.* is missing"),
-])
-def test_what_does_not_fit_is_said(tmp_path, change, said):
-    model = Llama(SHAPES["untied"])
-    initialise(model, model.config, seed=0)
-    folder = as_single_file(tmp_path / "x", model)
-    damage(folder, change)
+    (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
+    (lambda tensors: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers")])
+def test_tensors_that_do_not_fit_are_said(folder, change, said):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match=said):
         open_weights(folder)
 
 
-def as_single_file(folder, model):
-    as_huggingface(folder, model)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        assert len(names) == 1
-        (folder / names.pop()).rename(folder / "model.safetensors")
-        index.unlink()
-    return folder
-
-
-def test_torn_and_hostile_files_are_said_and_nothing_is_executed(tmp_path):
-    model = Llama(SHAPES["untied"])
-    initialise(model, model.config, seed=0)
-    folder = as_single_file(tmp_path / "x", model)
+def test_torn_and_hostile_files_are_said_and_nothing_is_executed(folder):
     path = folder / "model.safetensors"
     sound = path.read_bytes()
     for content in (sound[:-1], sound[:100], b"", struct.pack("<Q", 1 << 62) + sound[8:], sound + b"\0"):
@@ -177,17 +153,9 @@ def test_torn_and_hostile_files_are_said_and_nothing_is_executed(tmp_path):
         open_weights(folder)
 
 
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-def test_nothing_in_a_pickled_file_is_executed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model = Llama(SHAPES["tied"])
-    initialise(model, model.config, seed=0)
-    folder = as_pickled(tmp_path / "x", model)
-    torch.save({"model.norm.weight": Hostile()}, folder / "pytorch_model.bin")
+def test_nothing_in_a_pickled_file_is_executed(tmp_path):
+    folder = as_pickled(tmp_path / "x", initialised(SHAPES["tied"]))
+    torch.save({"model.norm.weight": Hostile(tmp_path / "executed")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="nothing of it was executed"):
         open_weights(folder)
     assert not (tmp_path / "executed").exists()
@@ -197,17 +165,26 @@ def test_nothing_in_a_pickled_file_is_executed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"sliding_window": 4096}, "sliding_window = 4096"), ({"use_qk_norm": True}, "use_qk_norm = True"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"partial_rotary_factor": 0.5}, "partial_rotary"),
+    ({"vocab_size": 91}, r"is \[90, 48\]; by config.json it is \[91, 48\]"),
+    ({"num_hidden_layers": 3}, "layers.2.* is missing"), ({"hidden_size": "removed"}, "it has no 'hidden_size'"),
+    ({"model_type": "mamba"}, "model_type = 'mamba'; only llama, qwen3, smollm3 and mistral"),
+    ({"attention_bias": True}, "attention_bias = True"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"head_dim": 128}, "head_dim = 128"), ({"sliding_window": 4096}, "sliding_window = 4096"),
+    ({"use_qk_norm": True}, "use_qk_norm = True"), ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary"),
+    ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 2}, "'chunked_atten"),
+    ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+     "layer_types that are not every n-th layer's"),
+    ({"model_type": "mistral", "rms_norm_eps": "removed"}, "no rms_norm_eps, whose default a mistral"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "but no sliding_window"),
+    ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "no_rope_layers that are not every n-th"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn'"),
-    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_scaling.type = 'dynamic'"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type = 'linear'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25"),
     ({"rope_parameters": [1]}, "does not describe"), ({"num_attention_heads": 0}, "does not describe"),
     ({"num_attention_heads": 5}, "does not describe"), ({"vocab_size": None}, "does not describe")])
-def test_descendants_that_compute_something_else_are_refused_by_the_key(changes, said, tmp_path):
-    folder = as_huggingface(tmp_path / "x", Llama(SHAPES["tied"]))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, said, folder):
+    reconfigured(folder, changes)
     with pytest.raises(UserError, match=said) as error:
         open_weights(folder)
     assert "\n" not in str(error.value)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.launch.fake_house import House, build_house
-from tests.launch.fake_job import Job, make_job
+from tests.launch.fake_house import build_house
+from tests.launch.fake_job import make_job
+from tests.launch.launcher import Launcher
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def launcher(tmp_path, monkeypatch):
+    """The launcher in this process, on a machine without Slurm."""
+    return Launcher(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def slurm(launcher, monkeypatch):
+    """The same where there is Slurm."""
+    return launcher.with_slurm(monkeypatch)
+
+
+@pytest.fixture
+def house(tmp_path):
     """A launcher whose stages are fakes; whatever they leave running is killed at the end."""
     house = build_house(tmp_path)
     yield house
@@ -23,7 +34,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 @pytest.fixture(scope="session")
-def data_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_stages(tmp_path_factory):
     """A run folder in which shard, tokenizer and encode are done."""
     house = build_house(tmp_path_factory.mktemp("data_stages"))
     result = house.submit("--stage", "shard,tokenizer,encode", "--cluster", "local")
@@ -33,14 +44,14 @@ def data_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ready(house: House, data_stages: Path) -> House:
+def ready(house, data_stages):
     """A house in which only train and what follows is to do."""
     shutil.copytree(data_stages, house.run)
     return house
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     """A train job of two ranks; whatever it leaves running is killed at the end."""
     job = make_job(tmp_path)
     yield job

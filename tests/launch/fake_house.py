@@ -54,6 +54,9 @@ def work(work):
         while not (work.folder / "manifest.json").exists():
             time.sleep(0.05)
         return
+    for other in range(int(os.environ.get("WORLD_SIZE", "1"))):  # which may still listen to what rank 0 tells them
+        while not (pids / f"{{NAME}}-{{other}}").exists():
+            time.sleep(0.05)
     content = sha256_json([NAME, work.fingerprint])
     write_text(work.folder / "out.txt", content)
     work.commit([output_record(work.folder, work.folder / "out.txt")], {{"files": 1}})
@@ -107,22 +110,17 @@ class House:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
 
-    def forget(self) -> None:
-        """Forget which stages ran."""
-        for path in self.pids.iterdir():
-            path.unlink()
-
     def alive(self) -> list[str]:
         """Started bodies whose process still exists."""
-        return [name for name in self.started() if _exists(int((self.pids / name).read_text()))]
+        return [name for name in self.started() if runs(self.pids / name)]
 
 
-def _exists(process: int) -> bool:
+def runs(note: Path) -> bool:
+    """Whether the process whose id a file holds is there, and no zombie."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path("/proc", note.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-    return state != "Z"
 
 
 def build_house(folder: Path) -> House:

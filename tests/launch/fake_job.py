@@ -1,33 +1,42 @@
-"""Slurm's programs as far as a running job needs them, for a machine without Slurm: real processes, real signals."""
+"""A running job for a machine without Slurm: its runner in this process with starts that a test plays, or as a process
+with real ranks under a stand-in for srun."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from launch.slurm.job import runner, starts
+from launch.slurm.job.allocation import Allocation
+from launch.slurm.job.preflight import Found
+from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
-from pipeline.contract.state import StageState, read_attempts, read_state
+from launch.slurm.scheduler import JobInfo
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.parts import PARTS, last_word_file
+from pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
+from pipeline.files import write_json, write_text
+from tests.launch.fake_house import runs
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys, time
-calls = os.path.join(os.environ["FAKE_SLURM"], "srun.calls")
-with open(calls, "a") as file:
+with open(os.path.join(os.path.dirname(sys.argv[0]), "srun.calls"), "a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
-refuse = os.path.join(os.environ["FAKE_SLURM"], "no_step")
-if os.path.exists(refuse):
-    left = int(open(refuse).read())
-    if left:
-        open(refuse, "w").write(str(left - 1))
-        sys.exit("srun: error: Unable to create step for job 12: Requested nodes are busy")
 options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 first = next(number for number, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
 tasks, per = int(options["ntasks"]), int(options["ntasks-per-node"])
@@ -59,120 +68,84 @@ while running:
 sys.exit(worst)
 """
 
-SCONTROL = f"""#!{sys.executable}
-import os, sys
-folder, words = os.environ["FAKE_SLURM"], sys.argv[1:]
-with open(os.path.join(folder, "scontrol.calls"), "a") as file:
-    file.write(" ".join(words) + "\\n")
-if words[:2] == ["show", "hostnames"]:
-    from submitit.slurm.slurm import _parse_node_list
-    print("\\n".join(_parse_node_list(words[2])))
-elif words[0] == "requeue" and os.path.exists(os.path.join(folder, "no_requeue")):
-    sys.exit("scontrol: error: Requested operation is presently disabled")
-elif "job" in words:
-    print(f"JobId={{words[-1]}} ExcNodeList=n9 JobName=x")
-elif "node" in words:
-    print(f"NodeName={{words[-1]}} NodeAddr=127.0.0.1")
-"""
-
-ANSWER = f"""#!{sys.executable}
-import os, sys
-path = os.path.join(os.environ["FAKE_SLURM"], os.path.basename(sys.argv[0]))
-sys.stdout.write(open(path).read()) if os.path.exists(path) else sys.exit("Unable to contact slurm controller")
-"""
-
-QUICK = """
-import os, sys
-from launch.slurm.job import joblock
-from launch.slurm.job import runner, starts
-from launch.slurm.job.preflight import Found
-if bad := dict(entry.split(":") for entry in os.environ.get("FAKE_BAD", "").split(",") if entry):
-    both = len(bad) == 2
-    runner.run_preflight = lambda *_: Found(bad, [], both, "no disk, on all nodes alike" if both else "")
-runner.PAUSE_S = starts.STEP_PAUSE_S = 0.2
-joblock.BEAT_S = {beat}
-sys.exit(runner.main(sys.argv[1:]))
-"""
-
 STAGE = '''
-"""A stage for tests: what each start does stands in a file, a letter per start."""
+"""A stage for tests: what each of its starts does stands in a file."""
 import os, signal, sys, time
 from pathlib import Path
-from pipeline.files import write_json, write_text
-from pipeline.contract.state import read_state, write_state
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.state import write_state
 folder, plan = Path(sys.argv[1]), Path(sys.argv[2]).read_text().split()
-rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ["DROVER_ATTEMPT"])
-part = sys.argv[4] if "--part" in sys.argv else None
+rank, attempt = int(os.environ["RANK"]), int(os.environ["DROVER_ATTEMPT"])
 what = plan[min(attempt, len(plan) - 1)]
 pids = folder.parent / "pids"
 pids.mkdir(parents=True, exist_ok=True)
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_PORT"], flush=True)
+if rank == 0:
+    write_state(folder, "running")
 (pids / f"{attempt}-{rank}").write_text(str(os.getpid()))
-print("rank", rank, "of", os.environ.get("WORLD_SIZE"), "at", os.environ.get("MASTER_PORT"), flush=True)
-if what == "import":
-    sys.exit("ImportError: no module named anything")
-if what == "refuse":
-    print("there is nothing to train on", file=sys.stderr)
-    sys.exit(2)
-if what == "silent":
-    sys.exit(0)
-def say(*words, **more):
-    if rank == 0 and part is None:
-        write_state(folder, *words, **more)
-def save(step):
-    marker = folder / "checkpoints" / f"step-{step:08d}" / "COMPLETE.json"
-    if rank == 0:
-        write_json(marker, {})
-    while not marker.exists():  # a rank that crashes does so after the save, however slow the other one is
-        time.sleep(0.02)
-def wait_for_rank_0(what):
-    while rank and not ((state := read_state(folder)) and state.attempt == attempt and what(state)):
-        time.sleep(0.02)
-say("running")
-if what.startswith("save"):
-    save(int(what[4:]))
-    what = "crash"
-if what == "crash" and rank == 1 or what == "crash" and "RANK" not in os.environ:
+if what == "crash" and rank == 1:
     print("this rank says why", file=sys.stderr, flush=True)
-    wait_for_rank_0(lambda state: True)
+    while not (pids / f"{attempt}-0").exists():
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
-if what == "failed":
-    say("failed", reason="the third record is broken")
-    wait_for_rank_0(lambda state: state.status == "failed")
-    sys.exit(2)
-if what in ("asked", "cancelled"):
-    save(120)
-    say("preempted", step=120, reason="time limit", again=what == "asked")
-    sys.exit(0)
-if what == "units":  # until the time limit is near
-    from pipeline.contract.parts import PARTS, last_word_file
-    from pipeline.contract.stopping import StopRequest
-    from pipeline.contract.state import STATE
-    with StopRequest() as stop:
-        while not stop.heard:
-            time.sleep(0.02)
-    where = (folder, STATE) if part is None else (folder / PARTS, last_word_file("texts", *map(int, part.split("/"))))
-    write_state(where[0], "preempted", reason=f"{stop.reason}: 3 of 4 units", again=stop.again, file=where[1])
-    sys.exit(130)
-if what in ("crash", "wait"):
-    signal.signal(signal.SIGTERM, lambda *_: None if "RANK" in os.environ else sys.exit(1))
+if what != "work":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(3600)
-if part is not None:
-    write_json(folder / "units" / "parts" / f"texts.{part.replace('/', '-of-')}.json", {})
-elif rank == 0:
-    from pipeline.contract.manifest import Manifest
+if rank == 0:
     Manifest(folder.name, {}, [], {"steps": 1}, "").write(folder)
-    say("done")
+    write_state(folder, "done")
 '''
+KILLED = "srun: error: n2: task 1: Killed\n"
+NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"
+
+
+@dataclass
+class Slurm:
+    """What Slurm answers to a runner in this process, and what it was asked to do.
+
+    states: of jobs; any other runs. silent: it does not say. down: nodes that failed. left_s: of the job's time.
+    refusal: of a requeue.
+    """
+
+    states: dict[str, str] = field(default_factory=dict)
+    silent: bool = False
+    restarts: int = 0
+    down: dict[str, str] = field(default_factory=dict)
+    left_s: float = math.inf
+    refusal: str | None = None
+    address: str = "localhost"
+    requeued: list[str] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
+        found = {id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts) for id in ids}
+        return None if self.silent else found
+
+    def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
+        return {node: self.down.get(node, "idle") for node in nodes}
+
+    def node_address(self, name: str) -> str:
+        return self.address
+
+    def seconds_left(self, id: str) -> float:
+        return self.left_s
+
+    def requeue(self, id: str, patience_s: float) -> str | None:
+        self.requeued.append(id)
+        return self.refusal
+
+    def leave_out(self, id: str, nodes: Iterable[str]) -> None:
+        self.left_out[id] = list(nodes)
 
 
 @dataclass
 class Job:
-    """A job in a folder of its own: its spec, what its starts do, and Slurm's answers."""
+    """A job in a folder of its own: its spec, and Slurm's answers."""
 
     folder: Path
     spec: JobSpec
-    environment: dict[str, str] = field(default_factory=dict)
-    beat_s: float = 30.0
+    slurm: Slurm = field(default_factory=Slurm)
+    commands: list[str] = field(default_factory=list)
 
     @property
     def run(self) -> Path:
@@ -182,38 +155,123 @@ class Job:
     def stage(self) -> Path:
         return self.spec.folder
 
-    def plan(self, *starts: str, **changes: Any) -> Job:
-        """The same job with other starts and another spec."""
-        (self.folder / "plan").write_text(" ".join(starts))
-        self.spec = replace(self.spec, **changes)
-        return self
+    # ---- in this process
 
-    def answer(self, program: str, text: str) -> None:
-        """What squeue or sinfo says from now on."""
-        (self.folder / program).write_text(text)
+    def go(self, *plan: str | Callable[[Callable[[], bool]], StepEnd], job: str = "12", restart: int = 0,
+           element: int | None = None, trial: Found | None = None, **changes: Any) -> tuple[int, str]:
+        """Run the job to its end; its exit status and log. plan: what each start does (`play`).
 
-    def command(self) -> list[str]:
+        element: of array 20. trial: what preflight finds. changes: of the spec.
+        """
+        self.spec, self.slurm.restarts = replace(self.spec, **changes), restart
+        with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+            made = self.runner(patch, iter(plan), job, restart, element)
+            patch.setattr(runner, "run_preflight", lambda *_: trial or Found({}, ["all is well"]))
+            patch.setattr(signal, "signal", lambda *_: None)
+            return made.run(), said.getvalue()
+
+    def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
+               element: int | None = None) -> runner.Runner:
+        """The job's runner."""
+        for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
+            patch.setenv(name, value)
+        patch.setattr(runner, "PAUSE_S", 0.0)
+        patch.setattr(starts, "STEP_PAUSE_S", 0.0)
+
+        def start(command: list[str], environment: dict[str, str], folder: Path, each: Callable[[], bool],
+                  *more: Any) -> StepEnd:
+            self.commands.append(" ".join(command))
+            what = next(plan)
+            return what(each) if callable(what) else self.play(what, folder, element, more)
+
+        patch.setattr(starts, "run_step", start)
+        patch.setattr(starts, "run_child", start)
+        here = Allocation(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
+                          element)
+        return runner.Runner(self.spec, here, self.slurm)  # type: ignore[arg-type]
+
+    def play(self, what: str, folder: Path, element: int | None, more: tuple[Any, ...]) -> StepEnd:
+        """What a start leaves, and how its processes end."""
+        where = (self.stage, STATE) if element is None else (
+            self.stage / PARTS, last_word_file(self.spec.phase, element, self.spec.parts))
+
+        def say(status: Any, **words: Any) -> None:
+            write_state(where[0], status, file=where[1], **words)
+
+        if what in ("silent", "import", "refuse", "no step", "abandoned"):
+            (folder / "rank0.err").write_text("there is nothing to train on\n")
+            exited = "srun: error: n1: task 0: Exited with exit code "
+            return {"silent": StepEnd(0), "import": StepEnd(143, f"{exited}1\n"), "no step": StepEnd(1, NO_STEP),
+                    "refuse": StepEnd(143, f"{exited}2\n") if self.spec.ranks else StepEnd(2),
+                    "abandoned": StepEnd(137, abandoned=True)}[what]
+        if what == "work":
+            if element is None:
+                Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
+                say("done")
+            else:
+                write_json(self.stage / PARTS / f"{self.spec.phase}.{element}-of-{self.spec.parts}.json", {})
+            return StepEnd(0)
+        if element is None:
+            say("running")
+        if what.startswith("save") or what in ("asked", "cancelled"):
+            step = int(what.removeprefix("save") if what.startswith("save") else 120)
+            write_json(self.stage / f"checkpoints/step-{step:08d}/COMPLETE.json", {})
+        if what in ("asked", "cancelled"):
+            say("preempted", step=120, reason="time limit", again=what == "asked")
+            return StepEnd(0)
+        if what == "units":  # a stage without ranks: ended, or warned of the time limit
+            ends, warns = more
+            say("preempted", reason=f"{'SIGTERM' if ends() else 'SIGUSR2' if warns() else '?'}: 3 of 4 units",
+                again=not ends())
+            return StepEnd(130)
+        if what == "failed":
+            say("failed", reason="the third record is broken")
+            return StepEnd(143)
+        write_text(folder / ("rank1.err" if self.spec.ranks else "rank0.err"), "this rank says why\n")
+        return StepEnd(143, KILLED) if self.spec.ranks else StepEnd(137)
+
+    # ---- as processes
+
+    def start(self, *plan: str) -> subprocess.Popen[str]:
+        """The runner as a process, with real ranks."""
+        (self.folder / "plan").write_text(" ".join(plan))
         self.spec.save(self.folder / "spec.json")
-        return [sys.executable, "-c", QUICK.format(beat=self.beat_s), str(self.folder / "spec.json")]
+        return subprocess.Popen([sys.executable, "-m", "launch.slurm.job.runner", str(self.folder / "spec.json")],
+                                env=self.environ(), cwd=self.folder, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT)
 
-    def environ(self, **more: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "DROVER", "RANK"))}
-        return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "FAKE_SLURM": str(self.folder),
-                "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]",
-                **self.environment, **more}
-
-    def start(self, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(self.command(), env=self.environ(**more), cwd=self.folder, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def run_it(self, **more: str) -> tuple[int, str]:
-        """Run the job to its end; its exit status and log."""
-        process = self.start(**more)
+    def run_it(self, *plan: str) -> tuple[int, str]:
+        """Run it to its end; its exit status and log."""
+        process = self.start(*plan)
         try:
             out, _ = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
         return process.returncode, out
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """The environment of a job, with the stand-in for srun on PATH."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "DROVER", "RANK"))}
+        return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+                "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", **more}
+
+    def notes(self) -> list[Path]:
+        """Files with the process ids of the ranks that were started."""
+        return [path for path in sorted((self.run / "pids").glob("*")) if path.read_text()]
+
+    def alive(self) -> list[Path]:
+        """Those of ranks that still run."""
+        return list(filter(runs, self.notes()))
+
+    def kill_all(self) -> None:
+        for note in self.alive():
+            os.kill(int(note.read_text()), signal.SIGKILL)
+
+    # ---- what is left
+
+    def calls(self) -> list[str]:
+        """What srun was called with."""
+        return (self.folder / "bin/srun.calls").read_text().splitlines()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
@@ -226,40 +284,37 @@ class Job:
         assert state is not None
         return state
 
-    def calls(self, program: str) -> list[str]:
-        path = self.folder / f"{program}.calls"
-        return path.read_text().splitlines() if path.exists() else []
+    def unseen(self, restart: int, name: str = "12") -> None:
+        """Log a start whose end its runner has not told."""
+        log_attempt(self.run, "attempt", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
+                    ranks=2, nodes=["n1", "n2"], **{"from": None})
 
-    def alive(self) -> list[str]:
-        """Processes of stages that still run."""
-        return [path.name for path in sorted((self.run / "pids").glob("*"))
-                if Path(f"/proc/{path.read_text()}").exists()
-                and " Z " not in Path(f"/proc/{path.read_text()}/stat").read_text()]
-
-    def kill_all(self) -> None:
-        for name in self.alive():
-            os.kill(int((self.run / "pids" / name).read_text()), signal.SIGKILL)
+    def crashed(self, restart: int, name: str = "12") -> None:
+        """Log a start that crashed and brought nothing."""
+        self.unseen(restart, name)
+        log_attempt(self.run, "ended", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
+                    status="crashed", reason="", step=None, next="requeue")
 
 
 def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     """A job of two ranks on two nodes, the second job (12) of the chain `c`."""
     (folder / "bin").mkdir(parents=True)
-    programs = {"srun": SRUN, "scontrol": SCONTROL, "squeue": ANSWER, "sinfo": ANSWER, "sacct": ANSWER}
-    for name, text in programs.items():
-        (folder / "bin" / name).write_text(text)
-        (folder / "bin" / name).chmod(0o755)
+    (folder / "bin/srun").write_text(SRUN)
+    for name in ("scontrol", "squeue", "sinfo", "sacct"):  # Slurm does not answer, whatever this machine has
+        (folder / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
+    for path in (folder / "bin").iterdir():
+        path.chmod(0o755)
     (folder / "stage.py").write_text(STAGE)
     run = folder / "runs" / "trial"
+    (run / "launch").mkdir(parents=True)
     spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2, command=(
         sys.executable, str(folder / "stage.py"), str(run / stage), str(folder / "plan")))
     return Job(folder, replace(spec, **changes))
 
 
-def chain_of(job: Job, *ids: str, kind: str = "link") -> None:
-    """Record a chain of jobs for the job's stage."""
-    path = job.run / "launch" / "chain.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({
+def chain_of(job: Job, *ids: str) -> None:
+    """Record a chain of links for the job's stage."""
+    (job.run / "launch/chain.json").write_text(json.dumps({
         "id": "c", "submitted": "", "command": [], "git": {}, "config": "", "config_sha256": "", "code": "",
-        "cluster": None, "jobs": [{"name": job.spec.name, "stage": job.spec.stage, "kind": kind, "id": number,
+        "cluster": None, "jobs": [{"name": job.spec.name, "stage": job.spec.stage, "kind": "link", "id": number,
                                    "elements": None, "dependencies": [], "log": "", "spec": ""} for number in ids]}))

@@ -2,71 +2,125 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import pty
 import re
 import signal
 import subprocess
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 
-from launch.child import Lines
+from launch import local
+from launch.child import Child, Interruptions, Lines
 from launch.local import find_machine
 from launch.plan import Machine, local_ranks
 from pipeline.config.tree import Config
-from tests.launch.fake_house import House
+from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 
 
-def test_the_whole_chain_then_nothing_to_do(house: House) -> None:
+def test_a_chain(ready):
     """In a folder whose files are named like our modules and shadow none, with a thread count of the user's own."""
     for name in ("pipeline.py", "launch.py", "random.py", "submitit.py"):
-        (house.work / name).write_text("raise SystemExit('the wrong module')\n")
-    result = house.submit("--stage", "all", OMP_NUM_THREADS="7")
+        (ready.work / name).write_text("raise SystemExit('the wrong module')\n")
+    result = ready.submit("--stage", "encode,train,convert", OMP_NUM_THREADS="7")
     assert result.returncode == 0, result.stderr
-    assert "train rank 0 of 2 threads 7" in result.stdout and "evaluate rank 0 of 2" in result.stdout
-    assert "all done in" in result.stdout
-    log = (house.run / "logs" / "train.log").read_text()
+    assert "train rank 0 of 2 threads 7" in result.stdout and "convert rank 0 of -" in result.stdout
+    assert "encode    up to date" in result.stdout and "all done in" in result.stdout
+    log = (ready.run / "logs" / "train.log").read_text()
     assert re.match(r"==== \d{4}-\d\d-\d\d .* pipeline\.train --config config\.yaml\n", log)
     assert "train rank 0 of 2" in log
-    house.forget()
-    again = house.submit("--stage", "all")
-    assert again.returncode == 0 and not house.started()
-    assert again.stdout.count("up to date") == 7
-    assert (house.run / "logs" / "train.log").read_text() == log, "no process was started for it"
+    assert ready.started() == ["convert-0", "train-0", "train-1"]
 
 
-def test_exit_status_0_without_a_manifest_is_a_failure(house: House) -> None:
-    result = house.submit("--stage", "all", FAKE_tokenizer="silent")
-    assert result.returncode == 1
-    assert "tokenizer ended with exit status 0, but it is not done" in result.stderr
-    assert house.started() == ["shard-0", "tokenizer-0"]
+# ---- what follows from a stage's end, with ends that are played
 
 
-def test_an_exit_status_is_no_evidence_against_a_manifest(house: House) -> None:
-    result = house.submit("--stage", "shard,tokenizer", FAKE_shard="late")
-    assert result.returncode == 0
-    assert "shard had committed its outputs when it ended with exit status 3" in result.stderr
+@pytest.mark.parametrize(("plays", "forced", "status", "words"), [
+    ("done done", False, 0, "all done in"),
+    ("silent", False, 1, "shard ended with exit status 0, but it is not done"),
+    ("late done", False, 0, "shard had committed its outputs when it ended with exit status 3, so it is done"),
+    ("fail", False, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"),
+    ("fail", True, 2, "Once the cause is mended, the same command without --force continues"),
+    ("9", False, 137, "shard failed (killed by signal 9, as the kernel does when memory runs out"),
+    ("15", False, 143, "shard failed (killed by signal 15)"),
+    ("stopped", False, 130, "stopped in shard; the same command continues"),
+    ("request", False, 130, "stopped in shard; the same command continues"),
+    ("done,request", False, 130, "stopped before tokenizer; the same command continues")])
+def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status, words):
+    """forced: there is a manifest from before, which proves nothing."""
+    left = plays.split()
+    if forced:
+        launcher.done("shard", "tokenizer")
+
+    class Played:
+        def __init__(self, job, log):
+            assert log == Path(f"runs/trial/logs/{job.stage}.log")
+
+        def run(self, interruptions, stage):
+            what = left.pop(0)
+            interruptions.count += "request" in what
+            if "done" in what or what == "late":
+                launcher.done(stage)
+            ends = {"fail": 2, "late": 3, "stopped": 130, "request": 143}
+            return 128 + int(what) if what.isdigit() else ends.get(what, 0)
+
+    monkeypatch.setattr(local, "_start", Played)
+    result = launcher.submit("--stage", "shard,tokenizer", "--cluster", "local", *["--force"] * forced)
+    assert result.returncode == status and words in result.stdout + result.stderr, result.stderr
+    assert not left
 
 
-def test_an_old_manifest_does_not_make_a_failed_rebuild_done(ready: House) -> None:
-    with (ready.run / ".locks" / "encode").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        result = ready.submit("--stage", "encode", "--force")
-    assert result.returncode == 2 and "is in use by" in result.stderr and not ready.started()
+ENDS_AT_TERM = "signal.signal(2, signal.SIG_IGN); signal.signal(15, lambda *_: os._exit(7))"
+HAS_A_CHILD = "signal.signal(2, signal.SIG_IGN); below = subprocess.Popen(['sleep', '3600']); " \
+              "open('{}', 'w').write(str(below.pid))"
 
 
-def test_a_failed_stage_speaks_for_itself(house: House) -> None:
-    plain = house.submit("--stage", "all", FAKE_shard="fail")
-    assert plain.returncode == 2
-    assert "shard stops here: the third record of corpus.txt is broken. Mend it." in plain.stderr
-    assert "shard failed (exit status 2)" in plain.stderr and house.started() == ["shard-0"]
+@pytest.mark.parametrize(("script", "requests", "patience_s", "status", "said"), [
+    ("signal.signal(2, lambda *_: os._exit(5))", 1, 600, 5, "stopping x: it saves what it can (once more to kill it)"),
+    (ENDS_AT_TERM, 1, 0.1, 7, "stopping x"), (HAS_A_CHILD, 2, 600, 137, "killing x")])
+def test_requests_to_stop(tmp_path, script, requests, patience_s, status, said):
+    """The first is passed on, and after a while made stronger; the second kills the stage with what is below it."""
+    below, ready = tmp_path / "below", tmp_path / "ready"
+    start = f"import os, signal, subprocess, sys, time; {script.format(below)}; open({str(ready)!r}, 'w'); " \
+            "time.sleep(3600)"
+    with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:
+        class Asked:
+            """The first request comes once the stage is ready, the second once that is passed on."""
+
+            @property
+            def count(self):
+                return ready.exists() + (requests > 1 and b"stopping" in errors.buffer.getvalue())
+
+        stage = Child([sys.executable, "-c", start], os.environ, tmp_path / "logs/x.log", stop=signal.SIGINT,
+                      orphaned=signal.SIGKILL, patience_s=patience_s)
+        assert stage.run(Asked(), "x") == status and said in errors.buffer.getvalue().decode()
+    wait_for(lambda: not runs(below))
 
 
-def test_a_failed_rank_speaks_for_itself(ready: House) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_requests_are_counted(number):
+    before = signal.getsignal(number)
+    with Interruptions() as interruptions:
+        os.kill(os.getpid(), number)
+        assert interruptions.count == 1
+    assert signal.getsignal(number) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with Interruptions() as interruptions:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interruptions.count == 0
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# ---- ranks under the agent
+
+
+@pytest.mark.slow
+def test_a_failed_rank_speaks_for_itself(ready):
     ranks = ready.submit("--stage", "train", FAKE_train="fail")
     assert ranks.returncode == 2, "the status of the rank, not the agent's 1"
     assert ranks.stderr.count("train stops here: the third record of corpus.txt is broken. Mend it.") == 1
@@ -76,17 +130,16 @@ def test_a_failed_rank_speaks_for_itself(ready: House) -> None:
     assert "train stops here" in log and "Root Cause" in log, "the agent's account is kept"
 
 
-def test_a_killed_rank_is_named(ready: House) -> None:
+def test_a_killed_rank_is_named(ready):
     result = ready.submit("--stage", "train", FAKE_train="killed")
     assert result.returncode == 137 and "killed by signal 9" in result.stderr and "memory" in result.stderr
     wait_for(lambda: not ready.alive())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_lets_ranks_save(ready: House, number: int) -> None:
+def test_a_request_to_stop_lets_ranks_save(ready):
     launcher = ready.start("--stage", "train,convert", FAKE_train="slow")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
-    launcher.send_signal(number)
+    launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate()
     assert launcher.returncode == 130
     assert len(list(ready.pids.glob("train-?.saved"))) == 2, "both ranks ended in their own way"
@@ -94,33 +147,8 @@ def test_a_request_to_stop_lets_ranks_save(ready: House, number: int) -> None:
     assert "stopped in train; the same command continues" in errors and "Traceback" not in errors
 
 
-def test_a_request_to_stop_ends_a_plain_stage(house: House) -> None:
-    launcher = house.start("--stage", "all", "--force", FAKE_shard="slow")
-    wait_for(lambda: (house.pids / "shard-0.ready").exists())
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 130 and not house.alive()
-    assert "Traceback" not in errors
-    assert "the same command without --force continues" in errors
-    assert house.submit("--stage", "shard").returncode == 0
-
-
-def test_the_second_request_kills(ready: House) -> None:
-    launcher = ready.start("--stage", "train", FAKE_train="stubborn")
-    wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.stderr is not None
-    while "once more to kill it" not in launcher.stderr.readline():
-        assert launcher.poll() is None
-    assert launcher.poll() is None and len(ready.alive()) == 2, "they were asked, and do not listen"
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 130 and "killing train" in errors
-    wait_for(lambda: not ready.alive())
-
-
-@pytest.mark.parametrize("stage", ["shard", "train"])
-def test_a_killed_launcher_leaves_no_orphans(ready: House, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["shard", pytest.param("train", marks=pytest.mark.slow)])
+def test_a_killed_launcher_leaves_no_orphans(ready, stage):
     launcher = ready.start("--stage", stage, "--force", **{f"FAKE_{stage}": "slow"})
     ranks = 2 if stage == "train" else 1
     wait_for(lambda: len(list(ready.pids.glob(f"{stage}-?.ready"))) == ranks)
@@ -129,7 +157,8 @@ def test_a_killed_launcher_leaves_no_orphans(ready: House, stage: str) -> None:
     launcher.communicate()
 
 
-def test_a_killed_agent_leaves_no_orphans(ready: House) -> None:
+@pytest.mark.slow
+def test_a_killed_agent_leaves_no_orphans(ready):
     launcher = ready.start("--stage", "train", FAKE_train="stubborn")
     wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
     stat = Path("/proc", (ready.pids / "train-0").read_text(), "stat").read_text()
@@ -139,7 +168,10 @@ def test_a_killed_agent_leaves_no_orphans(ready: House) -> None:
     wait_for(lambda: not ready.alive())
 
 
-def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) -> None:
+# ---- streams
+
+
+def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
     reader, writer = pty.openpty()
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard"), cwd=house.work,
                                 env=house.environ(), stdout=writer, stderr=writer)
@@ -157,10 +189,9 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house: House) ->
     assert b"terminal True" in log and b"\r" not in log and b"\x1b" not in log
 
 
-def test_a_closed_output_does_not_end_the_run(house: House) -> None:
+def test_a_closed_output_does_not_end_the_run(house):
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard,tokenizer"), cwd=house.work,
                                 env=house.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert launcher.stdout is not None and launcher.stderr is not None
     while not launcher.stdout.readline().startswith(b"shard rank"):
         pass
     launcher.stdout.close()
@@ -169,7 +200,7 @@ def test_a_closed_output_does_not_end_the_run(house: House) -> None:
     assert (house.run / "tokenizer" / "manifest.json").exists()
 
 
-def test_lines_keep_the_last_drawing_of_a_live_line() -> None:
+def test_lines_keep_the_last_drawing_of_a_live_line():
     log = io.BytesIO()
     lines = Lines(log)
     for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
@@ -180,12 +211,12 @@ def test_lines_keep_the_last_drawing_of_a_live_line() -> None:
 
 @pytest.mark.parametrize(("processes", "gpus", "ranks"), [
     (None, 0, 1), (3, 0, 3), (None, 4, 4), (2, 4, 2), (2, 1, 1)])
-def test_ranks_on_this_box(processes: int | None, gpus: int, ranks: int) -> None:
+def test_ranks_on_this_box(processes, gpus, ranks):
     config = Config.model_validate({"launch": {"processes": processes}})
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA X (UUID: GPU-1)'\necho '  MIG 1g'\n"
                     "echo 'GPU 1: NVIDIA X (UUID: GPU-2)'\n")

@@ -1,29 +1,22 @@
 """What a submission makes of a rehearsal."""
 
-import importlib.util
+import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from launch import rehearsing
 from launch.plan import Options
 from launch.rehearsing import rehearse_training, worth_rehearsing
-from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.errors import UserError
-from tests.rehearsal.measured import MODEL
 
+MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
 TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,
          "warmup_steps": 1}
-
-
-class Counts(Sdpa):
-    """Asks how many values are not 0: a shape that is known once the device has computed it."""
-
-    def attend(self, q, k, v, prepared):
-        """See Backend."""
-        assert q.nonzero().shape[0] > 0
-        return super().attend(q, k, v, prepared)
+FITS = {"lines": ["0.1 GB on rank 0"], "fits": True, "verdict": ""}
 
 
 def job(**fields):
@@ -44,44 +37,80 @@ def given(tmp_path):
 
 @pytest.mark.parametrize("fields, overrides, expected", [
     ({}, [], True), ({"nodes": 1}, [], False), ({"gpus_per_node": 0}, [], False), ({"to_run": False}, [], False),
-    ({"stage": "convert", "ranks": 0}, [], False), ({}, ["parallel.engine=deepspeed"], False)])
+    ({"stage": "convert"}, [], False), ({"ranks": 0}, [], False), ({}, ["parallel.engine=deepspeed"], False)])
 def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrides, expected):
     assert worth_rehearsing(given(*overrides)[0], [job(**fields)]) is expected
 
 
-def test_what_does_not_fit_is_refused_before_it_queues(given, capsys):
+@pytest.fixture
+def rehearsal(tmp_path, monkeypatch):
+    """Stands in for the process of a rehearsal: what it answers, and what it was asked."""
+    python, answer = tmp_path / "python", tmp_path / "answer"
+
+    def answers(text, script=''):
+        answer.write_text(text)
+        python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\nenv > {tmp_path}/env\n{script}\ncat {answer}\n")
+        python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return answers
+
+
+def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
+    config, options = given("launch.limits.gpu_memory_gb=0.13")
+    rehearsal("words of a library\n" + json.dumps(FITS))
+    rehearse_training(config, [job()], options)
+    said = capsys.readouterr().out
+    assert "a step of training, without GPUs (--no-rehearse" in said and "rehearsal  0.1 GB on rank 0" in said
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert asked == {"config": options.config_path, "overrides": [*options.overrides, f"model.vocab_size="
+                     f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}
+    environment = (tmp_path / "env").read_text()
+    assert "CUDA_VISIBLE_DEVICES=\n" in environment and "PYTHONSAFEPATH=1" in environment
+    rehearse_training(config, [job(gpus_per_node=0)], options)
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert (asked["gpu"], asked["memory_gb"]) == (False, None), "ranks without GPUs have no limit of GPUs"
+    rehearsal(json.dumps({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."}))
+    with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"):
+        rehearse_training(config, [job()], options)
+    rehearsal(json.dumps({"refused": "parallel.tp=3 divides nothing"}))
+    with pytest.raises(UserError, match=r"does not run: parallel\.tp=3 divides nothing"):
+        rehearse_training(config, [job()], options)
+
+
+def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch):
+    config, options = given()
+
+    def said(*jobs):
+        rehearse_training(config, list(jobs) or [job()], options)
+        return capsys.readouterr().out
+    assert "no training is to be submitted" in said(job(stage="convert"))
+    rehearsal(json.dumps({"failed": "a shape is not known"}))
+    assert "not done: a shape is not known. The job is submitted nevertheless" in said()
+    rehearsal("", "echo 'first' >&2; echo 'no such file' >&2; exit 3")
+    assert "not done: it failed (no such file)" in said()
+    rehearsal("", "exit 3")
+    assert "not done: it failed (it ended with status 3)" in said()
+    rehearsal("", "exec sleep 3600")
+    monkeypatch.setattr(rehearsing, "LIMIT_S", 0.5)
+    assert "not done: it took longer than 0 s" in said()
+    unknown, _ = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
+    rehearse_training(unknown, [job()], options)
+    assert "not done: the vocabulary's size is known once" in capsys.readouterr().out
+    monkeypatch.setattr(rehearsing.importlib.util, "find_spec", lambda name: None)
+    assert "torch is not installed here" in said()
+
+
+@pytest.mark.slow
+def test_a_real_one(given, capsys):
+    """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
     config, options = given("launch.limits.gpu_memory_gb=0.13")
     with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 130 MB. "
                                         r"Most of it are activations.* and fitting: train.micro_batch=2"):
         rehearse_training(config, [job()], options)
     assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out
-
-
-def test_what_does_not_run_is_refused(given):
     config, options = given("parallel.tp=3")
     with pytest.raises(UserError, match="does not run"):
         rehearse_training(config, [job()], options)
-
-
-def test_what_says_nothing_about_the_job_does_not_hold_it_up(given, capsys):
-    """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
-    config, options = given(f"train.attention={__name__}:Counts")
+    config, options = given("train.attention=tests.launch.counting_attention:Counts")
     rehearse_training(config, [job()], options)
-    assert "not done: The rehearsal ends at tests/launch/test_rehearsing.py" in capsys.readouterr().out
-    config, options = given("launch.limits.gpu_memory_gb=0.001")
-    rehearse_training(config, [job(gpus_per_node=0)], options)
-    assert "MB on rank 0 at its peak" in capsys.readouterr().out, "ranks without GPUs have no limit of GPUs"
-    rehearse_training(config, [job(stage="convert")], options)
-    assert "no training is to be submitted" in capsys.readouterr().out
-
-
-def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, capsys, monkeypatch):
-    config, options = given()
-    rehearse_training(config, [job()], Options("slurm", "/nowhere.yaml"))
-    assert "not done: it failed (" in capsys.readouterr().out
-    monkeypatch.setattr("launch.rehearsing.LIMIT_S", 0.01)
-    rehearse_training(config, [job()], options)
-    assert "not done: it took longer than" in capsys.readouterr().out
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    rehearse_training(config, [job()], options)
-    assert "torch is not installed here" in capsys.readouterr().out
+    assert "not done: The rehearsal ends at tests/launch/counting_attention.py" in capsys.readouterr().out

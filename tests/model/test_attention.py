@@ -1,4 +1,4 @@
-"""Grouped-query attention against the formula, the dense mask and the cache."""
+"""Grouped-query attention against the formula, and the cache."""
 
 import pytest
 import torch
@@ -6,11 +6,8 @@ import torch
 from model.attention.backend import Documents
 from model.attention.layout import PLAIN, Layout
 from model.attention.module import Attention, KeyValueCache
-from model.attention.sdpa import dense_mask
 from model.config import ModelConfig
 from model.rope import RotaryTable
-
-CPU = torch.device("cpu")
 
 
 def by_formula(
@@ -48,44 +45,19 @@ def test_equals_the_formula(kv_heads, packed):
     assert torch.allclose(attention(x, layout), expected, rtol=0, atol=1e-12)
 
 
-def test_grouped_equals_multi_head_with_repeated_weights():
-    torch.manual_seed(0)
-    grouped = Attention(ModelConfig(dim=32, heads=4, kv_heads=2)).double()
-    multi = Attention(ModelConfig(dim=32, heads=4, kv_heads=4)).double()
-    state = grouped.state_dict()
-    for name in ("wk.weight", "wv.weight"):
-        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
-    multi.load_state_dict(state)
-    x = torch.randn(1, 7, 32, dtype=torch.float64)
-    layout = Layout(RotaryTable(ModelConfig(dim=32, heads=4)).at(torch.arange(7)[None], torch.float64))
-    assert torch.allclose(grouped(x, layout), multi(x, layout), rtol=0, atol=1e-12)
-
-
-def test_mask_of_packed_documents():
-    mask = dense_mask(4, 0, torch.tensor([[0, 0, 1, 1]]), CPU)
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert mask.shape == (1, 1, 4, 4)
-    assert (mask[0, 0] == 0).int().tolist() == expected and set(mask.unique().tolist()) == {0, -torch.inf}
-
-
 def test_mask_is_left_out_where_plain_causal_is_meant():
     def mask(length, start):
-        return Layout.causal(None, length, start, CPU, torch.float32).prepared
+        return Layout.causal(None, length, start, torch.device("cpu"), torch.float32).prepared
 
     assert mask(4, 0) is None and mask(1, 3) is None
     continued = mask(2, 3)
     assert (continued[0, 0] == 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
-def test_no_biases():
-    assert all(name.endswith("weight") for name, _ in Attention(ModelConfig()).named_parameters())
-
-
 def test_cache_holds_unrepeated_heads_and_refuses_overflow():
     config = ModelConfig(dim=32, heads=4, kv_heads=2, layers=3)
     cache = KeyValueCache(capacity=5)
-    keys, _ = cache.extend(torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8))
-    assert keys.shape == (2, 3, 2, 8)
+    cache.extend(torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8))
     keys, values = cache.extend(torch.zeros(2, 2, 2, 8), torch.zeros(2, 2, 2, 8))
     assert keys.shape == values.shape == (2, 5, 2, 8)
     assert keys[:, :3].eq(1).all() and keys[:, 3:].eq(0).all()

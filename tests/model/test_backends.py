@@ -1,6 +1,5 @@
 """Every way to compute attention inside documents against the dense mask, and the choice among them."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
@@ -10,11 +9,12 @@ from model.attention.backend import Backend, Documents, Where
 from model.attention.by_document import ByDocument
 from model.attention.choosing import choose, load
 from model.attention.flex import Flex, first_tokens, rule
-from model.attention.layout import PLAIN, Layout, attend
+from model.attention.layout import Layout, attend
 from model.attention.sdpa import Sdpa
 from model.config import ModelConfig
 from model.llama import Llama, initialise
 from tests.model import varlen_on_cpu
+from tests.model.agreement import agree
 from tests.model.varlen_on_cpu import VarlenOnCpu
 
 WAYS: list[Backend] = [Sdpa(), ByDocument(), VarlenOnCpu()]
@@ -55,16 +55,14 @@ def names(backend):
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize(("kv_heads", "window"), [(1, None), (6, None), (2, 2), (2, 4), (2, 9), (2, 40)])
 @pytest.mark.parametrize("backend", WAYS[1:], ids=names)
-def test_each_way_equals_the_dense_mask_forward_and_backward(backend, kv_heads, rows):
+def test_each_way_equals_the_dense_mask_forward_and_backward(backend, kv_heads, window, rows):
     three = inputs(rows, kv_heads)
-    expected, found = attended(WAYS[0], three, rows), attended(backend, three, rows, lengths=flat(rows))
-    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-13)
-    for ours, theirs in zip(torch.autograd.grad(found, three, upstream), torch.autograd.grad(expected, three, upstream),
-                            strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    expected = attended(WAYS[0], three, rows, window=window)
+    agree(attended(backend, three, rows, lengths=flat(rows), window=window), expected, three)
+    whole = window is None or window >= max(flat(rows))
+    assert torch.equal(expected, attended(WAYS[0], three, rows)) is whole
 
 
 @pytest.mark.parametrize("backend", WAYS, ids=names)
@@ -91,19 +89,12 @@ def test_packed_equals_each_document_alone_in_loss_and_every_gradient(backend, t
     rows = [[1, 9, 6], [15, 1]]
     tokens, labels = (torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     positions = torch.cat([torch.arange(length) for length in flat(rows)]).view(2, 16)
-
-    def gradients(loss):
-        return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())),
-                        strict=True))
-
     parts = zip(*(whole.flatten().split(flat(rows)) for whole in (tokens, labels)), strict=True)
     alone = sum(model(own[None], wanted[None]) for own, wanted in parts)
-    expected = gradients(alone)
     model.backend = backend
     packed = model(tokens, labels, documents=numbered(rows), document_lengths=flat(rows), positions=positions)
     assert packed.item() == pytest.approx(alone.item(), rel=1e-13)
-    for name, gradient in gradients(packed).items():
-        assert torch.allclose(gradient, expected[name], rtol=0, atol=1e-12), name
+    agree(packed, alone, list(model.parameters()), value=1e-10)
 
 
 def test_lengths_are_read_where_the_loader_did_not_give_them():
@@ -160,15 +151,14 @@ def test_varlen_is_given_padded_edges_and_unrepeated_heads():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_flex_is_given_the_dense_masks_rule(rows):
-    documents = Documents(numbered(rows))
-    length = sum(rows[0])
-    seen = create_mask(rule(first_tokens(documents.numbers)), len(rows), 1, length, length, device="cpu")
+def test_flex_is_given_the_dense_masks_rule(rows, window):
+    documents, length = Documents(numbered(rows), window=window), sum(rows[0])
+    seen = create_mask(rule(first_tokens(documents.numbers, window)), len(rows), 1, length, length, device="cpu")
     assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
     three = [whole.detach() for whole in inputs(rows)]
-    with torch.no_grad():
-        found, expected = attended(Flex(), three, rows), attended(WAYS[0], three, rows)
+    found, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))
     assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
@@ -225,13 +215,3 @@ def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
 def test_a_backend_from_outside_is_taken_by_its_place():
     assert isinstance(choose(varlen_on_cpu.NAME, CPU).backend, VarlenOnCpu)
     assert {load(name).name for name in BACKENDS} == set(BACKENDS) == set(AUTOMATIC)
-
-
-def test_what_auto_takes_agrees_on_random_documents():
-    random = np.random.default_rng(0)
-    for _ in range(5):
-        edges = [np.sort(random.choice(np.arange(1, 64), random.integers(0, 12), replace=False)) for _ in range(2)]
-        rows = [np.diff([0, *edge, 64]).tolist() for edge in edges]
-        three = inputs(rows)
-        expected = attended(PLAIN, three, rows)
-        assert torch.allclose(attended(choose("auto", CPU).backend, three, rows), expected, rtol=0, atol=1e-13)

@@ -4,16 +4,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
 
-from model.attention.backend import Backend, Documents, Where
+from model.attention.backend import Backend, Where
 from model.attention.choosing import choose
-from model.attention.flex import first_tokens, rule
 from model.attention.sdpa import Sdpa, dense_mask
 from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.training.engines.engine import without_gradient
-from tests.model.test_backends import ROWS, WAYS, attended, inputs, names, numbered
 from tests.tiny_models import DESCENDANT, opinionated
 
 CPU = torch.device("cpu")
@@ -31,43 +28,17 @@ def test_a_window_is_so_many_keys_the_querys_own_included():
     assert behind.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("window", [2, 4, 9, 40])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("backend", WAYS[1:], ids=names)
-def test_each_way_sees_through_the_dense_masks_window_forward_and_backward(backend, rows, window):
-    three = inputs(rows)
-    expected, found = (attended(way, three, rows, window=window) for way in (WAYS[0], backend))
-    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
-    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for ours, theirs in zip(torch.autograd.grad(found, three, upstream), torch.autograd.grad(expected, three, upstream),
-                            strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
-    assert torch.equal(expected, attended(WAYS[0], three, rows)) == (window >= max(map(max, rows)))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_flex_is_given_the_windows_rule(rows):
-    documents, length = Documents(numbered(rows), window=4), sum(rows[0])
-    seen = create_mask(rule(first_tokens(documents.numbers, 4)), len(rows), 1, length, length, device="cpu")
-    assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
-
-
 def test_a_backend_that_knows_no_window_is_not_taken_for_one():
     windowed = Where(CPU, torch.float32, compiled=False, head_dim=8, windowed=True)
     with pytest.raises(ValueError, match=r"knows no sliding window\. Take auto, which is by_document here"):
         choose("tests.model.test_descendants:Ignorant", windowed)
-    assert choose("auto", windowed).backend.windows
+    assert choose("auto", windowed).backend.windows and Backend.windows is False
 
 
 class Ignorant(Sdpa):
     """Of windows."""
 
     windows: ClassVar[bool] = False
-
-
-def test_windows_are_said_by_no_backend_unless_it_knows_them():
-    assert Backend.windows is False
 
 
 @torch.no_grad()
@@ -115,16 +86,6 @@ def test_a_window_takes_from_attentions_operations():
     for causal, full, part in ((False, 32.0, 8.0), (True, 16.0, 7.0)):  # causal: 8 - 8 * 8 / 64
         assert plain.flops_per_token(32, causal) - windowed.flops_per_token(32, causal) == 12 * 48 * 3 * (full - part)
         assert plain.flops_per_token(8, causal) == windowed.flops_per_token(8, causal)
-
-
-@pytest.mark.parametrize("changes, said", [
-    ({"sliding_window": 1}, "sliding_window must be at least 2, not 1"),
-    ({"full_attention_interval": 2}, "full_attention_interval (2) says which layers see beyond a sliding_window, and"),
-    ({"sliding_window": 8, "full_attention_interval": 1}, "full_attention_interval (1) lets every layer see all"),
-    ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be above 0, not 0")])
-def test_what_makes_no_sense_is_said(changes, said):
-    problems = ModelConfig(**SHAPE, **changes).problems()
-    assert len(problems) == 1 and said in problems[0]
 
 
 def test_scores_may_lack_a_gradient_where_nothing_is_seen():

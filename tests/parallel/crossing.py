@@ -9,20 +9,26 @@ def every(factors):
 
 
 def pairwise(factors):
-    """Combinations in which any two values of two factors meet at least once; each holds as many new pairs as any.
+    """Combinations in which any two values of two factors meet at least once."""
+    return covering(every(factors), dict.items)
 
-    Greedy, without randomness: the same factors give the same combinations.
+
+def covering(candidates, options, cost=lambda candidate: 1):
+    """Few of the candidates, in which any two options meet that meet in one of all.
+
+    options: those of a candidate, as pairs of name and value. Each that is taken holds as many new pairs for its cost
+    as any. Greedy, without randomness: the same candidates give the same result.
     """
-    candidates = every(factors)
-    missing = {pair for candidate in candidates for pair in pairs(candidate)}
+    left = [(candidate, pairs(options(candidate))) for candidate in candidates]
+    missing = set().union(*(held for _, held in left))
     found = []
     while missing:
-        best = max(candidates, key=lambda candidate: len(missing & pairs(candidate)))
-        missing -= pairs(best)
+        best, held = max(left, key=lambda each: len(missing & each[1]) / cost(each[0]))
+        missing -= held
         found.append(best)
     return found
 
 
-def pairs(combination):
-    """The pairs of values that meet in a combination."""
-    return set(combinations(combination.items(), 2))
+def pairs(options):
+    """The pairs of options that meet."""
+    return set(combinations(options, 2))

@@ -9,14 +9,18 @@ import importlib.util
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
 from tests.model.varlen_on_cpu import NAME
-from tests.parallel.crossing import every, pairwise
+from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case
 from tests.tiny_models import DESCENDANT
 
@@ -46,197 +50,156 @@ class Case:
         return self.bound if what == "loss and norm" else self.bound * self.looser
 
 
-def fsdp2(name: str, ranks: int, accumulation: int = 1, **parallel: Any) -> Case:
-    """A layout in float64 over 10 steps."""
-    return Case(name, "one process, float64", 1e-12, ranks,
-                {"steps": 10, "accumulation": accumulation, "parallel": parallel})
+def case(name: str, ranks: int = 1, *, reference: str | None = "one process, float64", bound: float = 1e-12,
+         looser: float = 1.0, **settings: Any) -> Case:
+    """A way to run over 10 steps, unless `settings` say otherwise. Those of the sections `parallel` and `train` of a
+    configuration go there."""
+    own = {"precision", "steps", "accumulation", "tied", "shape", "backend"}
+    for section, fields in (("parallel", ParallelConfig.model_fields), ("train", TrainConfig.model_fields)):
+        settings[section] = {key: settings.pop(key) for key in [*settings] if key in fields and key not in own}
+    return Case(name, reference, bound, ranks, {"steps": 10, **settings}, looser)
 
 
-def checkpointed(name: str, **train: Any) -> Case:
-    """A way of activation checkpointing in float32 over 10 steps: equal to the last bit."""
-    return Case(name, "one process, float32", 0.0, 1, {"precision": "fp32", "steps": 10, "train": train})
+def alone(name: str, **settings: Any) -> Case:
+    """One process, with which others are compared."""
+    return case(f"one process, {name}", reference=None, **settings)
 
 
-def deepspeed(name: str, accumulation: int = 1, **parallel: Any) -> Case:
-    """A ZeRO stage in float32 over 10 steps."""
-    return Case(name, "one process, float32", 1e-5, 2,
-                {"precision": "fp32", "steps": 10, "accumulation": accumulation,
-                 "parallel": {"engine": "deepspeed", **parallel}}, looser=10)
-
-
-def pipelined(name: str, ranks: int, accumulation: int, backend: str | None = None, tied: bool = False,
-              train: dict[str, Any] | None = None, **parallel: Any) -> Case:
-    """A pipeline in float64 over 10 steps, on a model of four layers."""
-    muon = (train or {}).get("optimizer") == "muon"
-    options = f"{', tied' * tied}{', Muon' * muon}"
-    return Case(name + ", Muon" * muon, f"one process, 4 layers{options}", 1e-12, ranks, {
-        "steps": 10, "shape": FOUR, "accumulation": accumulation, "backend": backend, "tied": tied,
-        "train": train or {}, "parallel": {"pp": 2, **parallel}})
-
-
-def context(name: str, ranks: int, reference: str = "one process, float64", cp: int = 2, **settings: Any) -> Case:
-    """Sequences split over ranks, in float64 over 10 steps."""
-    parallel = {"cp": cp, **settings.pop("parallel", {})}
-    return Case(name, reference, 1e-12, ranks, {"steps": 10, **settings, "parallel": parallel})
-
-
-def muon(name: str, ranks: int, accumulation: int = 1, **parallel: Any) -> Case:
-    """A layout in float64 over 10 steps, with Muon in AdamW's place."""
-    return Case(f"{name}, Muon", "one process, Muon", 1e-12, ranks,
-                {"steps": 10, "accumulation": accumulation, "parallel": parallel, "train": {"optimizer": "muon"}})
-
-
-def z_loss(name: str, ranks: int, **settings: Any) -> Case:
-    """A layout with a z-loss that weighs as much as the loss itself."""
-    return Case(f"{name}, z-loss", "one process, z-loss", 1e-12, ranks,
-                {"steps": 10, "train": {"z_loss": 0.03}, **settings})
-
-
-def descendant(name: str, ranks: int, **settings: Any) -> Case:
-    """A layout in float64 over 10 steps."""
-    return Case(f"{name}, QK-norm and windows", "one process, QK-norm and windows", 1e-12, ranks,
-                {"steps": 10, "shape": DESCENDANT, **settings})
-
-
-def bf16(name: str, ranks: int = 2, steps: int = 10, **settings: Any) -> Case:
-    """In bfloat16: other sums round otherwise, by up to 1/256 each."""
-    return Case(name, "one process, bf16", 5e-3, ranks, {"precision": "bf16", "steps": steps, **settings}, looser=10)
-
-
-def fp8(name: str, reference: str, bound: float, ranks: int = 1, **settings: Any) -> Case:
-    """In fp8, where tokens of a micro-batch share a scale: what splits them otherwise, or adds otherwise in bfloat16,
-    rounds otherwise, by up to 1/16 each. Clipping multiplies by a norm in float32, of other sums."""
-    return Case(f"{name}, fp8", reference, bound, ranks, {"precision": "fp8", "steps": 10, **settings}, looser=10)
-
+muon = partial(case, reference="one process, Muon", optimizer="muon")
+z_loss = partial(case, reference="one process, z-loss", z_loss=0.03)
+descendant = partial(case, reference="one process, QK-norm and windows", shape=DESCENDANT)
+pipelined = partial(case, reference="one process, 4 layers", shape=FOUR, pp=2)
+tied_pipelined = partial(pipelined, reference="one process, 4 layers, tied", tied=True)
+context = partial(case, cp=2)
+fp32 = partial(case, reference="one process, float32", precision="fp32", bound=1e-5, looser=10)
+deepspeed = partial(fp32, ranks=2, engine="deepspeed")
+checkpointed = partial(fp32, bound=0.0, looser=1.0)
+bf16 = partial(case, ranks=2, reference="one process, bf16", precision="bf16", bound=5e-3, looser=10)
+"""Other sums round otherwise, by up to 1/256 each."""
+fp8 = partial(case, reference="one process, fp8", precision="fp8", bound=2e-2, looser=10)
+"""Tokens of a micro-batch share a scale: what splits them otherwise, or adds otherwise in bfloat16, rounds otherwise,
+by up to 1/16 each. Clipping multiplies by a norm in float32, of other sums."""
 
 LAYOUTS = [
-    Case("one process, float64", settings={"steps": 10}),
-    Case("one process, 50 steps", settings={"steps": 50}),
-    fsdp2("accumulation 4", 1, 4),
-    fsdp2("FSDP2 x 2", 2),
-    fsdp2("FSDP2 x 2, accumulation 4", 2, 4),
-    fsdp2("FSDP2 x 2, weights kept, accumulation 2", 2, 2, reshard="never"),
-    fsdp2("FSDP2 x 2, reduced once, accumulation 4", 2, 4, reduce="last"),
-    fsdp2("FSDP2 x 4", 4),
-    fsdp2("HSDP 2 x 2", 4, dp_replicate=2),
-    fsdp2("HSDP 2 x 2, accumulation 2", 4, 2, dp_replicate=2),
-    fsdp2("HSDP 2 x 2, reduced once, accumulation 2", 4, 2, dp_replicate=2, reduce="last"),
-    fsdp2("tensor parallel 2", 2, tp=2),
-    fsdp2("FSDP2 x tensor parallel 2 x 2", 4, tp=2),
-    fsdp2("FSDP2 x tensor parallel 2 x 2, reduced once, accumulation 2", 4, 2, tp=2, reduce="last"),
-    fsdp2("copies x tensor parallel 2 x 2", 4, tp=2, dp_replicate=2),
-    Case("one process, Muon", settings={"steps": 10, "train": {"optimizer": "muon"}}),
-    muon("FSDP2 x 2", 2),
-    muon("HSDP 2 x 2, accumulation 2", 4, 2, dp_replicate=2),
-    muon("tensor parallel 2", 2, tp=2),
-    muon("FSDP2 x tensor parallel 2 x 2", 4, tp=2),
-    muon("copies x tensor parallel 2 x 2", 4, tp=2, dp_replicate=2),
-    Case("one process, z-loss", settings={"steps": 10, "train": {"z_loss": 0.03}}),
-    z_loss("FSDP2 x 2, accumulation 2", 2, accumulation=2),
-    z_loss("tensor parallel 2", 2, parallel={"tp": 2}),
-    z_loss("tensor parallel 2, aot_eager", 2, parallel={"tp": 2}, backend="aot_eager"),
-    Case("one process, QK-norm and windows", settings={"steps": 10, "shape": DESCENDANT}),
-    descendant("FSDP2 x 2, accumulation 2", 2, accumulation=2),
-    descendant("HSDP 2 x 2", 4, parallel={"dp_replicate": 2}),
-    descendant("tensor parallel 2", 2, parallel={"tp": 2}),
-    descendant("FSDP2 x tensor parallel 2 x 2", 4, parallel={"tp": 2}),
-    Case("one process, Muon, QK-norm and windows", settings={
-        "steps": 10, "shape": DESCENDANT, "train": {"optimizer": "muon"}}),
-    Case("tensor parallel 2, Muon, QK-norm and windows", "one process, Muon, QK-norm and windows", 1e-12, 2,
-         {"steps": 10, "shape": DESCENDANT, "parallel": {"tp": 2}, "train": {"optimizer": "muon"}}),
-    Case("one process, 4 layers", settings={"steps": 10, "shape": FOUR}),
-    Case("one process, 4 layers, tied", settings={"steps": 10, "shape": FOUR, "tied": True}),
-    Case("one process, 4 layers, Muon", settings={"steps": 10, "shape": FOUR, "train": {"optimizer": "muon"}}),
-    Case("one process, 4 layers, bf16", settings={"precision": "bf16", "steps": 10, "shape": FOUR}),
-    pipelined("pipeline 2, accumulation 2", 2, 2),
-    pipelined("pipeline 2, accumulation 8", 2, 8),
-    pipelined("pipeline 3, accumulation 4", 3, 4, pp=3),
-    pipelined("pipeline 4, accumulation 4, tied", 4, 4, tied=True, pp=4),
-    pipelined("interleaved pipeline 2, accumulation 4", 2, 4, **INTERLEAVED),
-    pipelined("interleaved pipeline 2, accumulation 4, tied", 2, 4, tied=True, **INTERLEAVED),
-    pipelined("ZBV pipeline 2, accumulation 4", 2, 4, **ZBV),
-    pipelined("ZBV pipeline 2 x FSDP2 2, accumulation 4, recomputed", 4, 4, **ZBV,
-              train={"activation_checkpointing": "full"}),
-    pipelined("ZBV pipeline 2 x tensor parallel 2, accumulation 8", 4, 8, tp=2, **ZBV),
-    pipelined("pipeline 2, weights kept, accumulation 4", 2, 4, reshard="never"),
-    pipelined("pipeline 2 x FSDP2 2, accumulation 4", 4, 4),
-    pipelined("pipeline 2 x HSDP copies 2, accumulation 4", 4, 4, dp_replicate=2),
-    pipelined("pipeline 2 x tensor parallel 2, accumulation 2, tied", 4, 2, tied=True, tp=2),
-    pipelined("interleaved pipeline 2 x FSDP2 2, accumulation 4", 4, 4, **INTERLEAVED),
-    pipelined("pipeline 2 x FSDP2 2 x tensor parallel 2, accumulation 2", 8, 2, tp=2),
-    pipelined("pipeline 2 x HSDP 2 x 2, accumulation 2", 8, 2, dp_replicate=2),
-    pipelined("pipeline 2 x FSDP2 2, accumulation 2", 4, 2, train={"optimizer": "muon"}),
-    pipelined("pipeline 2, accumulation 4, recomputed, aot_eager", 2, 4, backend="aot_eager",
-              train={"activation_checkpointing": "full"}),
-    pipelined("pipeline 2 x tensor parallel 2, accumulation 2, selective, aot_eager", 4, 2, backend="aot_eager", tp=2,
-              train={"activation_checkpointing": "selective"}),
-    Case("pipeline 2 x FSDP2 2, accumulation 4, bf16", "one process, 4 layers, bf16", 1e-2, 4, {
-        "precision": "bf16", "steps": 10, "shape": FOUR, "accumulation": 4, "parallel": {"pp": 2}}, looser=10),
-    Case("pipeline 2, accumulation 4, QK-norm and windows", "one process, QK-norm and windows", 1e-12, 2, {
-        "steps": 10, "shape": DESCENDANT, "accumulation": 4, "parallel": {"pp": 2}}),
+    alone("float64"),
+    alone("50 steps", steps=50),
+    case("accumulation 4", accumulation=4),
+    case("FSDP2 x 2", 2),
+    case("FSDP2 x 2, accumulation 4", 2, accumulation=4),
+    case("FSDP2 x 2, weights kept, accumulation 2", 2, accumulation=2, reshard="never"),
+    case("FSDP2 x 2, reduced once, accumulation 4", 2, accumulation=4, reduce="last"),
+    case("FSDP2 x 4", 4),
+    case("HSDP 2 x 2", 4, dp_replicate=2),
+    case("HSDP 2 x 2, accumulation 2", 4, accumulation=2, dp_replicate=2),
+    case("HSDP 2 x 2, reduced once, accumulation 2", 4, accumulation=2, dp_replicate=2, reduce="last"),
+    case("tensor parallel 2", 2, tp=2),
+    case("FSDP2 x tensor parallel 2 x 2", 4, tp=2),
+    case("FSDP2 x tensor parallel 2 x 2, reduced once, accumulation 2", 4, accumulation=2, tp=2, reduce="last"),
+    case("copies x tensor parallel 2 x 2", 4, tp=2, dp_replicate=2),
+    alone("Muon", optimizer="muon"),
+    muon("FSDP2 x 2, Muon", 2),
+    muon("HSDP 2 x 2, accumulation 2, Muon", 4, accumulation=2, dp_replicate=2),
+    muon("tensor parallel 2, Muon", 2, tp=2),
+    muon("FSDP2 x tensor parallel 2 x 2, Muon", 4, tp=2),
+    muon("copies x tensor parallel 2 x 2, Muon", 4, tp=2, dp_replicate=2),
+    alone("z-loss", z_loss=0.03),
+    z_loss("FSDP2 x 2, accumulation 2, z-loss", 2, accumulation=2),
+    z_loss("tensor parallel 2, z-loss", 2, tp=2),
+    z_loss("tensor parallel 2, aot_eager, z-loss", 2, tp=2, backend="aot_eager"),
+    alone("QK-norm and windows", shape=DESCENDANT),
+    descendant("FSDP2 x 2, accumulation 2, QK-norm and windows", 2, accumulation=2),
+    descendant("HSDP 2 x 2, QK-norm and windows", 4, dp_replicate=2),
+    descendant("tensor parallel 2, QK-norm and windows", 2, tp=2),
+    descendant("FSDP2 x tensor parallel 2 x 2, QK-norm and windows", 4, tp=2),
+    alone("Muon, QK-norm and windows", shape=DESCENDANT, optimizer="muon"),
+    muon("tensor parallel 2, Muon, QK-norm and windows", 2, reference="one process, Muon, QK-norm and windows",
+         shape=DESCENDANT, tp=2),
+    alone("4 layers", shape=FOUR),
+    alone("4 layers, tied", shape=FOUR, tied=True),
+    alone("4 layers, Muon", shape=FOUR, optimizer="muon"),
+    alone("4 layers, bf16", shape=FOUR, precision="bf16"),
+    pipelined("pipeline 2, accumulation 2", 2, accumulation=2),
+    pipelined("pipeline 2, accumulation 8", 2, accumulation=8),
+    pipelined("pipeline 3, accumulation 4", 3, accumulation=4, pp=3),
+    tied_pipelined("pipeline 4, accumulation 4, tied", 4, accumulation=4, pp=4),
+    pipelined("interleaved pipeline 2, accumulation 4", 2, accumulation=4, **INTERLEAVED),
+    tied_pipelined("interleaved pipeline 2, accumulation 4, tied", 2, accumulation=4, **INTERLEAVED),
+    pipelined("ZBV pipeline 2, accumulation 4", 2, accumulation=4, **ZBV),
+    pipelined("ZBV pipeline 2 x FSDP2 2, accumulation 4, recomputed", 4, accumulation=4, **ZBV,
+              activation_checkpointing="full"),
+    pipelined("ZBV pipeline 2 x tensor parallel 2, accumulation 8", 4, accumulation=8, tp=2, **ZBV),
+    pipelined("pipeline 2, weights kept, accumulation 4", 2, accumulation=4, reshard="never"),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 4", 4, accumulation=4),
+    pipelined("pipeline 2 x HSDP copies 2, accumulation 4", 4, accumulation=4, dp_replicate=2),
+    tied_pipelined("pipeline 2 x tensor parallel 2, accumulation 2, tied", 4, accumulation=2, tp=2),
+    pipelined("interleaved pipeline 2 x FSDP2 2, accumulation 4", 4, accumulation=4, **INTERLEAVED),
+    pipelined("pipeline 2 x FSDP2 2 x tensor parallel 2, accumulation 2", 8, accumulation=2, tp=2),
+    pipelined("pipeline 2 x HSDP 2 x 2, accumulation 2", 8, accumulation=2, dp_replicate=2),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 2, Muon", 4, reference="one process, 4 layers, Muon", accumulation=2,
+              optimizer="muon"),
+    pipelined("pipeline 2, accumulation 4, recomputed, aot_eager", 2, accumulation=4, backend="aot_eager",
+              activation_checkpointing="full"),
+    pipelined("pipeline 2 x tensor parallel 2, accumulation 2, selective, aot_eager", 4, accumulation=2, tp=2,
+              backend="aot_eager", activation_checkpointing="selective"),
+    pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, reference="one process, 4 layers, bf16", bound=1e-2,
+              looser=10, precision="bf16", accumulation=4),
+    descendant("pipeline 2, accumulation 4, QK-norm and windows", 2, accumulation=4, pp=2),
     context("context parallel 2, accumulation 2", 2, accumulation=2),
     context("context parallel 4", 4, cp=4),
-    context("context parallel 2 x FSDP2 2, reduced once, accumulation 2", 4, accumulation=2,
-            parallel={"reduce": "last"}),
-    context("context parallel 2 x copies 2", 4, parallel={"dp_replicate": 2}),
-    context("context parallel 2 x tensor parallel 2", 4, parallel={"tp": 2}),
-    context("context parallel 2 x FSDP2 2 x tensor parallel 2", 8, parallel={"tp": 2}),
-    context("context parallel 2 x HSDP 2 x 2", 8, parallel={"dp_replicate": 2}),
-    context("context parallel 2 x pipeline 2, accumulation 2", 4, "one process, 4 layers", shape=FOUR, accumulation=2,
-            parallel={"pp": 2}),
-    context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 4, tied", 8,
-            "one process, 4 layers, tied", shape=FOUR, tied=True, accumulation=4, parallel={"pp": 2, "tp": 2}),
-    context("context parallel 2 x interleaved pipeline 2 x FSDP2 2, accumulation 4", 8, "one process, 4 layers",
-            shape=FOUR, accumulation=4, parallel={"pp": 2, **INTERLEAVED}),
-    context("context parallel 2 x ZBV pipeline 2 x copies 2, accumulation 4", 8, "one process, 4 layers", shape=FOUR,
-            accumulation=4, parallel={"pp": 2, "dp_replicate": 2, **ZBV}),
-    context("context parallel 2 x pipeline 2 x FSDP2 2, accumulation 2, Muon", 8, "one process, 4 layers, Muon",
-            shape=FOUR, accumulation=2, parallel={"pp": 2}, train={"optimizer": "muon"}),
-    context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 2, 50 steps", 8, "one process, 50 steps",
-            steps=50, accumulation=2, parallel={"pp": 2, "tp": 2}),
-    context("context parallel 2 x FSDP2 2, Muon", 4, "one process, Muon", train={"optimizer": "muon"}),
-    context("context parallel 2, z-loss", 2, "one process, z-loss", train={"z_loss": 0.03}),
-    context("context parallel 4, QK-norm and windows", 4, "one process, QK-norm and windows", cp=4, shape=DESCENDANT),
-    Case("one process, float32", settings={"precision": "fp32", "steps": 10}),
+    context("context parallel 2 x FSDP2 2, reduced once, accumulation 2", 4, accumulation=2, reduce="last"),
+    context("context parallel 2 x copies 2", 4, dp_replicate=2),
+    context("context parallel 2 x tensor parallel 2", 4, tp=2),
+    context("context parallel 2 x FSDP2 2 x tensor parallel 2", 8, tp=2),
+    context("context parallel 2 x HSDP 2 x 2", 8, dp_replicate=2),
+    pipelined("context parallel 2 x pipeline 2, accumulation 2", 4, accumulation=2, cp=2),
+    tied_pipelined("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 4, tied", 8, accumulation=4, cp=2,
+                   tp=2),
+    pipelined("context parallel 2 x interleaved pipeline 2 x FSDP2 2, accumulation 4", 8, accumulation=4, cp=2,
+              **INTERLEAVED),
+    pipelined("context parallel 2 x ZBV pipeline 2 x copies 2, accumulation 4", 8, accumulation=4, cp=2, dp_replicate=2,
+              **ZBV),
+    pipelined("context parallel 2 x pipeline 2 x FSDP2 2, accumulation 2, Muon", 8, accumulation=2, cp=2,
+              reference="one process, 4 layers, Muon", optimizer="muon"),
+    context("context parallel 2 x pipeline 2 x tensor parallel 2, accumulation 2, 50 steps", 8, steps=50,
+            reference="one process, 50 steps", accumulation=2, pp=2, tp=2),
+    context("context parallel 2 x FSDP2 2, Muon", 4, reference="one process, Muon", optimizer="muon"),
+    context("context parallel 2, z-loss", 2, reference="one process, z-loss", z_loss=0.03),
+    context("context parallel 4, QK-norm and windows", 4, reference="one process, QK-norm and windows", cp=4,
+            shape=DESCENDANT),
+    alone("float32", precision="fp32"),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
     checkpointed("selected activations kept", activation_checkpointing="selective"),
     checkpointed("every second block recomputed", activation_checkpointing="full", recomputed_blocks=2),
-    Case("FSDP2 x 2, float32", "one process, float32", 1e-5, 2, {"precision": "fp32", "steps": 10}, looser=10),
+    fp32("FSDP2 x 2, float32", 2),
     deepspeed("DeepSpeed ZeRO 1 x 2", zero_stage=1),
     deepspeed("DeepSpeed ZeRO 2 x 2", zero_stage=2),
-    deepspeed("DeepSpeed ZeRO 2 x 2, accumulation 2", 2, zero_stage=2),
+    deepspeed("DeepSpeed ZeRO 2 x 2, accumulation 2", accumulation=2, zero_stage=2),
     deepspeed("DeepSpeed ZeRO 3 x 2", zero_stage=3),
-    deepspeed("DeepSpeed ZeRO 3 x 2, accumulation 2", 2, zero_stage=3),
+    deepspeed("DeepSpeed ZeRO 3 x 2, accumulation 2", accumulation=2, zero_stage=3),
     deepspeed("DeepSpeed ZeRO 1 x 2, moments in host memory", zero_stage=1, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 2 x 2, moments in host memory", zero_stage=2, offload="optimizer"),
     deepspeed("DeepSpeed ZeRO 3 x 2, moments in host memory", zero_stage=3, offload="optimizer"),
-    deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", 2, zero_stage=3, offload="params"),
-    Case("one process, float32, z-loss", settings={"precision": "fp32", "steps": 10, "train": {"z_loss": 0.03}}),
-    Case("DeepSpeed ZeRO 3 x 2, z-loss", "one process, float32, z-loss", 1e-5, 2,
-         {"precision": "fp32", "steps": 10, "train": {"z_loss": 0.03},
-          "parallel": {"engine": "deepspeed", "zero_stage": 3}}, looser=10),
-    Case("one process, float32, QK-norm and windows", settings={"precision": "fp32", "steps": 10, "shape": DESCENDANT}),
-    Case("DeepSpeed ZeRO 3 x 2, QK-norm and windows", "one process, float32, QK-norm and windows", 1e-5, 2,
-         {"precision": "fp32", "steps": 10, "shape": DESCENDANT,
-          "parallel": {"engine": "deepspeed", "zero_stage": 3}}, looser=10),
-    Case("DeepSpeed ZeRO 2 x 2, compiled", "one process, float32", 1e-5, 2,
-         {"precision": "fp32", "steps": 10, "backend": "aot_eager",
-          "parallel": {"engine": "deepspeed", "zero_stage": 2}}, looser=10),
-    Case("one process, bf16", "one process, float32", 2e-2, 1, {"precision": "bf16", "steps": 10}, looser=5),
+    deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", accumulation=2, zero_stage=3, offload="params"),
+    alone("float32, z-loss", precision="fp32", z_loss=0.03),
+    deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", reference="one process, float32, z-loss", zero_stage=3, z_loss=0.03),
+    alone("float32, QK-norm and windows", precision="fp32", shape=DESCENDANT),
+    deepspeed("DeepSpeed ZeRO 3 x 2, QK-norm and windows", reference="one process, float32, QK-norm and windows",
+              zero_stage=3, shape=DESCENDANT),
+    deepspeed("DeepSpeed ZeRO 2 x 2, compiled", zero_stage=2, backend="aot_eager"),
+    case("one process, bf16", 1, reference="one process, float32", bound=2e-2, looser=5, precision="bf16"),
     bf16("FSDP2 x 2, bf16"),
-    bf16("FSDP2 x 2, reduced once, accumulation 4, bf16", accumulation=4, parallel={"reduce": "last"}),
-    bf16("tensor parallel 2, bf16", parallel={"tp": 2}),
-    bf16("context parallel 2, bf16", parallel={"cp": 2}),
-    bf16("tensor parallel 2, bf16, compiled, recomputed", backend="aot_eager", parallel={"tp": 2},
-         train={"activation_checkpointing": "full"}),
-    bf16("DeepSpeed ZeRO 1 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 1}),
-    bf16("DeepSpeed ZeRO 2 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 2}),
-    bf16("DeepSpeed ZeRO 3 x 2, bf16", parallel={"engine": "deepspeed", "zero_stage": 3}),
-    Case("one process, fp8", "one process, bf16", 2e-2, 1, {"precision": "fp8", "steps": 10}, looser=10),
-    fp8("all activations recomputed", "one process, fp8", 0.0, train={"activation_checkpointing": "full"}),
-    fp8("tensor parallel 2", "one process, fp8", 2e-2, 2, parallel={"tp": 2}),
-    fp8("accumulation 2, not clipped", "one process, fp8", 2e-2, accumulation=2, train={"clip_norm": 1e9}),
-    fp8("FSDP2 x 2, not clipped", "accumulation 2, not clipped, fp8", 1e-6, 2, train={"clip_norm": 1e9}),
+    bf16("FSDP2 x 2, reduced once, accumulation 4, bf16", accumulation=4, reduce="last"),
+    bf16("tensor parallel 2, bf16", tp=2),
+    bf16("context parallel 2, bf16", cp=2),
+    bf16("tensor parallel 2, bf16, compiled, recomputed", tp=2, backend="aot_eager", activation_checkpointing="full"),
+    bf16("DeepSpeed ZeRO 1 x 2, bf16", engine="deepspeed", zero_stage=1),
+    bf16("DeepSpeed ZeRO 2 x 2, bf16", engine="deepspeed", zero_stage=2),
+    bf16("DeepSpeed ZeRO 3 x 2, bf16", engine="deepspeed", zero_stage=3),
+    case("one process, fp8", 1, reference="one process, bf16", bound=2e-2, looser=10, precision="fp8"),
+    fp8("all activations recomputed, fp8", bound=0.0, activation_checkpointing="full"),
+    fp8("tensor parallel 2, fp8", 2, tp=2),
+    fp8("accumulation 2, not clipped, fp8", accumulation=2, clip_norm=1e9),
+    fp8("FSDP2 x 2, not clipped, fp8", 2, reference="accumulation 2, not clipped, fp8", bound=1e-6, clip_norm=1e9),
 ]
 
 CROSSED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -264,26 +227,30 @@ OTHERS: dict[str, tuple[Any, ...]] = {"accumulation": (1, 2), "across_documents"
 DESCENDS = {"descends": (False, True)}
 
 
-def crossing(layout: str, backend: str | None, checkpointing: str, tied: bool, accumulation: int,
-             across_documents: bool, reshard: str, descends: bool = False) -> Case:
-    """A combination of options over three steps in float64, against one eager process."""
+def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = None, descends: bool = False,
+             accumulation: int = 1, across_documents: bool = False, reshard: str = "always",
+             attention: str | None = None) -> Case:
+    """A combination of options over three steps in float64, against one eager process; one with an `attention` against
+    the dense mask."""
     ranks, parallel = CROSSED[layout]
     named = {backend or "eager": True, "tied": tied, f"checkpointing: {checkpointing}": checkpointing != "none",
              "accumulation 2": accumulation == 2, "across documents": across_documents,
              "weights kept": reshard == "never", "QK-norm and windows": descends}
-    name = ", ".join([layout, *(option for option, holds in named.items() if holds)])
-    return Case(name, plain(tied, across_documents, descends).name, 1e-12, ranks,
+    name = ", ".join([*([attention.rpartition(":")[2]] if attention else []), layout,
+                      *(option for option, holds in named.items() if holds)])
+    return Case(name, plain(tied, descends, across_documents, attention is not None).name, 1e-12, ranks,
                 {"steps": 3, "backend": backend, "tied": tied, "accumulation": accumulation * parallel.get("pp", 1),
                  "shape": shape(descends), "parallel": {**parallel, "reshard": reshard},
-                 "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents}})
+                 "train": {**CHECKPOINTING[checkpointing], "across_documents": across_documents,
+                           **({"attention": attention} if attention else {})}})
 
 
-def plain(tied: bool, across_documents: bool, descends: bool) -> Case:
-    """What the combinations are compared with."""
-    name = (f"one process, three steps{', tied' * tied}{', across documents' * across_documents}"
-            f"{', QK-norm and windows' * descends}")
-    return Case(name, settings={"steps": 3, "tied": tied, "shape": shape(descends),
-                                "train": {"across_documents": across_documents}})
+def plain(tied: bool, descends: bool, across_documents: bool = False, masked: bool = False) -> Case:
+    """What the combinations are compared with. masked: attention by the dense mask."""
+    name = (f"{'dense mask' if masked else 'one process, three steps'}{', tied' * tied}"
+            f"{', across documents' * across_documents}{', QK-norm and windows' * descends}")
+    return Case(name, settings={"steps": 3, "tied": tied, "shape": shape(descends), "train": {
+        "across_documents": across_documents, **({"attention": "sdpa"} if masked else {})}})
 
 
 def shape(descends: bool) -> dict[str, Any]:
@@ -299,53 +266,52 @@ def full_product() -> dict[tuple[str, bool, str | None, str], Case]:
             crossing(**chosen, **others[(number // 8 + number) % 8]) for number, chosen in enumerate(every(OPTIONS))}
 
 
-def covering() -> list[Case]:
-    """Few combinations for `make test`: under tensor parallelism every two values of two options meet, eager and traced
+def crossed_covering() -> list[Case]:
+    """Few combinations for the tests: under tensor parallelism every two values of two options meet, eager and traced
     (aot_eager: the compiler without its code generation); of context parallelism, which `attention_covering` crosses,
     of pipelines, four ranks, one process and inductor, which cost most, one each."""
     few = {**OPTIONS, "layout": ("tensor parallel 2",), "backend": (None, "aot_eager")}
     return [*(crossing(**chosen) for chosen in pairwise({**few, **OTHERS, **DESCENDS})),
-            crossing("FSDP2 x tensor parallel 2 x 2", "aot_eager", "full", True, 2, False, "always"),
-            crossing("one process", "aot_eager", "selective", False, 2, False, "never", True),
-            crossing("tensor parallel 2", "inductor", "full", True, 1, False, "always", True),
-            crossing("context parallel 2", "aot_eager", "full", True, 2, True, "never", True),
-            crossing("pipeline 2", "aot_eager", "selective", True, 2, True, "always", True),
-            crossing("pipeline x context parallel 2 x 2", "aot_eager", "full", False, 1, False, "never", True)]
-
-
-def attending(by: str, layout: str, backend: str | None, checkpointing: str, tied: bool, descends: bool) -> Case:
-    """Attention inside documents in another way than by the dense mask, which one eager process has."""
-    ranks, parallel = CROSSED[layout]
-    name = (f"{by.rpartition(':')[2]}, {layout}, {backend or 'eager'}, checkpointing: {checkpointing}{', tied' * tied}"
-            f"{', QK-norm and windows' * descends}")
-    return Case(name, masked(tied, descends).name, 1e-12, ranks,
-                {"steps": 3, "backend": backend, "tied": tied, "shape": shape(descends), "parallel": parallel,
-                 "train": {**CHECKPOINTING[checkpointing], "attention": by}})
-
-
-def masked(tied: bool, descends: bool) -> Case:
-    """What these are compared with."""
-    return Case(f"dense mask{', tied' * tied}{', QK-norm and windows' * descends}", settings={
-        "steps": 3, "tied": tied, "shape": shape(descends), "train": {"attention": "sdpa"}})
+            crossing("FSDP2 x tensor parallel 2 x 2", "full", True, "aot_eager", False, 2),
+            crossing("one process", "selective", False, "aot_eager", True, 2, reshard="never"),
+            crossing("tensor parallel 2", "full", True, "inductor", True),
+            crossing("context parallel 2", "full", True, "aot_eager", True, 2, True, "never"),
+            crossing("pipeline 2", "selective", True, "aot_eager", True, 2, True),
+            crossing("pipeline x context parallel 2 x 2", "full", False, "aot_eager", True, reshard="never")]
 
 
 def attention_covering() -> list[Case]:
-    """Every two values of two options meet, of layouts up to two ranks and of no or traced compiling; one of each of
-    the dear ones."""
+    """Attention inside documents in other ways than by the dense mask: every two values of two options meet, of layouts
+    up to two ranks and of no or traced compiling; one of each of the dear ones."""
     options = {"layout": ("one process", "FSDP2 x 2", "tensor parallel 2", "context parallel 2"),
                "checkpointing": tuple(CHECKPOINTING), "tied": (False, True), **DESCENDS}
-    return [*(attending("by_document", backend=None, **chosen) for chosen in pairwise(options)),
-            *(attending(NAME, **chosen) for chosen in pairwise({**options, "backend": (None, "aot_eager")})),
-            attending(NAME, "tensor parallel 2", "inductor", "selective", False, True),
-            attending(NAME, "context parallel 2", "inductor", "selective", False, True),
-            attending(NAME, "context x tensor parallel 2 x 2", "aot_eager", "full", True, True),
-            attending("by_document", "FSDP2 x tensor parallel 2 x 2", None, "selective", True, False)]
+    return [*(crossing(**chosen, attention="by_document") for chosen in pairwise(options)),
+            *(crossing(**chosen, attention=NAME) for chosen in pairwise({**options, "backend": (None, "aot_eager")})),
+            crossing("tensor parallel 2", "selective", False, "inductor", True, attention=NAME),
+            crossing("context parallel 2", "selective", False, "inductor", True, attention=NAME),
+            crossing("context x tensor parallel 2 x 2", "full", True, "aot_eager", True, attention=NAME),
+            crossing("FSDP2 x tensor parallel 2 x 2", "selective", True, attention="by_document")]
 
 
 ATTENTION = attention_covering()
-REFERENCES = [*(masked(tied, descends) for tied in (False, True) for descends in (False, True)),
-              *(plain(*chosen) for chosen in itertools.product((False, True), repeat=3))]
-CASES = {case.name: case for case in (*LAYOUTS, *REFERENCES, *ATTENTION, *covering(), *full_product().values())}
+REFERENCES = [plain(*chosen) for chosen in itertools.product((False, True), repeat=4)]
+CASES = {case.name: case for case in (*LAYOUTS, *REFERENCES, *ATTENTION, *crossed_covering(), *full_product().values())}
+
+
+def few(cases: Sequence[Case]) -> list[Case]:
+    """Those for `make test`: of all that are given, any two options that meet are met in one of them. None that make
+    machine code (inductor), which takes a minute; aot_eager traces the same graphs."""
+    return covering([case for case in cases if case.settings.get("backend") != "inductor"], met,
+                    lambda case: case.ranks + 1)
+
+
+def met(case: Case) -> list[tuple[str, str]]:
+    """What a case has otherwise than one eager process on a Llama in float64, as options with their values."""
+    named = {**case.settings, **case.settings.get("parallel", {}), **case.settings.get("train", {})}
+    for known in ("parallel", "train", "steps"):
+        named.pop(known, None)
+    named["accumulation"] = named.get("accumulation", 1) > 1
+    return sorted((name, str(value)) for name, value in named.items() if value and value != "always")
 
 
 def lacks(case: Case) -> str:

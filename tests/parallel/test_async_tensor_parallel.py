@@ -14,6 +14,7 @@ from tests.parallel.matrix import Case, lacks
 ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
 
 
+@pytest.mark.slow  # compiles
 def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
     if lack := lacks(Case("", settings={"backend": "inductor"})):
         pytest.skip(lack)

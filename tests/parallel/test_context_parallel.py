@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from model.attention.backend import Documents, Where
-from model.attention.by_document import ByDocument
 from model.attention.choosing import choose
 from model.attention.layout import Layout, attend
 from model.attention.sdpa import Sdpa
@@ -15,7 +14,9 @@ from pipeline.data.sampling.batch import pack
 from pipeline.errors import UserError
 from pipeline.parallel.attention import choose_attention
 from pipeline.parallel.context_parallel import _sum, gathered, part_of, places
-from tests.model.varlen_on_cpu import NAME, VarlenOnCpu
+from tests.model.agreement import agree
+from tests.model.test_backends import WAYS, inputs, names, numbered
+from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import end_groups, run_case
 
 ROWS = {
@@ -32,16 +33,6 @@ def groups_end():
     """Ranks that wait for another case cost processor time."""
     yield
     end_groups()
-
-
-def inputs(rows, kv_heads):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(len(rows), sum(rows[0]), heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
-            for heads in (6, kv_heads, kv_heads)]
-
-
-def numbered(rows):
-    return torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows])
 
 
 def by_ranks(whole, index):
@@ -84,20 +75,13 @@ def attended(backend, three, rows, ranks, window):
     return out
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "kv_heads", "window"), [(2, 6, None), (4, 1, 7)])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kv_heads", [1, 6])
-@pytest.mark.parametrize("backend", [Sdpa(), ByDocument(), VarlenOnCpu()], ids=lambda backend: backend.name)
-def test_segments_together_equal_the_dense_mask_forward_and_backward(backend, kv_heads, rows, ranks, window):
+@pytest.mark.parametrize("backend", WAYS, ids=names)
+def test_segments_together_equal_the_dense_mask_forward_and_backward(backend, rows, ranks, kv_heads, window):
     three = inputs(rows, kv_heads)
     layout = Layout.of(None, Sdpa(), Documents(numbered(rows)), torch.float64, window)
-    expected = attend(*three, layout, windowed=window is not None)
-    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = attended(backend, three, rows, ranks, window)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
-    ours, theirs = (torch.autograd.grad(out, three, upstream) for out in (found, expected))
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+    agree(attended(backend, three, rows, ranks, window), attend(*three, layout, windowed=window is not None), three)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -7,12 +7,10 @@ import pytest
 
 from tests.parallel.groups import CaseError, end_groups, run_case
 
-LAYOUTS = {"FSDP2 x 2": (2, {}), "two copies": (2, {"dp_replicate": 2}), "tensor parallel 2": (2, {"tp": 2}),
-           "FSDP2 x 4": (4, {}), "HSDP 2 x 2": (4, {"dp_replicate": 2}), "FSDP2 x TP 2 x 2": (4, {"tp": 2}),
-           "copies x TP 2 x 2": (4, {"tp": 2, "dp_replicate": 2})}
+LAYOUTS = {"FSDP2 x 2": (2, {}), "tensor parallel 2": (2, {"tp": 2}), "HSDP 2 x 2": (4, {"dp_replicate": 2}),
+           "FSDP2 x TP 2 x 2": (4, {"tp": 2}), "copies x TP 2 x 2": (4, {"tp": 2, "dp_replicate": 2})}
 ALONE = (1, {})
 OUTSIDE = "tests.training.optimizers.outside"
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,17 +38,18 @@ def away(found, expected):
                for name, value in expected["state"].items())
 
 
-@layouts
-def test_muon_trains_the_same_weights_and_states_under_every_layout(layout):
+@pytest.mark.parametrize(("layout", "tied"), [("HSDP 2 x 2", False), ("FSDP2 x TP 2 x 2", True)])
+def test_muon_trains_the_same_weights_and_states(layout, tied):
     """In float64, with clipping: 2e-14 as a rule; torch's own Muon on DTensors is 5e-3 away after three steps."""
-    train = (("optimizer", "muon"), ("clip_norm", 0.5))
-    expected = alone(train=train)
+    settings = {"tied": tied, "train": (("optimizer", "muon"), ("clip_norm", 0.5))}
+    expected = alone(**settings)
     assert any(norm > 0.5 for _, norm, _ in expected["results"]), "or nothing is clipped"
-    assert away(steps(LAYOUTS[layout], train=train), expected) < 1e-12
+    assert away(steps(LAYOUTS[layout], **settings), expected) < 1e-12
     assert any(name.startswith("momentum.") for name in expected["state"])
+    assert ("model.output.weight" in expected["state"]) is not tied
 
 
-@layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_equal_gradients_muons_bits_are_the_same_under_every_layout(layout):
     """In float32: nothing is left of how ranks are laid out but the order in which gradients are added."""
     settings = {"given": True, "precision": "fp32", "train": (("optimizer", "muon"), ("clip_norm", 1e9))}
@@ -58,13 +57,8 @@ def test_on_equal_gradients_muons_bits_are_the_same_under_every_layout(layout):
     assert all(np.array_equal(found["state"][name], value) for name, value in expected["state"].items())
 
 
-def test_tied_embeddings_too():
-    assert away(steps(LAYOUTS["FSDP2 x TP 2 x 2"], tied=True), alone(tied=True)) < 1e-12
-    assert "model.output.weight" not in alone(tied=True)["state"]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", f"{OUTSIDE}:RADAM"])
-@pytest.mark.parametrize("layout", ["FSDP2 x 2", "HSDP 2 x 2", "FSDP2 x TP 2 x 2"])
+@pytest.mark.parametrize(("layout", "optimizer"), [
+    ("FSDP2 x 2", "adamw"), ("HSDP 2 x 2", "muon"), ("FSDP2 x TP 2 x 2", f"{OUTSIDE}:RADAM")])
 def test_a_rejected_update_changes_no_bit_on_any_rank(layout, optimizer):
     """Gradients that are no numbers, on all ranks, as the guards leave them out."""
     train = (("optimizer", optimizer),)

@@ -17,12 +17,11 @@ def counts(model, stages):
     return [len(layers) for layers in stage_layers(model, stages)]
 
 
-@pytest.mark.parametrize("model, stages", [(WIDE, stages) for stages in range(1, 13)]
-                         + [(PRESETS["llama3_70b"], 8), (PRESETS["llama3.1_405b"], 16), (PRESETS["llama3_8b"], 5)])
+@pytest.mark.parametrize("model, stages", [(WIDE, 1), (WIDE, 5), (WIDE, 12), (PRESETS["llama3.1_405b"], 16)])
 def test_every_layer_is_in_one_stage_in_order(model, stages):
     found = stage_layers(model, stages)
     assert len(found) == stages and [layer for layers in found for layer in layers] == list(range(model.layers))
-    assert all(len(layers) >= 1 for layers in found)
+    assert all(layers for layers in found)
 
 
 def test_embedding_and_output_matrix_count_as_the_layers_that_they_weigh():

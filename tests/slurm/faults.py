@@ -7,18 +7,16 @@ what a test does then lands there on any machine, however fast or busy.
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import yaml
 
 from launch.slurm.nodes import is_lost
-from launch.slurm.scheduler import Scheduler
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import StageState, read_attempts, read_state
 from pipeline.files import read_json
@@ -27,9 +25,8 @@ from pipeline.training.fault_injection import GO
 from tests.conftest import REPOSITORY, environment, merged
 from tests.slurm.clusters import Cluster
 from tests.stages.training import curve, difference, lines, proven
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import wait_for
 from tools.slurm_processes import PROC, process_table, send
-from tools.slurm_settings import user_name
 
 T = TypeVar("T")
 STEPS, EVERY = 72, 4
@@ -51,19 +48,6 @@ def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What the runner noted at the end of a start: see `pipeline.contract.state.read_attempts`."""
-
-    job: str
-    restart: int
-    start: int
-    status: str
-    next: str
-    reason: str
-    step: int | None
-
-
 class Training:
     """A run of the train stage on a cluster.
 
@@ -80,29 +64,25 @@ class Training:
         switch = {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}}
         self.config = write_settings(folder, encoded, **merged(switch, changes))
         self.run = folder / "runs/mini"
-        self.environment = {**environment(), **cluster.environment()}
-        self.scheduler = Scheduler(self.environment)
+        self.environment = environment()
 
     # ---- what a user does
 
     def launcher(self, *arguments: str, expect: int = 0) -> str:
         """Call launch/submit.py; all that it printed."""
-        answer = subprocess.run([sys.executable, "launch/submit.py", *arguments], cwd=REPOSITORY, text=True,
-                                capture_output=True, env=self.environment, timeout=HANG_S, check=False)
+        answer = self.cluster.run(sys.executable, "launch/submit.py", *arguments, cwd=REPOSITORY, check=False,
+                                  variables=self.environment)
         assert answer.returncode == expect, f"{answer.stdout}{answer.stderr}\n{self.story()}"
         return answer.stdout + answer.stderr
 
-    def submit(self, *overrides: str, stages: str = "train", nodes: int = 2, expect: int = 0) -> str:
+    def submit(self, *overrides: str, stages: str = "train", nodes: int = 2) -> str:
         """Submit the run; what was printed."""
         return self.launcher("--config", str(self.config), "--stage", stages, "--nodes", str(nodes), "--cluster",
-                             "lab", *overrides, expect=expect)
+                             "lab", *overrides)
 
     def ask(self, *command: str) -> str:
         """Call one of Slurm's programs, which must succeed; its answer."""
-        answer = subprocess.run(command, text=True, capture_output=True, env=self.environment, timeout=HANG_S,
-                                check=False)
-        assert answer.returncode == 0, f"{command}: {answer.stderr}\n{self.story()}"
-        return answer.stdout.strip()
+        return self.cluster.run(*command).stdout.strip()
 
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Wait for `condition()`; if that is in vain, tell what happened."""
@@ -111,10 +91,10 @@ class Training:
     def next(self, condition: Callable[[], T], what: str) -> T:
         """Wait for what a job brings about, but not when there is none left that could."""
         def brought() -> T:
-            queue = subprocess.run(["squeue", "--noheader"], text=True, capture_output=True, env=self.environment)
-            gone = queue.returncode == 0 and not queue.stdout.strip()
-            found = condition()
-            assert found or not gone, f"the jobs ended without {what}\n{self.story()}"
+            if found := condition():
+                return found
+            idle, found = self.cluster.is_idle(), condition()
+            assert found or not idle, f"the jobs ended without {what}\n{self.story()}"
             return found
 
         return self.until(brought, what)
@@ -132,7 +112,7 @@ class Training:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.with_name(note.name + GO).touch()
 
-    def next_end(self) -> Ended:
+    def next_end(self) -> SimpleNamespace:
         """Wait for the end of another start."""
         self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
         return self.ends[-1]
@@ -150,13 +130,9 @@ class Training:
         """Id of a stage's job, of the newest submission."""
         return [job["id"] for job in read_json(self.run / "launch/chain.json")["jobs"] if job["stage"] == stage][link]
 
-    def queue(self) -> str:
-        """What is in the queue."""
-        return self.ask("squeue", "--noheader", "--format=%i %T %r %N")
-
     def pending(self, job: str) -> bool:
         """Whether the job waits in the queue."""
-        return f"{job} PENDING" in self.queue()
+        return self.cluster.state(job).startswith("PENDING")
 
     def saved(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
@@ -168,10 +144,10 @@ class Training:
         return read_state(self.run / "train")
 
     @property
-    def ends(self) -> list[Ended]:
-        """How the starts of train ended so far."""
-        return [Ended(**{name: event[name] for name in Ended.__annotations__})
-                for event in read_attempts(self.run) if event["event"] == "ended" and event["stage"] == "train"]
+    def ends(self) -> list[SimpleNamespace]:
+        """How the starts of train ended so far, as the runner noted it."""
+        return [SimpleNamespace(**event) for event in read_attempts(self.run)
+                if event["event"] == "ended" and event["stage"] == "train"]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -215,7 +191,7 @@ class Training:
 
     def wait_until_gone(self) -> None:
         """Wait until nothing is in the queue and nothing runs on the nodes."""
-        self.until(lambda: not self.queue(), "an empty queue")
+        self.until(self.cluster.is_idle, "an empty queue")
         self.until(lambda: not self.processes(), "nodes without processes")
 
     def finish(self) -> None:
@@ -238,11 +214,10 @@ class Training:
         """All logs, for a failed assertion."""
         paths = [*sorted((self.run / "launch").glob("*.jsonl")), self.run / "train/STATE.json",
                  *sorted(self.run.glob("logs/slurm/*.log")), *sorted(self.run.glob("logs/*/[0-9]*/*"))]
-        queue = subprocess.run(["squeue"], text=True, capture_output=True, env=self.environment, check=False)
-        nodes = self.scheduler.node_states(self.cluster.nodes)
+        queue = self.cluster.run("squeue", check=False)
         texts = [f"==> {path.relative_to(self.run)}\n{path.read_text(errors='replace')[-3000:]}"
                  for path in paths if path.is_file() and path.stat().st_size]
-        return "\n".join([f"{self.run}\n{queue.stdout}{queue.stderr}{nodes}", *texts])
+        return "\n".join([f"{self.run}\n{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *texts])
 
 
 def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
@@ -257,8 +232,7 @@ def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training
 
 def job_processes(cluster: Cluster) -> set[int]:
     """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
-    name = "FAKE_SLURM" if cluster.kind == "fake" else "SLURM_CONF"
-    mark = f"{name}={cluster.environment()[name]}"
+    mark = f"SLURM_CONF={cluster.environment()['SLURM_CONF']}"
     return {pid for pid in process_table() if mark in (variables := _words(pid, "environ"))
             and any(word.startswith("SLURM_JOB_ID=") for word in variables)}
 
@@ -267,16 +241,15 @@ def clear(cluster: Cluster) -> None:
     """Bring back what was stopped, and cancel whatever is left."""
     cluster.start_controller()
     cluster.start_accounting()
-    scheduler = Scheduler({**environment(), **cluster.environment()})
-    for node, state in scheduler.node_states(cluster.nodes).items():
+    for node, state in cluster.node_states().items():
         if is_lost(state):
             cluster.start_node(node)
 
     def empty() -> bool:
         """Cancel and kill until nothing is left: a job whose runner is killed may queue itself again."""
-        if not cluster.run("squeue", "--noheader").stdout:
+        if cluster.is_idle():
             return True
-        cluster.run("scancel", "--user", user_name())
+        cluster.cancel_all()
         for pid in job_processes(cluster):
             send(pid, signal.SIGKILL)
         return False

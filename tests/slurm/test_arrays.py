@@ -1,45 +1,70 @@
-"""The data stages shared out over eight elements of arrays, phase after phase: the bytes are those of one process."""
+"""The data stages shared out over the elements of arrays, phase after phase: the bytes are those of one process."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stages import STAGES
-from pipeline.contract.state import read_attempts
+from pipeline.files import sha256_file
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
-from tests.slurm.clusters import Cluster
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.slow
 SPEED = "encode_mb_per_s"
 """Of what is counted, the only thing that is not the same each time."""
 DATA = ("shard", "tokenizer", "encode")
+ELEMENTS = (0, 1, 2)
 
 
-def test_eight_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(
-        cluster: Cluster, tmp_path: Path) -> None:
+def test_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_process(cluster, tmp_path):
+    """One element is killed; what waits for the array goes. The same command does that element, and the rest."""
     write_dirty(tmp_path)
-    config = tmp_path / "config.yaml"
+    repaired, wrapper, config = tmp_path / "repaired", tmp_path / "wrapper", tmp_path / "config.yaml"
+    wrapper.write_text('#!/bin/sh\ncase "$*" in *"--part 1/3 --phase encode"*) '
+                       f'[ -e {repaired} ] || kill -9 $$;; esac\nexec "$@"\n')
+    wrapper.chmod(0o755)
     config.write_text(yaml.safe_dump({
         "name": "one", "runs_dir": str(tmp_path / "runs"), "shard": every_pass(tmp_path),
-        "tokenizer": {"vocab_size": 1024}, "launch": {"processes": 1, "preflight": False}}))
-    command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", config, "--stage", ",".join(DATA))
-    cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "8", cwd=tmp_path)
-    wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip())
+        "tokenizer": {"vocab_size": 1024}, "launch": {"processes": 1, "preflight": False, "max_restarts": 0}}))
     many, one = tmp_path / "runs/many", tmp_path / "runs/one"
-    chain = read_chain(many)
-    assert chain is not None
+    command = (sys.executable, REPOSITORY / "launch/submit.py", "--config", config, "--stage", ",".join(DATA))
+
+    def submitted():
+        cluster.run(*command, "--cluster", "lab", "name=many", "--nodes", "3", f"launch.wrap=[{wrapper}]", cwd=tmp_path)
+        wait_for(cluster.is_idle)
+        chain = read_chain(many)
+        return chain
+
+    def states(chain):
+        return {f"{job.stage} {job.phase or job.kind}": [
+            cluster.state(f"{job.id}_{element}" if job.elements else job.id) for element in job.elements or (0,)]
+            for job in chain.jobs}
+
+    first = submitted()
     story = "\n".join(path.read_text(errors="replace")[-2000:] for path in many.glob("logs/**/*") if path.is_file())
-    arrays = [(job.stage, job.phase, len(job.elements)) for job in chain.jobs if job.kind == "array"]
-    assert arrays == [(stage, phase, 8) for stage in ("shard", "encode") for phase in STAGES[stage].phases], story
-    ended = sorted((event["job"], event["status"]) for event in read_attempts(many) if event["event"] == "ended")
-    assert ended == sorted((f"{job.id}_{element}" if job.elements else job.id, "done")
-                           for job in chain.jobs for element in job.elements or (0,)), story
+    done = {f"shard {phase}": ["COMPLETED"] * 3 for phase in STAGES["shard"].phases}
+    assert states(first) == {
+        **done, "shard finalise": ["COMPLETED"], "tokenizer job": ["COMPLETED"],
+        "encode encode": ["COMPLETED", "FAILED", "COMPLETED"], "encode finalise": ["CANCELLED"]}, story
+    assert all(job.elements == ELEMENTS for job in first.jobs if job.kind == "array")
+    array = first.jobs[-2].id
+    assert "killed by SIGKILL" in (many / f"logs/slurm/{array}_1.log").read_text()
+    before = token_shards(many)
+
+    repaired.touch()
+    second = submitted()
+    assert [(job.kind, job.elements) for job in second.jobs] == [("array", (1,)), ("finalise", None)]
+    assert states(second) == {"encode encode": ["COMPLETED"], "encode finalise": ["COMPLETED"]}
+    after = token_shards(many)
+    assert before and {name: after[name] for name in before} == before and set(after) > set(before), "kept, and more"
+
     cluster.run(*command, "--cluster", "local", cwd=tmp_path)
     for stage in DATA:
         ours, theirs = read_manifest(many / stage), read_manifest(one / stage)
@@ -50,3 +75,9 @@ def test_eight_elements_of_every_pass_over_dirty_files_give_the_bytes_of_one_pro
             assert (many / stage / record["path"]).read_bytes() == (one / stage / record["path"]).read_bytes()
     counts = read_manifest(one / "shard").counts
     assert all(counts["dropped"].values()) and counts["heldout"] and counts["rejected"], "every pass had work"
+
+
+def token_shards(run: Path) -> dict[str, tuple[int, str]]:
+    """When encode's token shards were written, and their hashes, by path."""
+    return {str(path.relative_to(run)): (path.stat().st_mtime_ns, sha256_file(path))
+            for path in sorted((run / "encode").rglob("*")) if path.suffix == ".arrow"}

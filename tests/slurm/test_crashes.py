@@ -1,15 +1,20 @@
-"""A training job that cannot go on, or not on these nodes, says why."""
+"""A training job that cannot go on says why, and evaluations beside one never hold it up."""
 
 from __future__ import annotations
 
+import pytest
+
+from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import read_attempts
-from pipeline.files import read_lines
+from pipeline.files import read_json
+from pipeline.records.pending_evaluations import evaluation_record
 from tests.slurm.faults import Training
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(training):
-    """Rank 1 hangs; started again, it crashes at the same step, before there is a checkpoint."""
+    """Rank 1 hangs; started again, it crashes at the same step, before there is a checkpoint. The chain ends there."""
     run: Training = training(faults="hang:rank=1,step=3; exit:rank=1,step=3,again=1",
                              train={"guards": {"hang_minutes": 0.3}}, launch={"max_restarts": 1})
     run.submit(stages="train,convert")
@@ -19,24 +24,35 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     assert f"rank 1 ({run.starts[0]['nodes'][1]})" in hung.reason
     assert (crashed.status, crashed.next, crashed.restart) == ("crashed", "stop", 0)
     state = run.state
-    assert state is not None and state.status == "failed"
+    assert state.status == "failed"
     assert "2 starts in a row" in state.reason and "rank 1" in state.reason
     assert read_manifest(run.run / "convert") is None
+    assert [run.cluster.state(run.job(stage)) for stage in ("train", "convert")] == ["FAILED", "CANCELLED"]
     run.check_curve()
 
 
-def test_a_node_that_fails_preflight_twice_is_left_out_of_the_next_submission(training):
-    run: Training = training(launch={"preflight": True, "preflight_factor": 1000,
-                                     "environment": {"DROVER_PREFLIGHT_FAULT": "n2:disk"}})
-    run.submit()
+def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training):
+    """They are submitted while training waits for them, it ends though none of them can start, and then they do."""
+    run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
+    barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
+    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", nodes=1)
+
+    def evaluations():
+        chain = read_chain(run.run)
+        return {int(job.name[-8:]): job.id for job in chain.jobs if job.kind == "evaluation" and not job.dependencies}
+
+    for _ in range(2):
+        step = run.next_wait()
+        run.next(lambda: step - 2 in evaluations(), "the evaluation of the newest checkpoint")  # noqa: B023
+        run.go_on()
+    assert run.next_end().status == "done", run.story()
+    jobs = evaluations()
+    for step, job in jobs.items():
+        assert run.log().index(f"the checkpoint of step {step} is evaluated by job {job}") < run.log().index(
+            "train is done")
+        assert run.cluster.state(job) == "PENDING Dependency" and not evaluation_record(run.run, step).exists()
+    run.ask("scontrol", "release", barrier)
     run.wait_until_gone()
-    assert not run.starts
-    state = run.state
-    assert state is not None and "n2" in state.reason and "submit the same command again" in state.reason
-    strikes = list(read_lines(run.run / "launch/nodes.jsonl"))
-    assert [strike["node"] for strike in strikes] == ["n2", "n2"]
-    assert all("disk" in strike["reason"] for strike in strikes)
-    assert "left out  n2" in run.submit()
-    assert "n2" not in run.next_start(0)["nodes"]
-    assert [event["bad"].keys() for event in read_attempts(run.run) if event["event"] == "preflight"] == [
-        {"n2"}, {"n2"}, set()]
+    assert sorted(jobs) == [4, 8]
+    found = [read_json(evaluation_record(run.run, step))["counts"]["bits_per_byte"] for step in (4, 8)]
+    assert found[0] > found[1] > 0

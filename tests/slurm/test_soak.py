@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.files import read_lines
-from tests.slurm.clusters import kinds
 from tests.tools.chaos_line import chaos
 from tools.chaos.faults import order
+from tools.slurm_lab import missing_programs
 
 SEED = 41
 """Begins with a killed rank, a damaged checkpoint and a lost node."""
 
 
 @pytest.mark.soak
-@pytest.mark.skipif("slurm" not in kinds(), reason="Slurm is not installed")
-def test_training_comes_through_five_minutes_of_faults(tmp_path: Path) -> None:
+@pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed")
+def test_training_comes_through_five_minutes_of_faults(tmp_path):
     answer = chaos("--minutes", "5", "--seed", str(SEED), "--keep", "--folder", str(tmp_path))
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]
     log = list(read_lines(tmp_path / "chaos.jsonl"))

@@ -1,4 +1,4 @@
-"""Stores of every kind that tests go through."""
+"""Stores of every kind that tests go through: one of a kind in `make test`, the others in `make test-all`."""
 
 import os
 
@@ -11,22 +11,24 @@ BIG = 2 * stores.BLOCK_BYTES + 12_345
 """More than two of the blocks in which objects are read, and than one part of an upload."""
 
 
-@pytest.fixture(params=["seaweed", "moto_server", "google", "azurite", "file", "memory"])
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(params=["file", "memory", "moto_server", "google", *slow("seaweed", "azurite")])
 def store(request, tmp_path):
-    if request.param == "file":
-        return Store(f"file://{tmp_path}/deep/er")
-    if request.param == "memory":
-        return Store(f"memory://{tmp_path.name}")
+    if request.param in ("file", "memory"):
+        return Store(f"{request.param}://{tmp_path if request.param == 'file' else tmp_path.name}/deep/er")
     return Store(request.getfixturevalue(request.param).url_of("some/prefix"))
 
 
-@pytest.fixture(params=["seaweed", "google", "azurite"])
+@pytest.fixture(params=["google", *slow("seaweed", "azurite")])
 def checking(request):
     """A bucket at a server that compares signatures."""
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["moto_server", "google", "azurite"])
+@pytest.fixture(params=["moto_server", *slow("google", "azurite")])
 def failing(request):
     """A bucket at a server that fails on request."""
     return request.getfixturevalue(request.param)

@@ -12,6 +12,10 @@ from pipeline.stores import clouds
 from pipeline.stores.store import Missing, Store, preflight
 from tests.object_store import SECRET
 
+CALLS = (lambda store: list(store.list()), lambda store: store.head("x"), lambda store: store.read("x"),
+         lambda store: store.put("x", b"1"), lambda store: store.put("x", b"1", only_new=True),
+         lambda store: store.delete(["x"]), preflight)
+
 
 @pytest.mark.parametrize("url, says", [
     ("hdfs://a/b", "s3://, gs://, az://"), ("s3:///prefix", "names no bucket"), ("a/b", "cannot be opened"),
@@ -21,26 +25,23 @@ def test_urls_that_cannot_be_opened_are_refused_plainly(url, says):
         Store(url)
 
 
-@pytest.mark.parametrize("call", [lambda store: list(store.list()), lambda store: store.head("x"),
-                                  lambda store: store.read("x"), lambda store: store.put("x", b"1"),
-                                  lambda store: store.delete(["x"]), preflight], ids=range(6))
-def test_a_wrong_secret_is_told_with_the_url_and_without_the_secret(checking, monkeypatch, call):
+def test_a_wrong_secret_is_told_with_the_url_and_without_the_secret(checking, monkeypatch):
     store = Store(checking.url)
     store.put("x", b"1")
     name, wrong = checking.key
     monkeypatch.setenv(name, wrong)
-    with pytest.raises(UserError, match=f"{checking.url}.*refused.*{name}") as error:
-        call(store)
-    assert SECRET not in str(error.value) and wrong not in str(error.value) and "\n" not in str(error.value)
+    for call in CALLS:
+        with pytest.raises(UserError, match=f"{checking.url}.*refused.*{name}") as error:
+            call(store)
+        assert SECRET not in str(error.value) and wrong not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_bucket_that_is_not_there_is_named(checking):
     store = Store(f"{checking.scheme}://no-such-bucket/x")
-    for call in (lambda: list(store.list()), lambda: store.put("a", b"1"), lambda: store.read("a"),
-                 lambda: store.put("a", b"1", only_new=True), lambda: preflight(store)):
+    for call in (CALLS[0], *CALLS[2:5], preflight):
         with pytest.raises(UserError, match=rf"no (bucket|container) {checking.scheme}://no-such-bucket .*"
                                             rf"\({'.*' * (checking.scheme == 'az')}{checking.address}\)") as error:
-            call()
+            call(store)
         assert not isinstance(error.value, Missing)
 
 
@@ -59,53 +60,48 @@ def test_it_is_told_how_keys_are_set_where_neither_the_environment_nor_the_machi
     assert re.fullmatch(rf"{url}/x: read was refused: the environment has no keys.*Set .*{names}.*\.", str(error))
 
 
-def test_azures_keys_are_taken_by_the_names_of_its_own_program(azurite, monkeypatch):
-    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
-        monkeypatch.setenv(name.replace("_ACCOUNT_NAME", "_ACCOUNT").replace("_ACCOUNT_KEY", "_KEY"), os.environ[name])
+@pytest.fixture
+def nothing_set(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
         monkeypatch.delenv(name)
-    for scheme in ("az", "abfs", "abfss"):
-        assert Store(f"{scheme}://{azurite.name}").put(scheme, b"1").size == 1
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "another")
-    assert Store(f"abfss://{azurite.name}@drover.dfs.core.windows.net").put("by name", b"1").size == 1
-    assert len(list(Store(f"abfss://{azurite.name}@drover.dfs.core.windows.net").list())) == 4
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT")
+    return monkeypatch
+
+
+def test_azures_keys_are_taken_by_the_names_of_its_own_program(nothing_set):
+    nothing_set.setenv("AZURE_STORAGE_ACCOUNT", "another")
+    nothing_set.setenv("AZURE_STORAGE_KEY", "aw==")
+    for url, account in (("az://box", "another"), ("abfs://box", "another"), ("abfss://box", "another"),
+                         ("abfss://box@drover.dfs.core.windows.net", "drover")):
+        assert clouds.client(url).config == {"account_name": account, "account_key": "aw==", "container_name": "box"}
+    nothing_set.delenv("AZURE_STORAGE_ACCOUNT")
     with pytest.raises(UserError, match=r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"):
-        Store(azurite.url).head("az")
+        Store("az://box").head("az")
 
 
-def test_a_file_of_googles_keys_that_cannot_be_used_is_named(google, monkeypatch, tmp_path):
+def test_a_file_of_googles_keys_that_cannot_be_used_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
-    with pytest.raises(UserError, match=rf"{google.url} cannot be opened.*{tmp_path}/absent\.json.*GOOGLE_APPL"):
-        Store(google.url).head("x")
+    with pytest.raises(UserError, match=rf"gs://bucket cannot be opened.*{tmp_path}/absent\.json.*GOOGLE_APPL"):
+        Store("gs://bucket").head("x")
 
 
-def test_keys_are_taken_from_the_files_of_other_programs(seaweed, monkeypatch, tmp_path):
-    files = {"AWS_SHARED_CREDENTIALS_FILE": "[default]\naws_access_key_id=x\naws_secret_access_key=y\n[mine]\n"
-             f"aws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\naws_secret_access_key = {SECRET}\n",
-             "AWS_CONFIG_FILE": "[profile mine]\nregion = us-east-1\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-        monkeypatch.setenv(name, str(tmp_path / name))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_PROFILE", "mine")
-    assert Store(seaweed.url).put("x", b"1").size == 1
+def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_renewed(nothing_set, tmp_path):
+    keys, settings = tmp_path / "credentials", tmp_path / "config"
+    nothing_set.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    nothing_set.setenv("AWS_CONFIG_FILE", str(settings))
+    settings.write_text("[profile mine]\nregion = us-east-7\n")
 
-
-def test_keys_that_are_renewed_in_a_file_are_taken(monkeypatch, tmp_path):
-    file = tmp_path / "credentials"
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "absent"))
-
-    def key(number):
-        """The key in the file's next version, whose time does not depend on how fine the disk's times are."""
-        file.write_text(f"[default]\naws_access_key_id = key-{number}\naws_secret_access_key = x\n")
-        os.utime(file, ns=(number, number))
-        return clouds.client("s3://bucket").config["access_key_id"]
-    assert [key(1), key(2)] == ["key-1", "key-2"]
-    assert clouds.client("s3://bucket") is clouds.client("s3://bucket")
+    def found(version, profile):
+        """What is taken of the file's next version, whose time does not depend on how fine the disk's times are."""
+        keys.write_text("".join(f"[{name}]\naws_access_key_id={name}-{version}\naws_secret_access_key = x\n"
+                                for name in ("default", "mine")))
+        os.utime(keys, ns=(version, version))
+        nothing_set.setenv("AWS_PROFILE", profile)
+        assert clouds.client("s3://bucket") is clouds.client("s3://bucket")
+        config = clouds.client("s3://bucket").config
+        return [config.get(name) for name in ("access_key_id", "secret_access_key", "region")]
+    assert found(1, "mine") == ["mine-1", "x", "us-east-7"] and found(2, "default") == ["default-2", "x", None]
+    nothing_set.setenv("AWS_REGION", "us-east-1")
+    assert found(3, "mine") == ["mine-3", "x", None], "the environment has one"
 
 
 def test_without_obstore_it_is_told_what_to_install(monkeypatch, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,13 @@ class Recorded:
         while not self.attempt(stop_after):
             pass
         self.write()
+
+    def copied(self, folder: Path) -> Recorded:
+        """Copy the records into another folder, to be changed there."""
+        other = copy(self)
+        other.folder, other.train = shutil.copytree(self.folder, folder), folder / "train"
+        other.lines = deepcopy(self.lines)
+        return other
 
     def attempt(self, stop_after: int) -> bool:
         """One start, from the newest checkpoint to the end, a kill or a rollback; whether it got to the end."""

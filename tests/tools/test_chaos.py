@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.chaos_line import chaos
+from pipeline.files import append_line
 from tools.chaos import __main__ as soak
 from tools.chaos.faults import FAULTS, Missed, order
 from tools.chaos.run import SoakRun
@@ -20,24 +19,20 @@ from tools.slurm_lab import Lab
 SEED = 41
 
 
-def test_every_fault_comes_once_before_any_comes_again_and_a_seed_repeats_the_order() -> None:
-    found = order(SEED, 2 * len(FAULTS))
-    assert sorted(found[:len(FAULTS)]) == sorted(found[len(FAULTS):]) == sorted(FAULTS)
-    assert found == order(SEED, 100)[:len(found)]
-    assert found != order(SEED + 1, len(found))
+def test_a_soak_needs_a_lab_that_is_up_and_a_folder_without_another(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(soak.signal, "signal", lambda *handler: None)
+    arguments = ["--lab", str(tmp_path / "nothing"), "--folder", str(tmp_path / "soak")]
+    assert soak.main(arguments) == 2 and "tools.slurm_lab up 4" in capsys.readouterr().err
+    (tmp_path / "soak/chaos.jsonl").write_text("{}\n")
+    assert soak.main(arguments) == 2 and "holds a soak already" in capsys.readouterr().err
 
 
-def test_a_soak_needs_a_lab_that_is_up(tmp_path: Path) -> None:
-    answer = chaos("--lab", str(tmp_path / "nothing"), "--folder", str(tmp_path / "soak"))
-    assert answer.returncode == 2 and "tools.slurm_lab up 4" in answer.stderr and "Traceback" not in answer.stderr
-
-
-def trained(folder: Path, name: str, steps: int = 3, **last: float) -> None:
-    """The log of a training, whose last step may differ."""
-    path = folder / "runs" / name / "train/metrics.jsonl"
-    path.parent.mkdir(parents=True)
-    lines = [{"step": step, "loss": 5.0 - step, "grad_norm": 1.0} for step in range(1, steps + 1)]
-    path.write_text("".join(json.dumps({**line, **(last if line is lines[-1] else {})}) + "\n" for line in lines))
+def trained(folder: Path, name: str, steps: int = 3, loss: float = 2.0) -> None:
+    """Write the log of a training whose last loss may differ."""
+    for step in range(1, steps + 1):
+        append_line(folder / "runs" / name / "train/metrics.jsonl",
+                    {"step": step, "loss": loss if step == 3 else 5.0 - step, "grad_norm": 1.0})
 
 
 @pytest.mark.parametrize(("other", "audited", "report", "problems"), [
@@ -62,38 +57,23 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: dic
 
 
 def test_faults_come_in_their_order_until_training_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[str] = []
+    """Every one comes once before any comes again; a seed repeats the order."""
+    found = order(SEED, 2 * len(FAULTS))
+    assert sorted(found[:len(FAULTS)]) == sorted(found[len(FAULTS):]) == sorted(FAULTS)
+    assert found == order(SEED, 100)[:len(found)] != order(SEED + 1, len(found))
+    logged: list[tuple[str, str]] = []
 
-    class Training:
-        """One that has another checkpoint whenever it is looked at, and is done after four faults."""
-
-        logged: list[tuple[str, str]] = []
-
-        def wait_for_steps(self) -> bool:
-            return len(self.logged) < 4
-
-        def saved(self) -> list[object]:
-            return [object()]
-
-        def manifest(self, stage: str) -> None:
-            return None
-
-        def step(self) -> int:
-            return 7
-
-        def log(self, event: str, kind: str, at_step: int, what: str) -> None:
-            self.logged.append((event, kind))
-
-    def fault(name: str, run: Training, dice: Random) -> str:
-        if name == order(SEED, 3)[2]:
+    def fault(run: object, dice: Random) -> str:
+        if len(logged) == 2:
             raise Missed("nothing there")
-        happened.append(name)
         return "done"
 
     for name in FAULTS:
-        monkeypatch.setitem(FAULTS, name, lambda run, dice, name=name: fault(name, run, dice))
+        monkeypatch.setitem(FAULTS, name, fault)
     monkeypatch.setattr(soak.time, "sleep", lambda seconds: None)
-    run = Training()
-    counted = soak.disturb(run, 1e9, SEED)  # type: ignore[arg-type]
-    assert run.logged == [("missed" if number == 2 else "fault", name) for number, name in enumerate(order(SEED, 4))]
-    assert counted == Counter(happened) and len(happened) == 3
+    training = SimpleNamespace(  # which has another checkpoint whenever it is looked at, and is done after four faults
+        wait_for_steps=lambda: len(logged) < 4, saved=lambda: [object()], manifest=lambda stage: None, step=lambda: 7,
+        log=lambda event, kind, at_step, what: logged.append((event, kind)))
+    counted = soak.disturb(training, 1e9, SEED)  # type: ignore[arg-type]
+    assert logged == [("missed" if number == 2 else "fault", name) for number, name in enumerate(order(SEED, 4))]
+    assert counted == Counter(name for event, name in logged if event == "fault")

@@ -13,6 +13,7 @@ from tools import chat
 from tools.chat import main
 
 TOKENIZER = ByteTokenizer()
+CHAT = ("--chat", "--temperature", "0", "--max-tokens", "12")
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
             "{{ message.content }}<|eot_id|>{% endfor %}"
             "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
@@ -54,12 +55,11 @@ def test_the_settings_reach_the_model(places, model, capsys):
         assert main(["--model", str(places["run"]), "x", "--max-tokens", "20", *arguments]) == 0
         return capsys.readouterr().out
     assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
-    likeliest = f"x{continued(model, 'x', 20)}\n"
-    for one in (("--top-k", "1"), ("--min-p", "1"), ("--top-p", "0.0001")):
-        assert said("--temperature", "2", *one) == likeliest
     text = continued(model, "x", 20)
+    for one in ("--top-k=1", "--min-p=1", "--top-p=0.0001"):
+        assert said("--temperature", "2", one) == f"x{text}\n"
     assert said("--temperature", "0", "--stop", text[4:6]) == f"x{text[:text.find(text[4:6])]}\n"
-    assert said("--temperature", "0", "--repetition-penalty", "5") != likeliest
+    assert said("--temperature", "0", "--repetition-penalty", "5") != f"x{text}\n"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -78,15 +78,12 @@ def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, said, caps
 def typed(monkeypatch):
     """Lines that a user types, one after the other; an exception among them is raised."""
     def type_(*lines):
-        left = list(lines)
+        left = [*lines, EOFError]
 
         def answer(prompt=""):
-            if not left:
-                raise EOFError
-            line = left.pop(0)
-            if isinstance(line, type) or not isinstance(line, str):
-                raise line
-            return line
+            if isinstance(line := left.pop(0), str):
+                return line
+            raise line
         monkeypatch.setattr(builtins, "input", answer)
     return type_
 
@@ -101,21 +98,22 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
-    whole, calls = chat.stream, []
+    from model.generation.writer import stream
+    replies = []
 
     def interrupted(*arguments):
-        calls.append(None)
-        for number, piece in enumerate(whole(*arguments)):
-            if number == 4 and len(calls) == 1:
+        replies.append(None)
+        for number, piece in enumerate(stream(*arguments)):
+            if number == 4 and len(replies) == 1:
                 raise KeyboardInterrupt
             yield piece
-    monkeypatch.setattr(chat, "stream", interrupted)
+    monkeypatch.setattr("model.generation.writer.stream", interrupted)
     typed("one", "two")
     arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "25"]
     assert main(arguments) == 0
-    found, second = capsys.readouterr().out, f"\ntwo{continued(model, 'two', 25)}\n"
-    first = found.removesuffix(second)
-    assert first != found and f"one{continued(model, 'one', 25)}".startswith(first) and 3 < len(first) <= 3 + 4
+    first, second = capsys.readouterr().out.split("\ntwo")
+    assert f"one{continued(model, 'one', 25)}".startswith(first) and 3 < len(first) <= 3 + 4
+    assert second == f"{continued(model, 'two', 25)}\n"
 
 
 def spelled(messages):
@@ -129,22 +127,20 @@ def spelled(messages):
 
 
 def test_a_conversation_is_written_by_its_template_and_remembered(places, model, typed, capsys):
-    arguments = ["--model", str(places["hf"]), "--chat", "--interactive", "--temperature", "0", "--max-tokens", "12"]
     typed("Hello é", "And then?", "/new", "Hello é")
-    assert main([*arguments, "--system", "Be brief."]) == 0
+    assert main(["--model", str(places["hf"]), *CHAT, "--interactive", "--system", "Be brief."]) == 0
     first = greedy(model, spelled(history := [("system", "Be brief."), ("user", "Hello é")]), 12)
     second = greedy(model, spelled([*history, ("assistant", first), ("user", "And then?")]), 12)
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
 
 
-def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(places, model, tmp_path, capsys):
+def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(model, tmp_path, capsys):
     from pipeline.tokenization.export import write_hugging_face
     run = write_run(tmp_path / "chatty", {3: model}, TOKENIZER)
     write_hugging_face(TOKENIZER, run / "tokenizer/hf")
     settings = run / "tokenizer/hf/tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
-    arguments = ["--model", str(run), "--chat", "Hello", "--temperature", "0", "--max-tokens", "12"]
-    assert main(arguments) == 0
+    assert main(["--model", str(run), *CHAT, "Hello"]) == 0
     assert capsys.readouterr().out == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
 
 

@@ -1,10 +1,9 @@
 """The gate between two runs: what is within the band passes, what is worse, or cannot be compared, does not."""
 
-import json
-
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.files import append_line
 from tools.parity import main, report, windows
 
 
@@ -40,11 +39,9 @@ def test_runs_on_other_samples_or_with_few_steps_are_not_compared():
 
 def test_the_command_says_so_by_its_exit_status(tmp_path, capsys):
     for name, worse in (("a", 1.0), ("b", 1.1)):
-        folder = tmp_path / name / "train"
-        folder.mkdir(parents=True)
-        lines = records(lambda step, worse=worse: worse)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = ["--reference", str(tmp_path / "a"), "--run"]
-    assert main([*asked, str(tmp_path / "a")]) == 0 and "within the band of 1.00%" in capsys.readouterr().out
-    assert main([*asked, str(tmp_path / "b")]) == 1 and "BEYOND the band" in capsys.readouterr().out
-    assert main([*asked, str(tmp_path / "c")]) == 2 and "is no run that has trained" in capsys.readouterr().err
+        for line in records(lambda step, worse=worse: worse):
+            append_line(tmp_path / name / "train/metrics.jsonl", line)
+    for name, status, said in (("a", 0, "within the band of 1.00%"), ("b", 1, "BEYOND the band"),
+                               ("c", 2, "is no run that has trained")):
+        assert main(["--reference", str(tmp_path / "a"), "--run", str(tmp_path / name)]) == status
+        assert said in "".join(capsys.readouterr())

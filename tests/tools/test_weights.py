@@ -19,11 +19,12 @@ from pipeline.formats.output_folder import OutputFolder
 from pipeline.formats.weights import load_model, open_weights
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.kinds import open_tokenizer, write_record
-from tests.conftest import REPOSITORY, environment, write_config
+from pipeline.tokenization.kinds import open_tokenizer
+from tests.conftest import REPOSITORY, environment
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.stages.limited import LARGE_TENSORS
+from tests.tiny_models import write_run
 from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -87,198 +88,159 @@ def test_a_type_may_be_asked_for(source, model, tmp_path, capsys):
     said = carry(capsys, source, tmp_path / "hf", "hf", "--dtype", "bf16")
     assert "in fp32" in said and "parameters in bf16" in said
     with open_weights(tmp_path / "hf") as weights:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(weights.read(name), parameter.bfloat16())
+        assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
     config = read_json(tmp_path / "hf/config.json")
-    assert config["torch_dtype"] == "bfloat16" and config["eos_token_id"] == [257, 265]
+    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", [257, 265])
 
 
 def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
     said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
     assert "Left behind, as this form has no place for it: chat_template.jinja, generation_config.json" in said
-    assert "takes 8,192 tokens" in said.replace("take ", "takes ") and "the 128 of this model" in said
+    assert "take 8,192 tokens" in said and "the 128 of this model" in said
     shutil.copy(tmp_path / "tokenizer.model", tmp_path / "meta/tokenizer.model")
     (tmp_path / "meta/weights.json").unlink()  # as a folder of Meta's own
     said = carry(capsys, tmp_path / "meta", tmp_path / "hf", "hf")
     assert "original/tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
     assert not (tmp_path / "hf/tokenizer.model").exists()  # llama.cpp's converter would read it as sentencepiece's
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ours = open_tokenizer("tiktoken", tmp_path / "tokenizer.model")
-    text = "Hello,  wörld\n\t<|eot_id|> 1234567 👋"
-    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
-    assert (config.bos_token_id, config.eos_token_id) == (ours.bos_id, ours.eos_id) == (256, 257)
+    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    config = read_json(tmp_path / "hf/config.json")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
     carry(capsys, tmp_path / "hf", tmp_path / "again", "meta")
     assert (tmp_path / "again/tokenizer.model").read_bytes() == (tmp_path / "tokenizer.model").read_bytes()
 
 
 def test_so_does_that_of_llama_2(model, tmp_path, corpus, capsys):
-    sentencepiece, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+    sentencepiece = pytest.importorskip("sentencepiece")
     write_model(tmp_path / "hf", model, dtype=torch.float32, bos_id=None, eos_id=None)
     carry(capsys, tmp_path / "hf", tmp_path / "meta", "meta")
     (tmp_path / "meta/weights.json").unlink()
-    settings = {"input": str(next(corpus.glob("*.txt"))), "model_prefix": str(tmp_path / "meta/tokenizer"),
-                "model_type": "bpe", "vocab_size": 400, "byte_fallback": True}
-    sentencepiece.SentencePieceTrainer.train(**settings)  # which normalises, unlike Llama's
-    said = carry(capsys, tmp_path / "meta", tmp_path / "without", "hf")
-    assert "No tokenizer.json with equal ids can be made of tokenizer.model." in said
-    sentencepiece.SentencePieceTrainer.train(**settings, normalization_rule_name="identity",
-                                             remove_extra_whitespaces=False)
-    said = carry(capsys, tmp_path / "meta", tmp_path / "again", "hf")
-    assert "Carried over: tokenizer.model, tokenizer.json (made of tokenizer.model)" in said
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
-    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "meta/tokenizer.model"))
-    text = "def main(argument):  return 1234 👋"
-    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
-    assert theirs.encode(text)[0] == ours.bos_id() == read_json(tmp_path / "again/config.json")["bos_token_id"] == 1
+    for name, settings, told in (
+            ("without", {}, "No tokenizer.json with equal ids can be made of tokenizer.model."),  # since it normalises
+            ("again", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+             "Carried over: tokenizer.model, tokenizer.json (made of tokenizer.model)")):
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(next(corpus.glob("*.txt"))), model_prefix=str(tmp_path / "meta/tokenizer"), model_type="bpe",
+            vocab_size=400, byte_fallback=True, **settings)
+        assert told in carry(capsys, tmp_path / "meta", tmp_path / name, "hf")
+    assert read_json(tmp_path / "again/config.json")["bos_token_id"] == 1
 
 
-def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path, corpus, capsys):
-    run = tmp_path / "runs/mini"
-    checkpoint = run / "train/checkpoints/step-00000007"
-    records = write_checkpoint(checkpoint, {f"model.{name}": each.detach() for name, each in model.named_parameters()})
-    (checkpoint / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": 7}, "files": records, "config": {"model": SHAPE.model_dump(mode="json")}}))
-    write_config(run, corpus).rename(run / "config.yaml")
-    (run / "tokenizer/hf").mkdir(parents=True)
-    tokenizer = open_tokenizer("tiktoken", vocabulary(run / "tokenizer"))
-    write_record(run / "tokenizer", tokenizer)
+def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path, capsys):
+    tokenizer = open_tokenizer("tiktoken", vocabulary(tmp_path))
+    run = write_run(tmp_path / "runs/mini", {7: model}, tokenizer)
+    vocabulary(run / "tokenizer")
     write_hugging_face(tokenizer, run / "tokenizer/hf")
     said = carry(capsys, run, tmp_path / "hf", "hf")
     assert "step-00000007 (drover)" in said and "tokenizer.json, tokenizer_config.json" in said
     assert read_json(tmp_path / "hf/config.json")["bos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
-    said = carry(capsys, checkpoint, tmp_path / "meta", "meta")
+    said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "meta", "meta")
     assert "Carried over: tokenizer.model." in said and "Left behind" in said
 
 
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
-    run = tmp_path / "run/train"
-    carry(capsys, source, run / "checkpoints/step-00000005", "drover", "--dtype", "bf16")
-    made = run / "checkpoints/step-00000005"
+    made = tmp_path / "run/train/checkpoints/step-00000005"
+    carry(capsys, source, made, "drover", "--dtype", "bf16")
     with open_weights(made) as weights:
         assert weights.form == "drover" and weights.config == SHAPE
         assert torch.equal(weights.read("norm.weight"), model.norm.weight.bfloat16())
         assert load_model(weights, torch.device("cpu"), torch.float32).config == SHAPE
-    assert complete_checkpoints(run) == []
+    assert complete_checkpoints(tmp_path / "run/train") == []
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         read_marker(made)
-    index = made / "index.json"
-    index.write_text(index.read_text().replace("weights-00000", "../weights-00000"))
-    with pytest.raises(UserError, match="not beside it"):
-        open_weights(made)
-    (made / "weights.json").write_text("{}")
-    with pytest.raises(UserError, match=r"weights\.json is torn"):
-        open_weights(made)
+    for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "not beside it"),
+                               ("weights.json", ('"', ""), r"weights\.json is torn")):
+        (made / name).write_text((made / name).read_text().replace(*change))
+        with pytest.raises(UserError, match=said):
+            open_weights(made)
 
 
 class Killed(BaseException):
     """As a kill is, nothing catches it."""
 
 
-@pytest.mark.parametrize("form", ["hf", "meta", "drover"])
-def test_killed_at_any_file_it_goes_on_and_comes_out_the_same(form, source, tmp_path, capsys, monkeypatch):
-    more = ["--parts", "4"] if form == "meta" else ["--shard-gb", "0.00006"]
+@pytest.mark.parametrize("form, more", [("hf", ("--shard-gb", "0.00006")), ("meta", ("--parts", "4"))])
+def test_killed_at_any_file_it_goes_on_and_comes_out_the_same(form, more, source, tmp_path, capsys, monkeypatch):
+    target, partial = tmp_path / "target", tmp_path / "target.partial"
     carry(capsys, source, tmp_path / "whole", form, *more)
-    whole, target = contents(tmp_path / "whole"), tmp_path / "target"
-    partial = tmp_path / "target.partial"
-    steps, written, make = len(whole) - 1, [], OutputFolder.make  # weights.json is no step
-    assert steps > 4
+    whole, written, make = contents(tmp_path / "whole"), [], OutputFolder.make
+    assert len(whole) > 5
 
     def make_until(folder, name, write):
         def torn(path):
             path.write_bytes(b"torn")
             raise Killed
-        last = len(written) == allowed
-        done = make(folder, name, torn if last else write)
+        done = make(folder, name, torn if len(written) == allowed else write)
         written.extend([name] * done)
         return done
 
-    monkeypatch.setattr("tools.weights.OutputFolder.make", make_until)
-    for allowed in range(steps):
+    for allowed in range(len(whole) - 1):  # weights.json is no step
         before = {name: (partial / name).stat().st_ino for name in written}
-        with pytest.raises(Killed):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(OutputFolder, "make", make_until)
             carry(capsys, source, target, form, *more)
         assert not target.exists() and len(written) == allowed == len(set(written))
         assert before == {name: (partial / name).stat().st_ino for name in before}
         (partial / "weights.json.host-1.tmp").write_text("half a record")
-    monkeypatch.undo()
     said = carry(capsys, source, target, form, *more)
     assert said.count("was finished before") > 1 and not partial.exists()
-    made = contents(target)
-    assert made.keys() == whole.keys() and all(made[name] == whole[name] for name in made if name != "weights.json")
+    assert {**contents(target), "weights.json": b""} == {**whole, "weights.json": b""}
 
 
 def interrupted(capsys, monkeypatch, source, target):
-    """A conversion of which all but the last rename is done."""
-    monkeypatch.setattr(OutputFolder, "finish", lambda folder: (_ for _ in ()).throw(Killed))
-    with pytest.raises(Killed):
+    """Do a conversion but for its last rename."""
+    def killed(folder):
+        raise Killed
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(OutputFolder, "finish", killed)
         carry(capsys, source, target, "drover")
-    monkeypatch.undo()
     return target.with_name(f"{target.name}.partial")
 
 
 def test_a_finished_file_counts_only_with_its_hash(source, tmp_path, capsys, monkeypatch):
-    partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
-    file = partial / "weights-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    carry(capsys, source, tmp_path / "x", "drover")
-    carry(capsys, source, tmp_path / "y", "drover")
-    assert (tmp_path / "x" / file.name).read_bytes() == (tmp_path / "y" / file.name).read_bytes()
+    partial, target = interrupted(capsys, monkeypatch, source, tmp_path / "x"), tmp_path / "x"
+    before, file = contents(partial), partial / "weights-00000.safetensors"
+    file.write_bytes(before[file.name][:-1] + bytes([before[file.name][-1] ^ 1]))
+    carry(capsys, source, target, "drover")
+    assert (target / file.name).read_bytes() == before[file.name]
 
 
 def test_the_beginning_of_something_else_is_not_continued(source, tmp_path, capsys, monkeypatch):
     partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
     before = contents(partial)
-    said = carry(capsys, source, tmp_path / "x", "drover", "--dtype", "bf16", expect=2)
-    assert "beginning of something else: dtype was fp32 and is bf16" in said
+
+    def refused(*more):
+        return carry(capsys, source, tmp_path / "x", "drover", *more, expect=2)
+    assert "beginning of something else: dtype was fp32 and is bf16" in refused("--dtype", "bf16")
     (source / "chat_template.jinja").write_text("another")
-    assert "source was" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
-    assert contents(partial) == before and not (tmp_path / "x").exists()
+    assert "source was" in refused() and contents(partial) == before and not (tmp_path / "x").exists()
     shutil.rmtree(partial)
     partial.mkdir()
     (partial / "mine").write_text("precious")
-    assert "is in the way: it has 'mine'" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
+    assert "is in the way: it has 'mine'" in refused()
     shutil.rmtree(partial)
     partial.write_text("a file")
-    assert "cannot be made a folder" in carry(capsys, source, tmp_path / "x", "drover", expect=2)
+    assert "cannot be made a folder" in refused()
+    with OutputFolder(tmp_path / "y", {}, SHAPE, {}):
+        assert "Another process is writing" in carry(capsys, source, tmp_path / "y", "hf", expect=2)
 
 
-def test_only_one_process_writes_a_folder(source, tmp_path, capsys):
-    with OutputFolder(tmp_path / "x", {}, SHAPE, {}):
-        assert "Another process is writing" in carry(capsys, source, tmp_path / "x", "hf", expect=2)
-
-
-@pytest.mark.parametrize("place", [".", "..", "/"])
-def test_a_place_without_a_name_is_one_where_something_is(place, source, capsys):
-    assert "There is something at" in carry(capsys, source, place, "hf", expect=2)
-
-
-@pytest.mark.parametrize("there", ["folder", "file", "link"])
-def test_what_is_at_the_target_is_left_as_it_is(there, source, tmp_path, capsys, monkeypatch):
-    target = tmp_path / "target"
-    if there == "folder":
-        target.mkdir()
-        (target / "config.json").write_text("mine")
-    elif there == "file":
-        target.write_text("mine")
-    else:
-        target.symlink_to(tmp_path / "nowhere")
-    before = os.lstat(target)
-    assert "There is something at" in carry(capsys, source, target, "meta", expect=2)
-    after = os.lstat(target)
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", "tokenizer.model"]
-    if there == "folder":  # or has come while the conversion ran
-        target.rename(tmp_path / "aside")
-        make = OutputFolder.finish
-        monkeypatch.setattr(OutputFolder, "finish", lambda folder: ((tmp_path / "aside").rename(target), make(folder)))
+def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkeypatch):
+    def refused(target):
         assert "There is something at" in carry(capsys, source, target, "meta", expect=2)
-        assert contents(target) == {"config.json": b"mine"}
+    folder, file, link = (tmp_path / name for name in ("folder", "file", "link"))
+    folder.mkdir()
+    file.write_text("mine")
+    link.symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.iterdir())
+    for target in (".", "/", folder, file, link):
+        refused(target)
+    assert sorted(tmp_path.iterdir()) == before and not list(folder.iterdir()) and file.read_text() == "mine"
+    make, new = OutputFolder.finish, tmp_path / "new"  # where something comes while the conversion runs
+    monkeypatch.setattr(OutputFolder, "finish", lambda output: (folder.rename(new), make(output)))
+    refused(new)
+    assert not list(new.iterdir())
 
 
 @pytest.mark.parametrize(("more", "said"), [
@@ -295,15 +257,12 @@ def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
 def test_values_beyond_fp16_are_refused_not_made_infinite(source, tmp_path, capsys):
     file = sorted(source.glob("*.safetensors"))[0]
     tensors = load_file(file)
-    name = next(iter(tensors))
-    tensors[name][0, 0] = 1e5
-    save_file(tensors, file, {"format": "pt"})
-    said = carry(capsys, source, tmp_path / "x", "meta", "--dtype", "fp16", expect=2)
-    assert "beyond the largest of fp16, 65,504" in said and not (tmp_path / "x").exists()
-    tensors[name][0, 0] = float("inf")  # what is infinite already may stay so
-    save_file(tensors, file, {"format": "pt"})
-    shutil.rmtree(tmp_path / "x.partial")
-    carry(capsys, source, tmp_path / "x", "meta", "--dtype", "fp16")
+    for value, status in ((1e5, 2), (float("inf"), 0)):  # what is infinite already may stay so
+        tensors[next(iter(tensors))][0, 0] = value
+        save_file(tensors, file, {"format": "pt"})
+        target = tmp_path / str(value)
+        said = carry(capsys, source, target, "meta", "--dtype", "fp16", expect=status)
+        assert target.exists() == (status == 0) == ("beyond the largest of fp16, 65,504" not in said)
 
 
 def test_a_full_disk_is_said_and_the_rest_follows(source, tmp_path, capsys, monkeypatch):
@@ -346,6 +305,7 @@ with open_weights(source) as large:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
 def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     """210 MB go through 60 MB, of which 26 are a part; read as a whole they do not.

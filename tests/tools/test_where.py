@@ -23,22 +23,17 @@ def shown(capsys, recorded, *arguments):
     return head, sorted({int(piece.split()[1]) for piece in pieces})
 
 
-@pytest.mark.parametrize("step, samples", [(1, range(16)), (13, range(208, 224)), (14, range(224, 240)),
-                                           (30, range(496, 512)), (31, range(512, 528))])
-def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, samples):
+@pytest.mark.parametrize("step, first", [(1, 0), (13, 208), (14, 224), (30, 496), (31, 512)])
+def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, first):
     head, numbers = shown(capsys, recorded, "--step", str(step))
-    assert f"step {step}: samples [{samples.start}, {samples.stop})" in head and numbers == list(samples)
+    assert f"step {step}: samples [{first}, {first + 16})" in head and numbers == list(range(first, first + 16))
     assert ("would see" in head) == (step > 30)
 
 
-def test_a_ranks_part_and_a_skipped_step(capsys, recorded):
+def test_a_ranks_part_a_skipped_step_and_samples_that_were_left_out(capsys, recorded):
     head, numbers = shown(capsys, recorded, "--step", "8", "--rank", "1", "--ranks", "4")
     assert "step 8 was skipped (nonfinite)" in head and numbers == list(range(116, 120))
-
-
-def test_samples_that_were_left_out_can_be_looked_at(capsys, recorded):
-    head, numbers = shown(capsys, recorded, "--samples", "192", "195")
-    assert head == "samples [192, 195)\n" and numbers == [192, 193, 194]
+    assert shown(capsys, recorded, "--samples", "192", "195") == ("samples [192, 195)\n", [192, 193, 194])
 
 
 def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, encoded):

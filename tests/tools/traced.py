@@ -23,7 +23,7 @@ def sentence(draw: random.Random, words: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(words))
 
 
-def make_traced(folder: Path) -> Path:
+def make_traced(folder: Path, **settings: object) -> Path:
     """Config of a run whose shard, tokenizer and encode stages are done, in `folder`/runs/mini: two sources, one with
     ids of its own; copies, a short document that a filter drops, a line that is no JSON."""
     draw = random.Random(5)
@@ -45,7 +45,7 @@ def make_traced(folder: Path) -> Path:
                              "separator": "\n---\n"}]},
               "tokenizer": {"kind": "byte"}, "model": {"context_length": 128},
               "train": {"steps": PLANNED, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4,
-                        "warmup_steps": 1}}
+                        "warmup_steps": 1}, **settings}
     path = folder / "mini.yaml"
     path.write_text(yaml.safe_dump(config))
     for stage, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):

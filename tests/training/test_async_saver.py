@@ -48,33 +48,22 @@ def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
             assert torch.equal(reader.read("model.b"), torch.arange(7) + 1)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(make, monkeypatch):
-    saver, checkpoints, said = make(keep=1)
-
-    def prune(*_):
-        raise FileNotFoundError(2, "No such file or directory", "step-00000001")
-    monkeypatch.setattr(checkpoints, "prune", prune)
-    saver.save(pieces(1), TrainingProgress(step=1))
-    saver.wait()
-    assert [saved.event for saved in saver.ended()] == ["checkpoint"]
-    assert any("could not be removed" in text for text in said)
-    found = checkpoints.newest_valid()
-    assert found is not None and found[1].step == 1
-
-
-@pytest.mark.parametrize("part", ["saved", "prune"])
-def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part):
+@pytest.mark.parametrize(("part", "error", "logged", "told"), [
+    ("prune", FileNotFoundError(2, "gone", "step-00000001"), ["checkpoint"], "could not be removed"),
+    ("prune", ValueError("broken"), ["checkpoint"], "broken"),
+    ("saved", ValueError("broken"), ["checkpoint_copy_failed", "checkpoint"], "broken")])
+def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part, error, logged, told):
     """One rank alone would try again, and the others' channel go on without it."""
     saver, checkpoints, said = make(keep=1, attempts=2)
 
-    def broken(*_):
-        raise ValueError("broken")
-    monkeypatch.setattr(*((saver, "saved") if part == "saved" else (checkpoints, "prune")), broken)
+    def fails(*_):
+        raise error
+    monkeypatch.setattr(saver if part == "saved" else checkpoints, part, fails)
     saver.save(pieces(1), TrainingProgress(step=1))
     saver.wait()
-    logged = {"saved": ["checkpoint_copy_failed", "checkpoint"], "prune": ["checkpoint"]}
-    assert [saved.event for saved in saver.ended()] == logged[part]
-    assert any("warning" in text and "broken" in text for text in said)
+    assert [saved.event for saved in saver.ended()] == logged
+    assert any("warning" in text and told in text for text in said)
+    assert checkpoints.newest_valid()[1].step == 1
 
 
 def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
@@ -102,15 +91,15 @@ def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     assert not list(checkpoints.folder.glob("*"))
 
 
-def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
+@pytest.mark.parametrize("form", [None, 3])
+def test_a_checkpoint_of_another_form_is_named_and_left_alone(make, form):
     saver, checkpoints, _ = make()
     saver.save(pieces(1), TrainingProgress(step=1))
     saver.wait()
     marker = checkpoints.path(1) / MARKER
     content = json.loads(marker.read_text())
-    for form in (None, 3):
-        changed = {key: value for key, value in content.items() if key != "format"} | ({"format": form} if form else {})
-        marker.write_text(json.dumps(changed))
-        with pytest.raises(UserError, match=f"is a checkpoint of form {form or 1}; this Drover reads form 2"):
-            checkpoints.newest_valid()
-        assert checkpoints.path(1).is_dir(), "nothing was renamed"
+    del content["format"]
+    marker.write_text(json.dumps(content | ({"format": form} if form else {})))
+    with pytest.raises(UserError, match=f"is a checkpoint of form {form or 1}; this Drover reads form 2"):
+        checkpoints.newest_valid()
+    assert checkpoints.path(1).is_dir(), "nothing was renamed"

@@ -64,9 +64,6 @@ class Run:
             wait_for(lambda step=step: step in self.copies.found().whole)
         copying.finish(steps[-1])
 
-    def damage(self, step):
-        self.store.put(f"{checkpoint_name(step)}/{MARKER}", b"x")
-
     def remove_here(self, step):
         path = self.checkpoints.path(step)
         path.rename(self.folder / path.name)
@@ -93,47 +90,32 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
-def test_a_sound_checkpoint_here_is_gone_on_from_where_newer_copies_are_damaged(run):
+@pytest.mark.parametrize(("gone", "damaged", "torn", "goes_on", "left"), [
+    ([12], [12], [], 8, [4, 8]), ([4, 8, 12], [12], [8], 4, [4]), ([4, 8, 12], [4, 8, 12], [], None, [4, 8, 12])])
+def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, torn, goes_on, left):
+    """Newer ones would count as the newest later. Where there is nothing else, they stay."""
     run.train(4, 8, 12)
-    run.remove_here(12)
-    run.damage(12)
-    copying = run.start()
-    assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
-    assert any("removed damaged copies" in text and "step-00000012" in text for text in run.said)
-    copying.close()
-
-
-def test_damaged_copies_go_once_an_older_one_is_fetched(run):
-    run.train(4, 8, 12)
-    for step in (4, 8, 12):
+    for step in gone:
         run.remove_here(step)
-    run.damage(12)
-    run.store.put(f"step-00000008/{COPY}", b"{")
+    for step, name, content in [*((step, MARKER, b"x") for step in damaged), *((step, COPY, b"{") for step in torn)]:
+        run.store.put(f"{checkpoint_name(step)}/{name}", content)
     copying = run.start()
-    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    if goes_on is None:
+        with pytest.raises(UserError, match="Every copy of a checkpoint"):
+            copying.newest_valid()
+    else:
+        assert copying.newest_valid()[1].step == goes_on
+        assert any("removed damaged copies" in text and "step-00000012" in text for text in run.said)
     copying.close()
-
-
-def test_damaged_copies_stay_where_there_is_nothing_else(run):
-    run.train(4, 8)
-    for step in (4, 8):
-        run.remove_here(step)
-        run.damage(step)
-    copying = run.start()
-    with pytest.raises(UserError, match="Every copy of a checkpoint"):
-        copying.newest_valid()
-    copying.close()
-    assert run.copies.found().whole == [4, 8]
+    assert run.copies.found().whole == left
 
 
 def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch):
-    def fail(self):
+    def fail(self, steps):
         raise UserError("the store is away.")
-    with monkeypatch.context() as patch:
-        patch.setattr(CopiedCheckpoints, "found", lambda self: SimpleNamespace(whole=[], unfinished={}))
-        patch.setattr(Copying, "_without_set_aside", lambda self, steps: fail(self))
-        with pytest.raises(UserError, match="away"):
-            run.start()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="away"):
+        patch.setattr(Copying, "_without_set_aside", fail)
+        run.start()
     assert run.store.head(RUN) is not None and run.store.head(LOCK) is None
     copying = run.start()
     copying.begin(None)
@@ -155,58 +137,42 @@ def test_a_session_that_cannot_be_set_up_leaves_the_store(run, monkeypatch, erro
     assert run.store.head(LOCK) is None
 
 
-def test_a_torn_copy_of_what_was_set_aside_does_not_end_the_start(run):
-    run.train(4, 8)
-    path = run.checkpoints.path(8)
-    path.rename(path.with_name(f"{SET_ASIDE}{path.name}"))
-    run.store.put(f"step-00000008/{COPY}", b"{")
-    copying = run.start()
-    assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
-    copying.close()
-
-
-def test_a_copy_of_what_was_set_aside_a_second_time_is_not_gone_on_from(run):
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_copy_of_what_was_set_aside_is_not_gone_on_from(run, torn):
+    """Also where an earlier one of its name was, and where the copy is torn."""
     run.train(4, 8)
     first = run.checkpoints.path(8)
-    (first.parent / f"{SET_ASIDE}{first.name}").mkdir()
-    (first.parent / f"{SET_ASIDE}{first.name}" / MARKER).write_bytes(b"of the first time")
+    earlier = first.parent / f"{SET_ASIDE}{first.name}"
+    earlier.mkdir()
+    (earlier / MARKER).write_bytes(b"of the first time")
     _rename(first)
-    assert (first.parent / f"{SET_ASIDE}{first.name}.2" / MARKER).is_file()
+    assert earlier.with_name(f"{earlier.name}.2").is_dir()
+    if torn:
+        run.store.put(f"step-00000008/{COPY}", b"{")
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
     copying.close()
 
 
-@pytest.fixture
-def living(run, monkeypatch):
-    """The run once more, while it trains."""
+def test_a_copy_of_a_living_run_s_folder_does_not_take_its_store(run, tmp_path, monkeypatch):
     monkeypatch.setattr(copying_module, "Lock", partial(Lock, beat_s=0.05, dead_s=1000.0))
     run.train(4)
-    copying = run.start()
-    yield run
-    assert copying._lock.held()
-    copying.close()
-
-
-def test_a_copy_of_a_living_run_s_folder_does_not_take_its_store(living, tmp_path):
-    shutil.copytree(living.folder, tmp_path / "copied")
-    before = {entry.path: living.store.read(entry.path) for entry in living.store.list() if entry.path != LOCK}
+    living = run.start()
+    shutil.copytree(run.folder, tmp_path / "copied")
+    before = {entry.path: run.store.read(entry.path) for entry in run.store.list() if entry.path != LOCK}
+    trial = run.at(tmp_path / "copied", "trial")
     with pytest.raises(UserError, match="is in use: process"):
-        living.at(tmp_path / "copied", "mini").start()
+        run.at(tmp_path / "copied", "mini").start()
     with pytest.raises(UserError, match=r"of the run mini, not of trial\. .*/copied seems to be a copy"):
-        living.at(tmp_path / "copied", "trial").start()
-    assert {path: living.store.read(path) for path in before} == before
-
-
-def test_a_copy_with_a_store_of_its_own_is_another_training(living, tmp_path):
-    shutil.copytree(living.folder, tmp_path / "copied")
-    trial = living.at(tmp_path / "copied", "trial")
-    trial.store = Store(f"file://{tmp_path}/other")
+        trial.start()
+    trial.store = Store(f"file://{tmp_path}/other")  # one of its own makes it another training
     trial.copies = CopiedCheckpoints(trial.store)
     trial.train(8)
-    trial.store = living.store
+    trial.store = run.store
     with pytest.raises(UserError, match="of the run mini, not of trial"):
         trial.start()
+    assert {path: run.store.read(path) for path in before} == before and living._lock.held()
+    living.close()
 
 
 def test_a_killed_run_goes_on_at_once_where_it_is_and_after_a_wait_where_it_was_moved(run, tmp_path, monkeypatch):

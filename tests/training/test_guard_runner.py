@@ -80,20 +80,16 @@ QUIET = [(3.0, 1.0)] * 33
 NAN, SPIKE = (math.nan, 1.0), (9.0, 1.0)
 
 
-@pytest.mark.parametrize("spike", ["log", "skip", "rollback"])
-@pytest.mark.parametrize("odd", [NAN, SPIKE], ids=["nan", "spike"])
-def test_only_the_rank_that_tells_of_a_step_reads_its_documents(reads, spike, odd):
-    told, ends = on_all_ranks([*QUIET, odd], spike=spike)
-    assert reads == [0] and ends == {}
-    text, (event, documents) = told[0]
-    assert "web/abc (train-0.arrow, document 5)" in text and documents[0]["samples"] == [264]
-    assert event in ("skip", "spike", "rollback") and told[1] == told[2] == []
-
-
-@pytest.mark.parametrize(("results", "guards", "again"), [
-    ([NAN], {"max_skipped": 0}, 0), ([*QUIET, SPIKE, SPIKE], {"spike": "skip", "max_skipped": 1}, 1),
-    ([*QUIET, SPIKE], {"spike": "rollback", "max_rollbacks": 0}, 0)])
-def test_every_rank_stops_with_the_same_words_though_one_read(reads, results, guards, again):
-    _, ends = on_all_ranks(results, **guards)
-    assert reads == [0] * (1 + again)
-    assert len(ends) == RANKS and len(set(ends.values())) == 1 and "web/abc" in ends[0]
+@pytest.mark.parametrize(("results", "guards", "events", "stops"), [
+    ([NAN], {}, ["skip"], False), ([*QUIET, SPIKE], {}, ["spike"], False),
+    ([*QUIET, SPIKE], {"spike": "rollback"}, ["rollback"], False), ([NAN], {"max_skipped": 0}, [], True),
+    ([*QUIET, SPIKE, SPIKE], {"spike": "skip", "max_skipped": 1}, ["skip"], True),
+    ([*QUIET, SPIKE], {"spike": "rollback", "max_rollbacks": 0}, [], True)])
+def test_one_rank_reads_documents_and_tells_and_all_stop_with_the_same_words(reads, results, guards, events, stops):
+    told, ends = on_all_ranks(results, **guards)
+    assert reads == [0] * (len(events) + stops) and told[1] == told[2] == []
+    for event, text, (kind, documents) in zip(events, told[0][::2], told[0][1::2], strict=True):
+        assert "web/abc (train-0.arrow, document 5)" in text and event == kind
+        assert documents[0]["samples"] == [8 * (len(results) - stops) - 8]
+    assert len(ends) == RANKS * stops and len(set(ends.values())) == stops
+    assert all("web/abc" in said for said in ends.values())

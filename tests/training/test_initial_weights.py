@@ -85,29 +85,34 @@ def tokenizer(folder, vocabulary, merges=None, added=()):
     return folder
 
 
-def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path):
-    theirs = tokenizer(tmp_path / "theirs", {"a": 0, "b": 1, "ab": 2}, ["a b"], [(3, "<s>")])
-    same = tokenizer(tmp_path / "same", {"ab": 2, "b": 1, "a": 0}, [["a", "b"]], [(3, "<s>")])
-    assert refuse_other_tokenizer(theirs, theirs) == "the same tokenizer"
-    assert refuse_other_tokenizer(theirs, same) == "the same 4 tokens"
-    more = tokenizer(tmp_path / "more", {"a": 0, "b": 1, "ab": 2}, ["a b"], [(3, "<s>"), (4, "<new>")])
-    assert refuse_other_tokenizer(theirs, more) == "the same 4 tokens"
-    with pytest.raises(UserError, match=r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*more"):
-        refuse_other_tokenizer(more, theirs)
-    other = tokenizer(tmp_path / "other", {"b": 0, "a": 1, "ab": 2}, ["a b"], [(3, "<s>")])
-    with pytest.raises(UserError, match=r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here"):
-        refuse_other_tokenizer(theirs, other)
-    split = tokenizer(tmp_path / "split", {"a": 0, "b": 1, "ab": 2}, ["b a"], [(3, "<s>")])
-    with pytest.raises(UserError, match="not how text is split"):
-        refuse_other_tokenizer(theirs, split)
-    pieces = tokenizer(tmp_path / "pieces", [["a", -1.0], ["b", -2.0], ["ab", -3.0]], None, [(3, "<s>")])
-    assert refuse_other_tokenizer(pieces, pieces) == "the same tokenizer"
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn/tokenizer.json").write_text("{")
+VOCABULARY, ADDED = {"a": 0, "b": 1, "ab": 2}, [(3, "<s>")]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "said"), [
+    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, [["a", "b"]], ADDED), "the same 4 tokens"),
+    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, ["a b"], [*ADDED, (4, "<new>")]), "the same 4 tokens"),
+    (([["a", -1.0], ["b", -2.0]], None, ADDED), ([["a", -1.0], ["b", -2.0]], None, ADDED), "the same tokenizer"),
+    ((VOCABULARY, ["a b"], [*ADDED, (4, "<new>")]), (VOCABULARY, ["a b"], ADDED),
+     UserError(r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*theirs")),
+    ((VOCABULARY, ["a b"], ADDED), ({"b": 0, "a": 1, "ab": 2}, ["a b"], ADDED),
+     UserError(r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here")),
+    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, ["b a"], ADDED), UserError("not how text is split"))])
+def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, said):
+    folders = tokenizer(tmp_path / "theirs", *theirs), tokenizer(tmp_path / "ours", *ours)
+    if isinstance(said, str):
+        assert refuse_other_tokenizer(*folders) == said
+        return
+    with pytest.raises(UserError, match=str(said)):
+        refuse_other_tokenizer(*folders)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):
+    same = tokenizer(tmp_path / "same", VOCABULARY)
+    (same / "torn").mkdir()
+    assert "no tokenizer.json there" in refuse_other_tokenizer(same / "torn", same)
+    (same / "torn/tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be compared"):
-        refuse_other_tokenizer(tmp_path / "torn", same)
-    (tmp_path / "none").mkdir()
-    assert "no tokenizer.json there" in refuse_other_tokenizer(tmp_path / "none", same)
+        refuse_other_tokenizer(same / "torn", same)
 
 
 def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):

@@ -14,17 +14,14 @@ def test_what_is_asked_for_is_taken(wanted):
 
 
 @pytest.mark.parametrize(("amx", "avx512", "expected"), [
-    (True, False, "bf16"), (False, True, "bf16"), (False, False, "fp32")])
+    (True, False, "bf16"), (False, True, "bf16"), (False, False, "fp32"), (None, None, "fp32: no fast bf16 here")])
 def test_on_cpus_by_their_instructions(monkeypatch, amx, avx512, expected):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
-    assert choose_precision("auto", CPU)[0] == expected
-
-
-def test_a_torch_without_these_queries_is_taken_for_slow(monkeypatch):
-    for query in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.delattr(torch.cpu, query, raising=False)
-    assert choose_precision("auto", CPU) == ("fp32", "fp32: no fast bf16 here")
+    """A torch that cannot be asked is taken for slow."""
+    for query, there in (("_is_amx_tile_supported", amx), ("_is_avx512_bf16_supported", avx512)):
+        monkeypatch.setattr(torch.cpu, query, lambda there=there: there, raising=False)
+        if there is None:
+            monkeypatch.delattr(torch.cpu, query)
+    assert expected in choose_precision("auto", CPU)
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])

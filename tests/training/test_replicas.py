@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from torch import nn
 
 from pipeline.training import replicas
 from pipeline.training.engines.engine import LocalWeights
-from pipeline.training.fault_injection import flip_bit
 from pipeline.training.replicas import addends, balanced, compare, explain, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_every_single_bit_shows(dtype):
     values = (torch.randn(7, 5) * 50).to(dtype)
-    size = values.element_size()
-    whole = fingerprint([values])[0]
-    raw = values.view(torch.uint8)
-    seen = []
-    for place in (0, 3, 34):
-        for bit in range(8 * size):
-            row, column = divmod(place, 5)
-            raw[row, column * size + bit // 8] ^= 1 << bit % 8
-            seen.append(fingerprint([values])[0])
-            raw[row, column * size + bit // 8] ^= 1 << bit % 8
-    assert len(seen) == 3 * 8 * size and whole not in seen and fingerprint([values])[0] == whole
+    whole, raw = fingerprint([values]), values.view(-1).view(torch.uint8)
+    assert fingerprint([]) == [] and fingerprint([torch.empty(0), values]) == [0, *whole]
+    for at in range(len(raw)):
+        for bit in range(8) if at % 17 == 0 else (at % 8,):
+            raw[at] ^= 1 << bit
+            assert fingerprint([values]) != whole
+            raw[at] ^= 1 << bit
+    assert fingerprint([values]) == whole
 
 
 def test_exchanged_elements_show_and_layout_does_not():
@@ -44,28 +41,15 @@ def test_chunks_are_a_matter_of_memory_only(monkeypatch):
     assert fingerprint([values]) == whole == [int((values.view(torch.int32) * odd).sum())]
 
 
-def test_empty_pieces_and_no_tensors_have_fingerprints():
-    assert fingerprint([]) == [] and fingerprint([torch.empty(0), torch.empty(3, 0)]) == [0, 0]
-
-
-def test_equal_replicas_give_nothing_and_a_flipped_bit_names_tensor_and_replica():
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)) for _ in range(3)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    names = [name for name, _ in models[0].named_parameters()]
-    assert compare([fingerprint(model.parameters()) for model in models], names) == []
-    flip_bit(models[2], bit=0)
-    found = compare([fingerprint(model.parameters()) for model in models], names, ["rank 0", "rank 4", "rank 8"])
-    assert found == ["1.weight: rank 8 differs from the other 2"]
-    two = compare([fingerprint(model.parameters()) for model in models[1:]], names)
-    assert two == ["1.weight: replica 0 | replica 1 differ, and which of them is right cannot be told"]
-
-
-def test_no_majority_names_nobody_and_two_odd_ones_are_both_named():
-    assert compare([[1], [1], [2], [2]], ["w"]) == \
-        ["w: replica 0, replica 1 | replica 2, replica 3 differ, and which of them is right cannot be told"]
-    assert compare([[1], [5], [1], [2], [1]], ["w"]) == ["w: replica 1, replica 3 differ from the other 3"]
+@pytest.mark.parametrize(("found", "labels", "told"), [
+    ([[1, 2], [1, 2], [1, 2]], None, []),
+    ([[1, 2], [1, 2], [1, 3]], ["rank 0", "rank 4", "rank 8"], ["b: rank 8 differs from the other 2"]),
+    ([[1, 2], [1, 3]], None, ["b: replica 0 | replica 1 differ, and which of them is right cannot be told"]),
+    ([[1], [1], [2], [2]], None,
+     ["a: replica 0, replica 1 | replica 2, replica 3 differ, and which of them is right cannot be told"]),
+    ([[1], [5], [1], [2], [1]], None, ["a: replica 1, replica 3 differ from the other 3"])])
+def test_a_majority_names_the_replicas_that_differ(found, labels, told):
+    assert compare(found, ["a", "b"][:len(found[0])], *([labels] if labels else [])) == told
 
 
 def test_the_explanation_says_since_when_and_what_to_do():
@@ -87,23 +71,20 @@ def three_copies(shards=2):
              ("norm", (0,), 2 * copy + shard, 6, -(2**63))] for copy in range(3) for shard in range(shards)]
 
 
+def with_change(found, rank, weight, change):
+    """The same, one fingerprint changed."""
+    name, place, copy, copies, value = found[rank][weight]
+    found[rank][weight] = (name, place, copy, copies, value + change)
+    return found
+
+
 def test_equal_copies_balance_and_any_other_does_not():
     assert balanced(sums_of(three_copies())) and balanced([0.0] * 4)
-    for rank in range(6):
-        for weight in range(3):
-            for change in (1, -1, 2**63, 2**32, -(2**63)):
-                wrong = three_copies()
-                name, place, copy, copies, value = wrong[rank][weight]
-                wrong[rank][weight] = (name, place, copy, copies, value + change)
-                assert not balanced(sums_of(wrong)), (rank, weight, change)
+    for case in itertools.product(range(6), range(3), (1, -1, 2**63, 2**32, -(2**63))):
+        assert not balanced(sums_of(with_change(three_copies(), *case))), case
 
 
-def test_changes_that_cancel_elsewhere_or_change_places_do_not_balance():
-    wrong = three_copies()
-    for rank, change in ((0, 5), (2, -5)):
-        name, place, copy, copies, value = wrong[rank][0]
-        wrong[rank][0] = (name, place, copy, copies, value + change)
-    assert not balanced(sums_of(wrong))
-    wrong = three_copies()
-    wrong[0][0], wrong[0][1] = (*wrong[0][0][:4], wrong[0][1][4]), (*wrong[0][1][:4], wrong[0][0][4])
-    assert not balanced(sums_of(wrong))
+@pytest.mark.parametrize("other", [(2, 0), (0, 1)])
+def test_changes_that_cancel_elsewhere_or_change_places_do_not_balance(other):
+    """Of another copy's shard, or of another weight, whose fingerprint is one less."""
+    assert not balanced(sums_of(with_change(with_change(three_copies(), 0, 0, -1), *other, 1)))

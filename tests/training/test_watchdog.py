@@ -15,7 +15,7 @@ from pipeline.config.guarding import FIRST
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.training.monitor import Monitor
-from pipeline.training.sampling_attempts import MOST_ENDED, RECORD, SamplingAttempts
+from pipeline.training.sampling_attempts import MOST_ENDED, SamplingAttempts
 from pipeline.training.watchdog import Watchdog
 
 LIMIT = 600.0
@@ -117,34 +117,21 @@ def monitor(watched, folder, draw, barrier=lambda: None):
     return made
 
 
-def test_training_pulses_while_it_draws(watched, tmp_path):
-    def draw(engine, pulse):
-        for _ in range(5):
-            pulse()
-            watched.passes(0.9 * LIMIT)
-        return [("a", "b")]
-    made = monitor(watched, tmp_path, draw)
-    made.draw_samples(10)
-    assert made.texts == [(10, "a", "b")] and not (tmp_path / RECORD).exists()
-
-
-def test_a_hang_while_drawing_is_not_repeated_for_ever(watched, tmp_path):
+def test_a_hang_while_drawing_is_not_repeated_for_ever(tmp_path):
     """Each start comes to the same texts, since the checkpoint of their step is there."""
-    def hang(engine, pulse):
-        watched.passes(100 * LIMIT)
-    for _ in range(MOST_ENDED):
+    def drawn(draw, step):
         start = Watched(tmp_path)
-        start.dog.finished(10, 1.0)
-        watched = start
+        start.dog.finished(step, 1.0)
+        made = monitor(start, tmp_path, lambda engine, pulse: draw(start))
+        made.draw_samples(step)
+        return made
+    for _ in range(MOST_ENDED):
         with pytest.raises(HungError):
-            monitor(start, tmp_path, hang).draw_samples(10)
-    made = monitor(watched, tmp_path, hang)
-    made.draw_samples(10)
+            drawn(lambda start: start.passes(100 * LIMIT), 10)
+    made = drawn(lambda start: start.passes(100 * LIMIT), 10)
     assert made.texts == [] and "after step 10: 2 starts of training ended while drawing them" in made.said[0]
     assert made.said[1] == ("samples_left_out", {"step": 10, "ended": 2})
-    made = monitor(watched, tmp_path, lambda engine, pulse: [("a", "b")])
-    made.draw_samples(20)
-    assert made.texts == [(20, "a", "b")], "other texts are drawn again"
+    assert drawn(lambda start: [("a", "b")], 20).texts == [(20, "a", "b")], "other texts are drawn again"
 
 
 def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(watched, tmp_path):

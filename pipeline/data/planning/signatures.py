@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
     """
     if config is None:
         return None
+    from importlib import metadata
     try:
         from rensa import RMinHash
     except ImportError:

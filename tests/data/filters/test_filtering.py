@@ -17,17 +17,13 @@ import yaml
 
 from pipeline.config.loading import load_config
 from pipeline.config.section import identity
-from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.documents import key_fits
-from pipeline.encode import encode
 from pipeline.files import sha256_json
-from pipeline.tokenizer import make_tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.source_files import lines
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
 from tests.waiting import HANG_S
-from tools.where.__main__ import main as where
 
 FILTERS = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
            "most_words": 40}, {"kind": "repetition"}]
@@ -91,23 +87,6 @@ def test_changed_documents_are_what_is_hashed_and_split(done):
     for document in train + heldout:
         share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
         assert key_fits(document) and "@" not in document.text and (document in heldout) == (share < 0.1)
-
-
-@pytest.mark.slow
-def test_changed_documents_are_what_is_found_again(done, capsys):
-    config = yaml.safe_load(done.config.read_text())
-    config |= {"tokenizer": {"kind": "byte"}, "train": {"sequence_length": 64, "batch_tokens": 1024, "steps": 4,
-                                                        "warmup_steps": 1}}
-    done.config.write_text(yaml.safe_dump(config))
-    for stage, body in (("tokenizer", make_tokenizer), ("encode", encode)):
-        assert stage_main(stage, body, ["--config", str(done.config)]) == 0
-    capsys.readouterr()
-    assert where(["--run", str(done.folder.parent), "--step", "1", "--text"]) == 0
-    shown = capsys.readouterr().out
-    keys = {document.key: document.text for document in documents(done.config, "train")}
-    found = [line.split("key ")[1].split()[0] for line in shown.splitlines() if line.startswith("sample ")]
-    assert len(found) >= 16 and all(key in keys for key in found) and "@" not in shown
-    assert any("<email>" in keys[key] for key in found)
 
 
 def test_parts_and_a_lost_file_make_the_same_bytes(done):

@@ -1,17 +1,15 @@
 """Languages by fastText models: small real ones, whose making tests/data/filters/models/README.md tells."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
+from pipeline.config.section import identity
 from pipeline.data.documents import Document
 from pipeline.errors import UserError
 from tests.data.filters.test_kinds import made
-from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")
 
@@ -37,6 +35,7 @@ def outcomes(**asked):
 def test_other_languages_and_doubtful_ones_are_dropped():
     other, doubtful = "of another language", "of no language with a probability of 0.65"
     own, found = outcomes(path=str(TWO), languages=["en"])
+    assert own.reads() == [TWO] and "path" not in identity(own)
     assert found == [None, other, other, doubtful]
     assert own.findings() == {"languages": {"de": 1, "en": 1, "fr": 1, "unknown": 1}}
     assert outcomes(path=str(TWO), languages=["de", "fr"])[1] == [other, None, None, doubtful]
@@ -74,17 +73,3 @@ def test_what_is_no_model_is_told_of(tmp_path, monkeypatch):
     shutil.copy(WITH_SCRIPTS, path)
     with pytest.raises(UserError, match=r"pip install --editable '\.\[clean\]'"):
         made(kind="language", path=str(path), languages=["eng_Latn"]).open()
-
-
-def test_the_stage_keeps_a_language_and_records_the_model(tmp_path):
-    (tmp_path / "in").mkdir()
-    texts = [f"{text} {number}" for number in range(20) for text in (ENGLISH, GERMAN)]
-    (tmp_path / "in/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = write_config(tmp_path, [files_source("web", tmp_path / "in/a.jsonl")], heldout_share=0.2, filters=[
-        {"kind": "language", "path": str(TWO), "languages": ["en"]}])
-    assert run(config) == 0
-    manifest = read_manifest(folder_of(config))
-    assert manifest.counts["filters"]["language"]["reasons"] == {"of another language": 20}
-    assert "filters/language/two_letters.ftz" in {record["name"] for record in manifest.files}
-    assert "path" not in manifest.fingerprint["config"]["shard"]["filters"][0]
-    assert all(document.text.startswith("The ship") for document in documents(config, "train"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.shipped import FILTERS
 from pipeline.data.documents import Document
+from pipeline.data.filters.base import Filter
 from pipeline.data.filters.word_runs import WordRuns
 from pipeline.data.filters.words import NO_WORD, TERMINAL, sentences, word_counts, words
 
@@ -103,14 +104,8 @@ def translated(kind, asked):
 
 def ours(kind, text, **asked):
     [own] = FILTERS.made([FILTERS.read({"kind": kind, **asked})])
-    return verdict_of(own, text)
-
-
-def verdict_of(own, text):
     found = own(Document(text, "s", "1", {}))
-    if not isinstance(found, str):
-        return None, found.text
-    return re.sub("(?<=than )[0-9.e,-]+", "#", found), None
+    return (re.sub("(?<=than )[0-9.e,-]+", "#", found), None) if isinstance(found, str) else (None, found.text)
 
 
 def compare(kind, text, **asked):
@@ -154,32 +149,17 @@ def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
 
 
 SHARES = [0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]
-LOOSE = {
-    "c4": {"min_num_sentences": None, "min_words_per_line": None, "max_word_length": None,
-           "filter_no_terminal_punct": False, "filter_lorem_ipsum": False, "filter_javascript": False,
-           "filter_curly_bracket": False, "filter_policy": False, "remove_citations": False},
-    "gopher_quality": dict.fromkeys(["min_doc_words", "max_doc_words", "min_avg_word_length", "max_avg_word_length",
-                                     "max_symbol_word_ratio", "max_bullet_lines_ratio", "max_ellipsis_lines_ratio",
-                                     "min_alpha_words_ratio", "min_stop_words"]),
-    "gopher_repetition": {**dict.fromkeys(["dup_para_frac", "dup_para_char_frac", "dup_line_frac",
-                                           "dup_line_char_frac"]),
-                          **dict.fromkeys([f"top_{n}_gram" for n in (2, 3, 4)]),
-                          **dict.fromkeys([f"dup_{n}_gram" for n in range(5, 11)])},
-    "fineweb_quality": {"line_punct_thr": 0.0, "short_line_thr": 1.0, "char_duplicates_ratio": 1.0,
-                        "new_line_ratio": 9.0}}
-PROBED = {
-    "c4": {"min_num_sentences": [1, 2, 3, 4, 5, 8, 30], "min_words_per_line": [1, 2, 3, 5, 9],
-           "max_word_length": [1, 4, 8, 20],
-           **dict.fromkeys(["filter_no_terminal_punct", "filter_lorem_ipsum", "filter_javascript",
-                            "filter_curly_bracket", "filter_policy", "remove_citations"], (True, False))},
-    "gopher_quality": {"min_doc_words": [1, 5, 20, 100, 400], "max_doc_words": [5, 20, 100, 400],
-                       "min_avg_word_length": [1.5, 3, 4, 4.5, 5, 6], "max_avg_word_length": [2, 3, 4, 4.5, 5, 6],
-                       "max_symbol_word_ratio": SHARES, "max_bullet_lines_ratio": SHARES,
-                       "max_ellipsis_lines_ratio": SHARES, "min_alpha_words_ratio": SHARES,
-                       "min_stop_words": range(1, 9)},
-    "gopher_repetition": dict.fromkeys(LOOSE["gopher_repetition"], SHARES),
-    "fineweb_quality": {"line_punct_thr": SHARES, "short_line_thr": SHARES, "char_duplicates_ratio": SHARES,
-                        "new_line_ratio": SHARES, "short_line_length": [1, 10, 60]}}
+VALUES = (("short_line_length", [1, 10, 60]), ("num_sentences", [1, 2, 3, 4, 5, 8, 30]),
+          ("words_per_line", [1, 2, 3, 5, 9]), ("max_word_length", [1, 4, 8, 20]), ("doc_words", [1, 5, 20, 100, 400]),
+          ("avg", [1.5, 2, 3, 4, 4.5, 5, 6]), ("stop_words", range(1, 9)), ("filter", (True, False)),
+          ("citations", (True, False)), ("", SHARES))
+"""What is tried of a setting, by the first of these that is part of its name."""
+PROBED = {kind: {name: next(values for part, values in VALUES if part in name)
+                 for name in type(FILTERS.read({"kind": kind})).model_fields
+                 if name not in {*Filter.model_fields, "stop_words", "line_punct_exclude_zero"}} for kind in KINDS}
+LOOSE = {kind: {name: False if values == (True, False) else None for name, values in PROBED[kind].items()}
+         for kind in KINDS} | {"fineweb_quality": {"line_punct_thr": 0.0, "short_line_thr": 1.0,
+                                                   "char_duplicates_ratio": 1.0, "new_line_ratio": 9.0}}
 
 
 @pytest.mark.parametrize(("kind", "setting"), [(kind, setting) for kind in KINDS for setting in PROBED[kind]])

@@ -1,7 +1,6 @@
 """Files of columns: what one value costs that cannot be read, and what is no fault of the data."""
 
 import errno
-import json
 import os
 
 import numpy as np
@@ -11,6 +10,7 @@ import zstandard
 
 from pipeline.data import columnar
 from pipeline.data.reading import unit_documents
+from pipeline.data.zstd_frames import frame_starts
 from pipeline.errors import UserError
 from tests.data.source_files import batch, lost, payload_of, texts, told, write_batches
 
@@ -27,10 +27,9 @@ def write(path, *columns):
     write_batches(path, batch(*columns), batch(*columns))
 
 
-def read(path, *, start=0, cache=None, **fields):
+def read(path, *, start=0, **fields):
     """(documents, rejections) of a file from its byte `start` on."""
-    payload = payload_of(path, start, path.stat().st_size, megabytes=0.001, **fields)
-    return told(unit_documents(payload, cache=cache))
+    return told(unit_documents(payload_of(path, start, path.stat().st_size, megabytes=0.001, **fields)))
 
 
 def strings(kind, values):
@@ -113,42 +112,23 @@ def failing(error):
 NO_MEMORY = pa.ArrowMemoryError("malloc of size 1048576 failed")
 
 
-@pytest.mark.parametrize(("place", "start"), [("check_columns", 0), ("check_columns", 1), ("_batch_records", 0)])
-def test_a_shortage_of_memory_is_no_damage(path, monkeypatch, place, start):
-    write(path, TEXT)
-    monkeypatch.setattr(columnar, place, failing(NO_MEMORY))
-    with pytest.raises(UserError, match=f"{path.name} needs more memory .*malloc of size 1048576 failed"):
+@pytest.mark.parametrize(("place", "start", "stream"), [("check_columns", 0, False), ("check_columns", 1, False),
+                                                        ("_batch_records", 0, False), ("_texts", 0, True)])
+@pytest.mark.parametrize(("error", "told"), [
+    (NO_MEMORY, "needs more memory .*malloc of size 1048576 failed"),
+    (OSError(errno.EIO, os.strerror(errno.EIO)), "cannot be read: Input/output error"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None), (OSError("1400 requested and 1008 written"), None)])
+def test_a_shortage_of_memory_or_disk_is_no_damage(path, monkeypatch, place, start, stream, error, told):
+    write_batches(path, batch(TEXT), stream=stream)
+    monkeypatch.setattr(columnar, place, failing(error))
+    with pytest.raises(UserError if told else OSError, match=told and f"{path.name} {told}") as caught:
         read(path, start=start)
+    assert told or caught.value is error
 
 
-def test_memory_that_is_gone_while_a_stream_of_batches_is_read_is_no_damage(tmp_path, monkeypatch):
-    write_batches(tmp_path / "f.arrow", batch(TEXT), stream=True)
-    monkeypatch.setattr(columnar, "_texts", failing(NO_MEMORY))
-    with pytest.raises(UserError, match="needs more memory"):
-        read(tmp_path / "f.arrow")
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-                                   OSError("1400 requested and 1008 written")])
-def test_a_full_disk_is_no_damage(path, monkeypatch, error):
-    write(path, TEXT)
-    monkeypatch.setattr(columnar, "_batch_records", failing(error))
-    with pytest.raises(OSError) as caught:
-        read(path)
-    assert caught.value is error
-
-
-def test_a_disk_that_fails_as_a_later_part_is_opened_is_heard(path, monkeypatch):
-    write(path, TEXT)
-    monkeypatch.setattr(columnar, "check_columns", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
-    with pytest.raises(UserError, match="cannot be read: Input/output error"):
-        read(path, start=1)
-
-
-def test_frames_are_read_though_the_disk_has_no_room_to_keep_their_places(tmp_path, monkeypatch):
-    rows = [f"text {number}" for number in range(9)]
-    frames = [zstandard.compress(json.dumps({"text": row}).encode() + b"\n") for row in rows]
-    (tmp_path / "f.jsonl.zst").write_bytes(b"".join(frames))
+def test_frames_are_found_though_the_disk_has_no_room_to_keep_their_places(tmp_path, monkeypatch):
+    path, frame = tmp_path / "f.zst", zstandard.compress(b"text")
+    path.write_bytes(frame * 2)
     monkeypatch.setattr(np, "save", failing(OSError("1400 requested and 1008 written")))
-    documents, rejections = read(tmp_path / "f.jsonl.zst", start=len(frames[0]), cache=tmp_path / "cache")
-    assert texts(documents) == rows[2:] and rejections == [] and list((tmp_path / "cache").iterdir()) == []
+    assert frame_starts(path, tmp_path / "cache").tolist() == [0, len(frame)]
+    assert list((tmp_path / "cache").iterdir()) == []

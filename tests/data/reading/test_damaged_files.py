@@ -81,21 +81,14 @@ def test_broken_utf8_in_a_text_file_is_rejected(tmp_path):
     assert [(rejection.file, rejection.record) for rejection in rejections] == [("bad.txt", None)]
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-@pytest.mark.parametrize("harm", ["cut", "overwritten"])
-def test_a_damaged_archive_keeps_what_stands_before_the_damage(tmp_path, ending, harm):
-    records = [{"text": f"{number} {number ** 5}"} for number in range(60_000)]
-    data = COMPRESS[ending](lines(records))
+def test_an_archive_that_was_overwritten_keeps_what_stands_before(tmp_path):
+    data = COMPRESS[".gz"](lines({"text": f"{number} {number ** 5}"} for number in range(60_000)))
     half = len(data) // 2
-    behind = b"" if harm == "cut" else bytes(200) + data[half + 200:]
-    (tmp_path / f"f.jsonl{ending}").write_bytes(data[:half] + behind)
-    documents, rejections = read(tmp_path / f"f.jsonl{ending}")
+    (tmp_path / "f.jsonl.gz").write_bytes(data[:half] + bytes(200) + data[half + 200:])
+    documents, rejections = read(tmp_path / "f.jsonl.gz")
     assert 1000 < len(documents) < 60_000
-    # With gzip the damage may first show as broken lines; the last word is that the file breaks off.
-    assert rejections[-1].lost and rejections[-1].file == f"f.jsonl{ending}"
-    assert rejections[-1].record is not None and "from here on" in rejections[-1].reason
-    if harm == "cut":
-        assert texts(documents) == [record["text"] for record in records[:len(documents)]] and len(rejections) == 1
+    # The damage may first show as broken lines; the last word is that the file breaks off.
+    assert rejections[-1].lost and rejections[-1].record is not None and "from here on" in rejections[-1].reason
 
 
 def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):

@@ -62,58 +62,48 @@ LINE = st.one_of(
 INNER = st.lists(st.integers(0, 5000), max_size=8)
 
 
+LIMITS = st.integers(3, 40).map(lambda limit: limit / 1e6) | st.just(128.0)
+
+
 @SETTINGS
 @given(rows=st.lists(LINE, min_size=1, max_size=12), bom=st.booleans(), end=st.sampled_from([b"", b"\n", b"\r\n"]),
-       joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER)
-def test_lines(tmp_path, rows, bom, end, joint, inner):
+       joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER, megabytes=LIMITS)
+def test_lines(tmp_path, rows, bom, end, joint, inner, megabytes):
+    """What is too long costs itself alone wherever the borders are."""
     path, data = tmp_path / "f.jsonl", codecs.BOM_UTF8 * bom + joint.join(rows) + end
     path.write_bytes(data)
-    whole, borders = read(payload_of(path)), all_borders(len(data), inner)
-    found, ids, rejections, _ = in_parts(path, borders)
+    whole, borders = read(payload_of(path, megabytes=megabytes)), all_borders(len(data), inner)
+    found, ids, rejections, _ = in_parts(path, borders, megabytes=megabytes)
     assert found == whole[0] and wrong(rejections) == wrong(whole[2])
+    long = [row for row in (joint.join(rows) + end).split(b"\n") if len(row) > megabytes * 1e6]
+    assert sum("longer than shard.max_document_mb" in own.reason for own in rejections) == len(long)
     assert_offsets(ids, [lines([{"text": text}]).rstrip(b"\n") for text in found], data, borders)
 
 
 @SETTINGS
 @given(separator=st.sampled_from(["\n\n", "\n", "--", "aba", "abaaba", "aabaa", "abab", "<|end|>", "\u20ac", "aXa"]),
        pieces=st.lists(st.sampled_from(["a", "b", "ab", "aba", "\n", "\n\n\n", "-", "X", "<|end|>", "\u20ac", "<",
-                                        "abaaba", "aabaa"]), min_size=1, max_size=24),
-       bom=st.booleans(), inner=INNER)
-@example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, inner=list(range(24)))
-@example(separator="aba", pieces=["aba"] * 5 + ["b", "aba"], bom=False, inner=list(range(24)))
-def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner):
+                                        "abaaba", "aabaa", "x" * 30]), min_size=1, max_size=24),
+       bom=st.booleans(), inner=INNER, megabytes=LIMITS)
+@example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, inner=list(range(24)), megabytes=1.0)
+@example(separator="aba", pieces=["aba"] * 5 + ["b", "aba"], bom=False, inner=list(range(24)), megabytes=1.0)
+def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, megabytes):
     path, text = tmp_path / "f.txt", "".join(pieces)
     data = codecs.BOM_UTF8 * bom + text.encode()
     path.write_bytes(data)
-    expected = text.split(separator)
-    expected = expected if expected[-1] else expected[:-1]
-    assert read(payload_of(path, separator=separator))[0] == expected
+    every = text.split(separator)
+    every = every if every[-1] else every[:-1]
+    limit = max(len(separator.encode()), round(megabytes * 1e6))
+    expected = [own for own in every if len(own.encode()) <= limit]
     borders = all_borders(len(data), inner)
-    found, ids, rejections, _ = in_parts(path, borders, separator=separator)
-    assert found == expected and rejections == []
-    assert_offsets(ids, [text.encode() for text in found], data, borders)
-
-
-@SETTINGS
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30), kind=st.sampled_from(["lines", "separated"]),
-       inner=INNER, limit=st.integers(3, 30), bom=st.booleans())
-def test_what_is_too_long_costs_itself_alone_wherever_the_borders_are(tmp_path, sizes, kind, inner, limit, bom):
-    by_line = kind == "lines"
-    path, fields = tmp_path / f"f.{'jsonl' if by_line else 'txt'}", {} if by_line else {"separator": "||"}
-    rows = ['{"text":"' + "x" * size + '"}' if by_line else f"{number:x}" * size for number, size in enumerate(sizes)]
-    data = codecs.BOM_UTF8 * bom + ("\n" if by_line else "||").join(rows).encode()
-    path.write_bytes(data)
-    limit += 11 * by_line
-    found, _, rejections, _ = in_parts(path, all_borders(len(data), inner), megabytes=limit / 1e6, **fields)
-    short = [row for row in rows if len(row) <= limit]
-    if not by_line and not rows[-1]:
-        short = short[:-1]  # nothing after the last separator
-    assert found == ([json.loads(row)["text"] for row in short] if by_line else short)
-    assert len(rejections) == sum(len(row) > limit for row in rows)
-    for own in rejections:
-        assert "longer than shard.max_document_mb" in own.reason and own.documents == 1 and not own.lost
-        if isinstance(own.record, str):
-            assert data[int(own.record):].startswith(tuple(row.encode() for row in rows if len(row) > limit))
+    for parts in (borders, [0, len(data)]):
+        found, ids, rejections, _ = in_parts(path, parts, separator=separator, megabytes=limit / 1e6)
+        assert found == expected and len(rejections) == len(every) - len(expected)
+        assert_offsets(ids, [text.encode() for text in found], data, parts)
+        for own in rejections:
+            assert "longer than shard.max_document_mb" in own.reason and own.documents == 1 and not own.lost
+            if isinstance(own.record, str):
+                assert data[int(own.record):].startswith(tuple(text.encode() for text in {*every} - {*expected}))
 
 
 def frame(data, skipped=b""):

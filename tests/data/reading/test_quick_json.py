@@ -44,9 +44,8 @@ def test_every_character_is_written_as_before():
             to_json(Document(f"a{chr(code)}", "s", "1", {}))
 
 
-@pytest.mark.parametrize("meta", [
-    {"a": 1e16}, {"a": [1.5, -0.0]}, {"a": 2**63}, {"a": 2**64}, {"a": -2**70}, {1: "a"}, {None: 1, "b": True},
-    {"a": {"b": {2.5: "c"}}}, {"a": (1, 2)}, {"a": []}, {"a": {}}, {"a": None, "b": False}])
+@pytest.mark.parametrize("meta", [{"a": [1.5, -0.0, 1e16]}, {"a": 2**63}, {"a": -2**70}, {1: "a"},
+                                  {"a": {"b": {2.5: "c"}}}, {"a": (1, 2)}, {"a": [], "b": {}, "c": [None, False]}])
 def test_meta_of_every_kind_is_written_as_before(meta):
     assert to_json(Document("t", "s", "1", meta)) == slow({"text": "t", "source": "s", "id": "1", "meta": meta})
 

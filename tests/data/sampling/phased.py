@@ -18,9 +18,9 @@ from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.data.shard_table import OpenShards, Shards
 from tests.token_shards import SOURCES
 
-LENGTHS = (8, 12, 16, 20, 48)
+LENGTHS = (8, 12, 16, 24)
 DOCUMENTS = st.lists(st.lists(st.integers(0, 90) | st.integers(0, 900), min_size=1, max_size=10), min_size=2,
-                     max_size=4).filter(lambda own: min(sum(map(sum, own[::2])), sum(map(sum, own[1::2]))) > 48)
+                     max_size=4).filter(lambda own: min(sum(map(sum, own[::2])), sum(map(sum, own[1::2]))) > 24)
 """Lengths of documents, by shard; the shards are of the two sources in turn."""
 EXCLUDED = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 9)), max_size=3).map(
     lambda parts: Excluded((first, first + count) for first, count in parts))
@@ -80,6 +80,21 @@ def times_read(data, samples):
             tokens = seen.setdefault((pool, epoch), {}).setdefault(name, np.zeros(sizes[name], np.int64))
             tokens[start:stop] += 1
     return seen
+
+
+def read_packed(bins, number):
+    """Read a packed sequence, whose tokens number its shard's: the shard, the spans, the tokens, those of them that
+    are a label. Every label is the next token of the shard, and is where `place` says."""
+    row, spans = np.zeros(bins.length + 1, np.uint32), bins.spans(number)
+    starts, used = bins.fill(number, row)
+    [shard] = {span.shard for span in spans}
+    tokens = [token for span in spans for token in span.shard.tokens(span.start, span.stop).tolist()]
+    assert tokens == row[:used].tolist() and not row[used:bins.length].any()
+    labels = [place + 1 for place in range(used) if place + 1 not in starts.tolist()]
+    for place in labels:
+        found, at = bins.place(number, place)
+        assert found is shard and found.tokens(at, at + 1)[0] == row[place] == row[place - 1] + 1
+    return shard, spans, tokens, row[labels].tolist()
 
 
 def by_three_ranks(function):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipeline.data.sampling.batch import IGNORED, Batch
-from pipeline.data.sampling.order import SampleOrder, permute
+from pipeline.data.sampling.order import SampleOrder
 from pipeline.data.token_shards import TokenShard
 
 
@@ -44,12 +44,6 @@ def plain_pack(windows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
 
 def plain_batch(parts: Sequence[Sequence[TokenShard]], order: SampleOrder, samples: Sequence[int]) -> Batch:
     """The samples with these numbers. parts: the shards of each of the order's pools."""
-    windows = []
-    for sample in samples:
-        block, place = divmod(int(sample), order.period)
-        pool = int(order.pattern[place])
-        size = int(order.counts[pool])
-        epoch, turn = divmod(block * int(order.quotas[pool]) + int(order.ranks[place]), size)
-        sequence = int(permute(np.array([turn]), size, (order.seed, pool, epoch))[0])
-        windows.append(plain_window(parts[pool], sequence * order.length, (sequence + 1) * order.length + 1))
-    return plain_pack(windows)
+    places = (order.locate(np.array([sample])) for sample in samples)
+    return plain_pack([plain_window(parts[int(pool[0])], int(sequence[0]) * order.length,
+                                    (int(sequence[0]) + 1) * order.length + 1) for pool, _, sequence in places])

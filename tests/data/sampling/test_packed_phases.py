@@ -18,7 +18,16 @@ from pipeline.data.sampling.consumption import plan_lines, planned_by
 from pipeline.data.sampling.packing_plan import make
 from pipeline.errors import UserError
 from pipeline.training.data.opening import refuse_beyond
-from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, phased, plan_of, plans, times_read
+from tests.data.sampling.phased import (
+    DOCUMENTS,
+    by_three_ranks,
+    contents,
+    phased,
+    plan_of,
+    plans,
+    read_packed,
+    times_read,
+)
 from tests.token_shards import SOURCES, write_numbered
 from tools.audit import Audit, _packed_sequences
 
@@ -44,19 +53,14 @@ def test_every_label_is_the_next_token_of_its_document(tmp_path_factory, documen
     predicted, read, parts, used_plans = {}, {}, {}, {}
     located = data.order.locate(np.arange(data.order.end))
     for pool, epoch, plan, sequence in zip(*(part.tolist() for part in located), strict=True):
-        bins = data.bins(plan, pool)
-        row, spans = np.zeros(bins.length + 1, np.uint32), bins.spans(sequence)
-        starts, used = bins.fill(sequence, row)
-        [name] = {span.shard.record["path"] for span in spans}
-        read.setdefault((name, epoch), set()).update(row[:used].tolist())
-        parts.setdefault((name, epoch), set()).update(span.start + 1 for span in spans)
-        used_plans.setdefault((name, epoch), set()).add(plan)
-        for place in set(range(used)) - {start - 1 for start in starts.tolist()}:
-            token = int(row[place + 1])
-            assert token == row[place] + 1 and token not in begins[name]
-            known = predicted.setdefault((name, epoch), set())
-            assert token not in known
-            known.add(token)
+        shard, spans, tokens, labels = read_packed(data.bins(plan, pool), sequence)
+        key = shard.record["path"], epoch
+        read.setdefault(key, set()).update(tokens)
+        parts.setdefault(key, set()).update(span.start + 1 for span in spans)
+        used_plans.setdefault(key, set()).add(plan)
+        known = predicted.setdefault(key, set())
+        assert not begins[key[0]] & {*labels} and not known & {*labels}
+        known.update(labels)
     for key, tokens in read.items():
         lost = {token for token in tokens if token - 1 in tokens} - predicted.get(key, set()) - begins[key[0]]
         assert lost <= parts[key] and (len(used_plans[key]) > 1 or not lost)

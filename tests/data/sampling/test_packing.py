@@ -5,23 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.packing_plan import INDEX, Planning, read
-from pipeline.data.shard_table import OpenShards
+from pipeline.data.shard_table import OpenShards, ShardTable
 from pipeline.errors import UserError
-from pipeline.training.data.opening import refuse_beyond
-from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, planned
+from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, planned, read_packed
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
 from tools.audit import Audit, _sequences
 
@@ -39,25 +33,16 @@ def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factor
     """Of every sequence: what is read, which shard it is of, and where its labels lie."""
     folder = tmp_path_factory.mktemp("shards")
     data = packed_data(folder, documents, dict.fromkeys(SOURCES, 1.0) if mixed else None, length)
-    read = {}
+    read, table = {}, data.streams[0].shards.opened.table
     for stream, count in zip(data.streams, data.order.counts.tolist(), strict=True):
         for number in range(count):
-            row, spans = np.zeros(length + 1, np.uint32), stream.spans(number)
-            starts, used = stream.fill(number, row)
-            [shard] = {span.shard for span in spans}
-            assert [folder / shard.record["path"]] == [
-                folder / data.streams[0].shards.opened.table.path(one) for one in stream.rows(np.array([number]))]
-            tokens = [token for span in spans for token in span.shard.tokens(span.start, span.stop).tolist()]
-            assert tokens == row[:used].tolist() and not row[used:length].any()
+            shard, spans, tokens, _ = read_packed(stream, number)
+            assert [table.path(row) for row in stream.rows(np.array([number]))] == [shard.record["path"]]
             read.setdefault(shard, []).extend(tokens)
             for span in spans:
-                document = shard.document_at(span.start)
-                begin, end = shard.document_span(document)
+                begin, end = shard.document_span(shard.document_at(span.start))
                 assert span.stop - span.start == min(length, end - span.start)
                 assert (span.start - begin) % length == 0, "cut, though it fits"
-            for place in set(range(used)) - {start - 1 for start in starts.tolist()}:
-                found, at = stream.place(number, place + 1)
-                assert found is shard and found.tokens(at, at + 1)[0] == row[place + 1] == row[place] + 1
     for shard, tokens in read.items():
         assert sorted(tokens) == list(range(1, shard.token_count + 1))
     assert sum(map(len, read.values())) == sum(map(sum, documents))
@@ -88,20 +73,8 @@ def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
     packing.sha256[0, 0] ^= 1
     plans.append(training_data(tmp_path, table, packing=packing).order.plan_sha256)
     assert len(set(plans)) == 3
-
-
-@pytest.mark.parametrize(("mixture", "limits", "refused"), [
-    (None, {"web": 1}, "allows 1 of web, and the plan takes 2.28 (194 of 85 tokens of all sources)"),
-    (None, {"web": 3, "code": 2.5}, None), ({"web": 1, "code": 1}, {"code": 3},
-                                            "allows 3 of code, and the plan takes 4.")])
-def test_limits_of_epochs_hold_for_packed_sequences_too(tmp_path, mixture, limits, refused):
-    data, said = packed_data(tmp_path, [[16, 10, 6, 33], [0, 20]], mixture), []
-    config = Config(shard=ShardConfig(sources=[FilesSource(kind="files", name=name, paths=["x"]) for name in SOURCES]),
-                    train=TrainConfig(sequence_length=16, batch_tokens=64, steps=4, packing="best_fit", mixture=mixture,
-                                      max_epochs=limits))
-    with pytest.raises(UserError, match=re.escape(refused)) if refused else nullcontext():
-        refuse_beyond(config, {}, data, said.append)
-    assert said[0].startswith("  web: " if mixture else "  all sources: ")
+    with pytest.raises(ValueError, match="the packing is of other shards"):
+        training_data(tmp_path, ShardTable.of([table.record(row) for row in range(len(table))]), packing=packing)
 
 
 def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):

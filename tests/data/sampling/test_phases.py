@@ -13,7 +13,7 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens, trained_on
+from pipeline.data.sampling.consumption import consumed_by, excesses, plan_lines, planned, train_tokens, trained_on
 from pipeline.data.sampling.order import Pool, SampleOrder
 from pipeline.data.sampling.phases import ANEW, PART, PhasedOrder
 from pipeline.errors import UserError
@@ -77,6 +77,8 @@ def test_faults_name_the_thing():
     with pytest.raises(UserError, match=r"train.phases\[1\] takes sequences from code \(16\): so few"):
         order_of(phases, 1000, 16)
     order_of(phases, 1000, 17)
+    with pytest.raises(UserError, match=r"train.phases\[0\] takes sequences from code \(12\): .* one of 16"):
+        order_of([{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
     with pytest.raises(UserError, match=r"train\.mixture gives the source code 1e-07"):
         order_of([{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
     with pytest.raises(UserError, match=r"train.phases\[0\] has no mixture, so its sources have shares"):
@@ -136,14 +138,13 @@ def test_what_rollbacks_left_out_was_not_trained_on(tokens, samples, mixed, pack
     pools = [Pool(name, count, count // 10 if packed else None) for name, count in named.items()]
     order = SampleOrder(pools, 16, 3, [3.0, 1.0, 2.0] if mixed else None)
     excluded = Excluded([(first, first + count) for first, count in ranges])
-    found, numbers = trained_on(order, samples, excluded), np.arange(samples)
+    found, numbers, taken = trained_on(order, samples, excluded), np.arange(samples), consumed_by(order, samples)
     out = np.isin(numbers, excluded.numbers(0, 0, samples), invert=True)
     for number, pool in enumerate(pools):
         mine, size = order.locate(numbers)[0] == number, int(order.counts[number])
         assert found["epochs"][pool.name] == pytest.approx((mine & ~out).sum() / size)
-        left = (mine & out).sum()
-        tokens = round(left / size * pool.tokens) if packed else 16 * left
-        assert found.get("left_out", {}).get(pool.name, 0) == tokens
+        for said, count in ((found.get("left_out", {}), (mine & out).sum()), (taken, mine.sum())):
+            assert said.get(pool.name, 0) == (round(count / size * pool.tokens) if packed else 16 * count)
     assert ("left_out" in found) == bool(out.any())
 
 

@@ -24,7 +24,7 @@ def make_shards(folder: Path, count: int = 6) -> list[dict[str, Any]]:
 
 
 def stored(url: str, records: list[dict[str, Any]], cache: Path, *, shards: float = 100, whole: bool = True,
-           say: Any = lambda text: None) -> StoredTokens:
+           say: Any = print) -> StoredTokens:
     """A reader of shards that are in the store, with room for so many of them."""
     limit = int(shards * max(record["bytes"] for record in records))
     return StoredTokens(Settings(url, cache, limit, whole), ShardTable.of(records), [""] * len(records), say)

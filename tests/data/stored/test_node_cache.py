@@ -7,8 +7,6 @@ import hashlib
 import io
 import os
 import resource
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -18,8 +16,6 @@ from hypothesis import strategies as st
 from pipeline.data.stored.figures import Figures
 from pipeline.data.stored.node_cache import Closed, NodeCache
 from pipeline.errors import UserError
-from tests.conftest import REPOSITORY
-from tests.waiting import wait_for
 
 SIZE = 5000
 
@@ -305,21 +301,6 @@ def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch, p
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(cache.folder.glob("*.tmp")) and (source.asked == []) == (place != (
         "pipeline.data.stored.node_cache._write"))
-
-
-def test_a_killed_process_leaves_no_lock_and_no_half_file(tmp_path, source):
-    program = (
-        "import sys, time; from pathlib import Path; from tests.data.stored.test_node_cache import Cache, Source;"
-        "cache = Cache(Path(sys.argv[1]), Source()); cache.want(bytes(32));"
-        "cache.open('thing 0', cache.source.names[0], 5000, lambda start: time.sleep(10000))")
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=REPOSITORY)
-    own = tmp_path / f"drover-tokens-{os.getuid()}"
-    wait_for(lambda: list(own.glob("*.tmp")), lambda: "it fetches", of=process)
-    process.kill()
-    process.wait()
-    cache = Cache(tmp_path, source, things=1)
-    assert cache.get(0) == bytes(SIZE) and cache.get(1) is not None
-    assert not list(own.glob("*.tmp")) and not list(own.glob("wanted-*"))
 
 
 @pytest.mark.parametrize("place", ["file", "link", "absent"])

@@ -10,7 +10,7 @@ from tests.launch.run_folders import HandMade
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HandMade:
+def run(tmp_path, monkeypatch):
     """The run folder runs/demo of the current folder."""
     monkeypatch.chdir(tmp_path)
     return HandMade(Path("runs/demo"))

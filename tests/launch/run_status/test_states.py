@@ -9,7 +9,6 @@ import pytest
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import wanted_ids
 from launch.slurm.scheduler import JobInfo
-from tests.launch.run_folders import HandMade
 from tests.launch.run_status.judged import DEPENDENTS, standing, states, text, training
 
 
@@ -24,7 +23,7 @@ from tests.launch.run_status.judged import DEPENDENTS, standing, states, text, t
     ("running", JobInfo("16", "CANCELLED"), "cancelled", "train was cancelled"),
     ("failed", JobInfo("16", "CANCELLED"), "failed", "train failed: why (after step 300)"),
     ("running", JobInfo("16", "PENDING", "launch failed requeued held"), "held", "`scontrol release 16`")])
-def test_state_and_queue_together(run: HandMade, status: str, info: JobInfo, expected: str, said: str) -> None:
+def test_state_and_queue_together(run, status, info, expected, said):
     training(run)
     run.state("train", status, job="16", step=300, reason="why", again=True)
     assert states(run, {"16": info, **DEPENDENTS})["train"] == expected
@@ -40,14 +39,14 @@ def test_state_and_queue_together(run: HandMade, status: str, info: JobInfo, exp
     (JobInfo("16", "FAILED", "NonZeroExitCode"), "failed", "Slurm's job 16 ended FAILED (NonZeroExitCode)"),
     (JobInfo("16", "COMPLETED"), "failed", "has ended, but the stage has no manifest"),
     (JobInfo("16"), "gone", "it never began")])
-def test_queue_alone(run: HandMade, info: JobInfo, expected: str, said: str) -> None:
+def test_queue_alone(run, info, expected, said):
     run.submitted(*run.whole_chain())
     run.done("shard", "tokenizer", "encode", until=700)
     assert states(run, {"16": info, **DEPENDENTS})["train"] == expected
     assert said in text(run, {"16": info, **DEPENDENTS}, 1000)
 
 
-def test_what_is_stuck_ends_the_watch(run: HandMade) -> None:
+def test_what_is_stuck_ends_the_watch(run):
     run.submitted(*run.whole_chain())
     run.done("shard", "tokenizer", "encode", until=700)
     waiting = {"16": JobInfo("16", "PENDING", "Dependency"), **DEPENDENTS}
@@ -56,21 +55,21 @@ def test_what_is_stuck_ends_the_watch(run: HandMade) -> None:
     assert seen.outcome == "failed" and "submit.py --cancel runs/demo" in " ".join(seen.remarks)
 
 
-def test_slurm_does_not_answer(run: HandMade) -> None:
+def test_slurm_does_not_answer(run):
     training(run)
     seen = standing(run, None)
     assert [row.state for row in seen.rows] == ["done", "done", "done", "running?", *["submitted?"] * 3]
     assert seen.remarks[0].startswith("Slurm does not answer") and seen.outcome is None
 
 
-def test_state_of_an_earlier_submission_is_no_news(run: HandMade) -> None:
+def test_state_of_an_earlier_submission_is_no_news(run):
     training(run)
     run.state("train", "failed", job="5", seconds=5000, reason="long ago")
     jobs = {"16": JobInfo("16", "PENDING", "Resources"), **DEPENDENTS}
     assert states(run, jobs)["train"] == "queued" and "long ago" not in text(run, jobs)
 
 
-def test_forced_rebuild_is_not_done_until_it_is(run: HandMade) -> None:
+def test_forced_rebuild_is_not_done_until_it_is(run):
     run.submitted(*run.whole_chain(), seconds=100)
     run.done("train", until=1000)
     jobs = {"16": JobInfo("16", "PENDING", "Dependency")}

@@ -88,7 +88,7 @@ evaluate   to do
 report     to do"""
 
 
-def test_running_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_chain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = HandMade(Path("runs/demo"), {**SETTINGS, "launch": {"evaluate": {"every_checkpoints": 1}}})
     run.submitted(*run.whole_chain(), *(run.job(id, "evaluate", "evaluation", name=f"demo-evaluate-step-{step:08d}")
@@ -115,7 +115,7 @@ def test_running_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert standing(run, jobs).outcome is None
 
 
-def test_failed_chain(run: HandMade) -> None:
+def test_failed_chain(run):
     training(run)
     run.state("train", "failed", job="16", step=300, reason="the loss is NaN")
     run.log("train/16.0/rank0.out")
@@ -124,7 +124,7 @@ def test_failed_chain(run: HandMade) -> None:
     assert standing(run, {}).outcome == "failed"
 
 
-def test_array_with_a_failed_element(run: HandMade) -> None:
+def test_array_with_a_failed_element(run):
     run.submitted(*run.whole_chain())
     run.begun("shard")
     for index in (0, 1, 3):
@@ -137,7 +137,7 @@ def test_array_with_a_failed_element(run: HandMade) -> None:
     assert (row.state, row.progress, row.nodes, row.elapsed_s) == ("running", "3/4 done", "n1", 30)
 
 
-def test_arrays_of_several_phases(run: HandMade) -> None:
+def test_arrays_of_several_phases(run):
     phases = ("read", "sort", "write")
     arrays = [run.job(f"2{number}", "shard", "array", (0, 1), (), parts=2, name=f"demo-shard-{phase}", phase=phase)
               for number, phase in enumerate(phases)]
@@ -147,7 +147,7 @@ def test_arrays_of_several_phases(run: HandMade) -> None:
         run.part("shard", "read", index, 2)
     run.part("shard", "sort", 1, 2)
 
-    def shown(**jobs: str) -> tuple[str, str, str]:
+    def shown(**jobs):
         infos = {id[1:]: JobInfo(id[1:], *state.split()) for id, state in jobs.items()}
         [row] = [row for row in standing(run, infos).rows if row.stage == "shard"]
         return row.job, row.state, row.progress
@@ -162,7 +162,7 @@ def test_arrays_of_several_phases(run: HandMade) -> None:
     assert shown(_20="COMPLETED", _21="COMPLETED", _22="COMPLETED", _23="RUNNING")[2] == "write 2/2 done"
 
 
-def test_local_run(run: HandMade, tmp_path: Path) -> None:
+def test_local_run(run, tmp_path):
     run.done("shard", "tokenizer", "encode")
     run.trained(320)
     with subprocess.Popen([sys.executable, "-c", "input()", "-m", "pipeline.train"], stdin=subprocess.PIPE) as process:
@@ -179,7 +179,7 @@ def test_local_run(run: HandMade, tmp_path: Path) -> None:
     assert wanted_ids(read_run(run.folder)) == []
 
 
-def test_done_chain(run: HandMade) -> None:
+def test_done_chain(run):
     training(run)
     run.done("train", "convert", "evaluate", "report", until=100)
     run.attempt("job", "train", "16", seconds=465)
@@ -189,7 +189,7 @@ def test_done_chain(run: HandMade) -> None:
     assert wanted_ids(read_run(run.folder)) == [], "Slurm need not be asked"
 
 
-def test_links_of_training(run: HandMade) -> None:
+def test_links_of_training(run):
     run.submitted(*(run.job(id, "train", "link") for id in ("21", "22", "23")))
     run.state("train", "preempted", job="21", again=True)
     jobs = {"21": JobInfo("21", "COMPLETED"), "22": JobInfo("22", "RUNNING", elapsed_s=5),
@@ -198,7 +198,7 @@ def test_links_of_training(run: HandMade) -> None:
     assert (row.job, row.state, row.elapsed_s) == ("22 (2/3)", "starting", 5)
 
 
-def test_units_of_encode_are_counted_against_the_text_shards(run: HandMade) -> None:
+def test_units_of_encode_are_counted_against_the_text_shards(run):
     run.done("shard", outputs=[{"path": f"train/{n}.tar", "docs": 3} for n in range(7)] + [{"path": "rejected.jsonl"}])
     run.begun("encode")
     run.units("encode", "encode", 5)
@@ -207,14 +207,14 @@ def test_units_of_encode_are_counted_against_the_text_shards(run: HandMade) -> N
     assert (row.state, row.progress) == ("stopped", "5/7 shards")
 
 
-def test_reused_stages(run: HandMade) -> None:
+def test_reused_stages(run):
     run.done("shard", "tokenizer", "encode")
     other = HandMade(Path("runs/other"), {**SETTINGS, "reuse": "runs/demo"})
     assert states(other, {}) == {"shard": "reused", "tokenizer": "reused", "encode": "reused", **dict.fromkeys(
         ("train", "convert", "evaluate", "report"), "to do")}
 
 
-def test_time_to_go_counts_what_lies_between_the_steps(run: HandMade) -> None:
+def test_time_to_go_counts_what_lies_between_the_steps(run):
     training(run)
     jobs = {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}
     [row] = [row for row in standing(run, jobs).rows if row.stage == "train"]
@@ -224,7 +224,7 @@ def test_time_to_go_counts_what_lies_between_the_steps(run: HandMade) -> None:
     assert row.eta_s == pytest.approx(180), "two steps after a restart say little: what steps themselves took"
 
 
-def test_nodes_and_stop_request(run: HandMade) -> None:
+def test_nodes_and_stop_request(run):
     training(run)
     from pipeline.contract.state import now
     for number in range(2):
@@ -241,7 +241,7 @@ def test_nodes_and_stop_request(run: HandMade) -> None:
     ("train/metrics.jsonl", '{"step": 320, "lo'), ("train/metrics.jsonl", ""), ("train/events.jsonl", "\x00\x00\n[]\n"),
     ("train/manifest.json", '{"format": 99}'), ("launch/attempts/16.jsonl", "{\n[]\n"), ("launch/nodes.jsonl", "3\n"),
     ("launch/stop", ""), (".locks/train", "process")])
-def test_half_written_files(run: HandMade, path: str, content: str) -> None:
+def test_half_written_files(run, path, content):
     training(run)
     write_text(run.folder / path, content)
     shown = text(run, {})
@@ -250,13 +250,13 @@ def test_half_written_files(run: HandMade, path: str, content: str) -> None:
         assert states(run, {})["train"] == "damaged" and "written by another version" in shown
 
 
-def test_a_loss_that_is_no_number(run: HandMade) -> None:
+def test_a_loss_that_is_no_number(run):
     training(run)
     run.trained(20, loss="NaN")
     assert " nan" in text(run, {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}, 160)
 
 
-def test_empty_run_folder(tmp_path: Path) -> None:
+def test_empty_run_folder(tmp_path):
     (tmp_path / "launch").mkdir()
     seen = judge(read_run(tmp_path), {}, NOW)
     assert {row.state for row in seen.rows} == {"to do"} and seen.outcome is None

@@ -17,7 +17,7 @@ from tests.launch.run_folders import HandMade
 from tests.launch.run_status.judged import DEPENDENTS, training
 
 
-def test_overview(run: HandMade, tmp_path: Path) -> None:
+def test_overview(run, tmp_path):
     training(run)
     HandMade(Path("runs/new"))
     finished = HandMade(Path("runs/old"))
@@ -37,15 +37,14 @@ def test_overview(run: HandMade, tmp_path: Path) -> None:
     assert overview(Path("nothing"), slurm.scheduler()) == ["no runs in nothing"]
 
 
-def test_run_is_found_by_name_or_folder(run: HandMade) -> None:
+def test_run_is_found_by_name_or_folder(run):
     assert find_run("demo") == find_run("runs/demo") == Path("runs/demo")
     assert main(["--run", "dmo"]) == 2 and main(["--watch"]) == 2
     with pytest.raises(UserError, match=r"There is no run dmo\. The runs in runs are: demo\."):
         find_run("dmo")
 
 
-def test_watch_ends_with_the_chain(run: HandMade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_ends_with_the_chain(run, tmp_path, monkeypatch, capsys):
     """Seen running, then done; and, of another run, failed."""
     training(run)
     slurm = FakeSlurm(tmp_path / "bin")
@@ -71,7 +70,7 @@ def test_watch_ends_with_the_chain(run: HandMade, tmp_path: Path, monkeypatch: p
     assert "train failed: why" in capsys.readouterr().out
 
 
-def test_as_a_program_without_slurm_or_torch(run: HandMade, tmp_path: Path) -> None:
+def test_as_a_program_without_slurm_or_torch(run, tmp_path):
     training(run)
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
     environment = {**os.environ, "PATH": str(tmp_path / "nothing"), "COLUMNS": "80"}

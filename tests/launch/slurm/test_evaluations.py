@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job, read_chain
-from launch.slurm.evaluations import Evaluations, clear, evaluate, owed, prepare
-from launch.slurm.scheduler import COLUMNS
+from launch.slurm.evaluations import Evaluations, clear, commands, evaluate, main, owed, prepare
+from launch.slurm.scheduler import JobInfo
 from launch.slurm.submit.sbatch import evaluation_name
+from pipeline.config.launching import LaunchConfig
 from pipeline.config.loading import load_config
+from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run
+from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
-from pipeline.records.pending_evaluations import evaluation_folder
-from tests.conftest import run_stage
+from pipeline.files import output_record, write_json
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 from tests.launch.fake_job import Job, chain_of, make_job
 from tests.waiting import wait_for
 
 
 def checkpoint(run: Path, step: int, complete: bool = True) -> None:
     folder = run / "train" / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "piece").write_text("weights")
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner/piece").write_text("weights")
     if complete:
-        write_json(folder / "COMPLETE.json", {})
+        progress = vars(TrainingProgress(step=step, samples=8, tokens=512, precision="fp32"))
+        write_json(folder / "COMPLETE.json", {"format": 2, "progress": progress, "world_size": 2,
+                                              "files": [output_record(folder, folder / "inner/piece")]})
 
 
 def result(run: Path, step: int) -> None:
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
-def test_what_is_owed(tmp_path: Path) -> None:
+def test_what_is_owed(tmp_path):
     assert owed(tmp_path, 20) == []
     for step in (20, 40, 50, 60, 80):
         checkpoint(tmp_path, step)
@@ -56,37 +61,41 @@ def test_what_is_owed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """A train job with checkpoints at steps 20, 40 and 60 of 100, of which every second is evaluated."""
+def queued(monkeypatch):
+    """Names of the jobs in the queue."""
+    names: list[str] = []
+
+    class Queue:
+        def named(self, asked):
+            return None if "silent" in names else [JobInfo("77", "PENDING", name=name) for name in asked
+                                                   if name in names]
+
+    monkeypatch.setattr(evaluations, "Scheduler", Queue)
+    return names
+
+
+@pytest.fixture
+def job(tmp_path, queued):
+    """A train job with checkpoints at steps 20, 30 and 40 of 100, of which every second is evaluated."""
     job = make_job(tmp_path, every_checkpoints=1)
-    job.run.mkdir(parents=True)
-    (job.run / "config.yaml").write_text("name: trial\ntrain: {steps: 100, warmup_steps: 3, checkpoint: "
-                                         "{every_steps: 20}}\n")
+    (job.run / "config.yaml").write_text(f"{{name: trial, runs_dir: {job.run.parent}, train: {{steps: 100, "
+                                         "warmup_steps: 3, checkpoint: {every_steps: 20}}}\n")
     for step in (20, 30, 40):
         checkpoint(job.run, step)
     chain_of(job, "12")
-    for name, value in job.environ().items():
-        monkeypatch.setenv(name, value)
-    job.answer("squeue", "")
     return job
-
-
-def waiting(name: str) -> str:
-    """What squeue says of a waiting job of that name."""
-    values = {"JobArrayID": "77", "State": "PENDING", "Name": name}
-    return "".join(values.get(column, "")[:width].ljust(width) for column, width in COLUMNS) + "\n"
 
 
 def tried(job: Job, step: int) -> None:
     add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
 
 
-def test_what_is_submitted(job: Job) -> None:
+def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
     assert found.to_submit() == [20, 40]
-    job.answer("squeue", waiting(evaluation_name("trial", 20)))
+    queued.append(evaluation_name("trial", 20))
     assert found.to_submit() == [40], "a job in the queue is known by its name"
-    job.answer("squeue", "")
+    queued.clear()
     tried(job, 40)
     assert found.to_submit() == [20, 40], "a job that is gone without a result is tried once more"
     tried(job, 40)
@@ -100,7 +109,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch, submit: Callable[[int], str]) -> 
     monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
 
 
-def test_it_never_holds_training_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_never_holds_training_up(job, monkeypatch):
     release = threading.Event()
     submitted(monkeypatch, lambda step: str(release.wait()))
     said: list[str] = []
@@ -113,8 +122,8 @@ def test_it_never_holds_training_up(job: Job, monkeypatch: pytest.MonkeyPatch) -
     wait_for(lambda: len(said) >= 2)
 
 
-def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(step: int) -> str:
+def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch, queued):
+    def submit(step):
         if step == 20:
             raise OSError("sbatch: error: no such partition")
         tried(job, step)
@@ -128,15 +137,15 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job: Job, monkey
         found.finish()
     assert said == ["the checkpoint of step 20 is not evaluated for now, training goes on: sbatch: error: no such "
                     "partition", "the checkpoint of step 40 is evaluated by job 78"]
-    (job.folder / "squeue").unlink()
+    queued.append("silent")
     found.finish()
     assert "Slurm does not say" in said[-1]
 
 
-def test_a_submission_inherits_nothing_of_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_inherits_nothing_of_the_job(job, monkeypatch):
     seen: dict[str, str] = {}
 
-    def run(command: list[str], **options: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(command, **options):
         seen.update(options["env"])
         return subprocess.CompletedProcess(command, 0, "78\n", "")
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CONF", "MASTER_PORT", "SUBMITIT_EXECUTOR"):
@@ -147,46 +156,70 @@ def test_a_submission_inherits_nothing_of_the_job(job: Job, monkeypatch: pytest.
     assert not {"SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "MASTER_PORT", "SUBMITIT_EXECUTOR"} & seen.keys()
 
 
-def test_a_checkpoint_that_is_gone(job: Job) -> None:
-    config = load_config(job.run / "config.yaml", check=False).model_copy(update={"runs_dir": str(job.run.parent)})
+def test_a_checkpoint_that_is_gone(job):
     checkpoint(job.run, 80, complete=False)
     for step in (60, 80):
         with pytest.raises(UserError, match="not a complete checkpoint"):
-            prepare(Run(config), step)
+            prepare(Run(load_config(job.run / "config.yaml", check=False)), step)
+    assert main(["--run", str(job.run), "--step", "60"]) == 2
 
 
-def test_where_there_are_no_hard_links(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_where_there_are_no_hard_links(job, monkeypatch):
+    def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
     monkeypatch.setattr(os, "link", refuse)
     source, target = (folder / "checkpoints/step-00000020" for folder in (
         job.run / "train", evaluation_folder(job.run, 20) / "train"))
     evaluations._link(source, target)
     assert target.is_symlink() and (target / "COMPLETE.json").exists()
+    evaluations._link(source, target)
+    assert target.is_symlink()
     clear(job.run, 20)
-    assert not target.is_symlink() and (source / "piece").exists(), "the checkpoint itself stays"
+    assert not target.is_symlink() and (source / "inner/piece").exists(), "the checkpoint itself stays"
 
 
-def test_an_evaluation(fresh: Path) -> None:
-    """A real one: while training may go on and remove the checkpoint, with results as of the stages themselves."""
-    config = yaml.safe_load(fresh.read_text())
-    config["launch"] = {"processes": 1}
-    fresh.write_text(yaml.safe_dump(config))
-    run_stage("train", fresh, "train.steps=8")
-    run = fresh.parent / "runs/mini"
-    assert owed(run, 4) == [4]
-    source = run / "train/checkpoints/step-00000004"
-    path = prepare(Run(load_config(fresh, ["train.steps=8"])), 4)
-    linked = path.parent / "train/checkpoints/step-00000004"
-    pieces = [file for file in source.rglob("*") if file.is_file()]
-    assert pieces and all(file.samefile(linked / file.relative_to(source)) for file in pieces)
-    shutil.rmtree(source)
-    assert evaluate(run, 4) == 0
-    sub = path.parent
-    assert read_json(sub / "evaluate/results.json")["heldout"]["overall"]["bits_per_byte"] > 0
-    converted = read_manifest(sub / "convert")
-    assert converted is not None and converted.counts["checkpoint"] == "step-00000004"
-    assert Run(load_config(path)).state("evaluate").kind == "done"
-    assert owed(run, 4) == [] and not linked.exists() and not (sub / "convert/hf").exists()
-    assert not (run / "convert").exists() and not (run / "evaluate").exists()
-    assert evaluate(run, 4) == 0, "a second job for it does nothing"
+@pytest.mark.parametrize("ends", ["well", "in convert", "by a signal", "without a result"])
+def test_what_is_evaluated_and_cleared(job, monkeypatch, ends):
+    """The stages themselves are played."""
+    Manifest("tokenizer", {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(
+        job.run / "tokenizer")
+    for stage in ("shard", "encode"):
+        Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {}, "").write(job.run / stage)
+    monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
+    folder = evaluation_folder(job.run, 20)
+    done = "from pathlib import Path; from pipeline.contract.manifest import Manifest; import os; " \
+           f"assert os.environ['DROVER_CONTINUES'] == '1'; Path({str(folder / 'convert/hf')!r}).mkdir(parents=True); " \
+           f"Manifest('evaluate', {{}}, [], {{}}, '').write(Path({str(folder / 'evaluate')!r}))"
+    played = {"well": [["true"], [sys.executable, "-c", done]], "in convert": [["false"], ["true"]],
+              "by a signal": [["sh", "-c", "kill -9 $$"]], "without a result": [["true"], ["true"]]}[ends]
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr(evaluations, "commands", lambda config, path: played)
+    source, linked = (place / "checkpoints/step-00000020" for place in (job.run / "train", folder / "train"))
+    status = evaluate(job.run, 20, keep=ends == "without a result")
+    assert status == {"well": 0, "in convert": 1, "by a signal": 137, "without a result": 1}[ends]
+    config = load_config(folder / "config.yaml")
+    assert (config.name, config.reuse, config.convert.copy_to) == (folder.name, str(job.run), None)
+    made = read_manifest(folder / "train")
+    assert made.counts == {
+        "checkpoint": "checkpoints/step-00000020", "steps": 20, "tokens": 512, "samples": 8, "precision": "fp32",
+        "ranks": 2, "vocab_size": 512, "parameters": config.model.model_copy(
+            update={"vocab_size": 512}).parameter_count}
+    assert [record["path"] for record in made.outputs] == [f"checkpoints/step-00000020/{name}"
+                                                           for name in ("inner/piece", "COMPLETE.json")]
+    assert linked.exists() == (ends != "well"), "the weights are cleared once there is a result"
+    if linked.exists():
+        assert all((source / name).samefile(linked / name) for name in ("inner/piece", "COMPLETE.json"))
+        return
+    assert evaluation_record(job.run, 20).exists() and not (folder / "convert/hf").exists() and source.exists()
+    played[0] = ["false"]
+    assert evaluate(job.run, 20) == 0, "a second job for it does nothing"
+
+
+def test_stages_of_an_evaluation(tmp_path):
+    path = tmp_path / "config.yaml"
+    for processes in (1, 2):
+        config = Config(launch=LaunchConfig(processes=processes))
+        convert, measure = commands(config, path)
+        assert convert == [sys.executable, "-m", "pipeline.convert", "--config", str(path)]
+        assert measure[-4:] == ["-m", "pipeline.evaluate", "--config", str(path)]
+        assert (measure[2:-4] == []) == (processes == 1) and ("2" in measure) == (processes == 2)

@@ -5,29 +5,21 @@ from __future__ import annotations
 import math
 import socket
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
+from launch.slurm.job import time_limit
 from launch.slurm.job.allocation import PORTS, Allocation, free_port
 from launch.slurm.nodes import NODES, add_strike, address, excluded, few, is_lost, lost, named, spared, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import append_line
-from tests.launch.fake_job import Job, make_job
+from tests.launch.fake_job import Slurm
+from tests.launch.recorded_slurm import FakeSlurm
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """A job whose fake Slurm programs are on PATH."""
-    job = make_job(tmp_path)
-    for name, value in job.environ().items():
-        monkeypatch.setenv(name, value)
-    return job
-
-
-def test_two_strikes_within_a_day(tmp_path: Path) -> None:
+def test_two_strikes_within_a_day(tmp_path):
     for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
         append_line(tmp_path / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(),
                                        "job": f"1.0.{hours}", "reason": "went down"})
@@ -40,7 +32,7 @@ def test_two_strikes_within_a_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (4, 1), (64, 3), (512, 25), (4096, 204)])
-def test_never_more_than_a_few_nodes_are_left_out(tmp_path: Path, wanted: int, most: int) -> None:
+def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
     """Those that failed most often go first, then those that failed last."""
     failing = 2 * most
     for number in range(failing):
@@ -52,64 +44,74 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path: Path, wanted: int, m
     assert set(left[1:]) == {f"n{number:04d}" for number in range(failing - most + 1, failing)}
 
 
-def test_many_nodes_in_a_sentence() -> None:
+def test_many_nodes_in_a_sentence():
     assert named({"n2", "n1"}) == "n1, n2"
     assert named({f"n{number}" for number in range(1, 10)}) == "n1, n2, n3, n4, n5, n6, n7, n8 and 1 more"
 
 
-def test_one_accident_is_one_strike(tmp_path: Path) -> None:
+def test_one_accident_is_one_strike(tmp_path):
     assert [add_strike(tmp_path, node, job, reason) for node, job, reason in (
         ("n1", "1.0.0", "was late when training hung"), ("n1", "1.0.0", "went down"), ("n1", "1.1.0", "went down"),
         ("n2", "1.0.0", "went down"))] == [1, 1, 2, 1]
     assert excluded(tmp_path) == ["n1"]
 
 
-def test_a_strike_counts_at_once(tmp_path: Path) -> None:
-    assert [add_strike(tmp_path, "n7", job, "went down") for job in ("1.0", "1.1")] == [1, 2]
-    assert excluded(tmp_path) == ["n7"]
+def test_states_of_lost_nodes():
+    gone = "down down* idle* drained* fail failing error not_responding"
+    there = "idle mixed allocated completing drained draining maint maint* reboot reboot* powering_down powered_down*"
+    assert all(map(is_lost, gone.split())) and not any(map(is_lost, there.split()))
 
 
-@pytest.mark.parametrize(("state", "gone"), [
-    ("idle", False), ("mixed", False), ("allocated", False), ("completing", False), ("down", True), ("down*", True),
-    ("idle*", True), ("drained*", True), ("fail", True), ("failing", True), ("error", True), ("not_responding", True),
-    ("drained", False), ("draining", False), ("maint", False), ("maint*", False), ("reboot", False),
-    ("reboot*", False), ("powering_down", False), ("powered_down*", False)])
-def test_states_of_lost_nodes(state: str, gone: bool) -> None:
-    assert is_lost(state) == gone
+def test_lost_nodes(tmp_path):
+    slurm = FakeSlurm(tmp_path / "bin")
+    assert lost(["n1"], slurm.scheduler()) == {}, "Slurm does not answer"
+    slurm.say("sinfo", "n1|idle\nn2|down\nn3|allocated*\nn4|drained")
+    assert lost(["n1", "n2", "n3", "n4"], slurm.scheduler()) == {"n2": "down", "n3": "allocated*"}
 
 
-def test_lost_nodes(job: Job) -> None:
-    assert lost(["n1"], Scheduler()) == {}, "Slurm does not answer"
-    job.answer("sinfo", "n1|idle\nn2|down\nn3|allocated*\nn4|drained\n")
-    assert lost(["n1", "n2", "n3", "n4"], Scheduler()) == {"n2": "down", "n3": "allocated*"}
-
-
-def test_a_waiting_job_leaves_out_more(job: Job) -> None:
-    assert Scheduler().leave_out("15", ["n3"]) is None
-    assert job.calls("scontrol")[-1] == "update JobId=15 ExcNodeList=n3,n9", "n9 was left out before"
-    (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    assert Scheduler().leave_out("15", ["n3"]) is not None
+def test_a_waiting_job_leaves_out_more(tmp_path):
+    slurm = FakeSlurm(tmp_path / "bin")
+    slurm.do("scontrol", 'case "$*" in *hostnames*) echo n9;; *show*) echo "JobId=15 ExcNodeList=n9 JobName=x";; esac')
+    assert slurm.scheduler().leave_out("15", ["n3"]) is None
+    assert slurm.calls()[-1] == "scontrol update JobId=15 ExcNodeList=n3,n9", "n9 was left out before"
+    slurm.say("scontrol", "JobId=15 ExcNodeList=(null)")
+    assert slurm.scheduler().leave_out("15", ["n3"]) is None
+    assert slurm.calls()[-1] == "scontrol update JobId=15 ExcNodeList=n3"
+    slurm.say("scontrol", status=1)
+    assert slurm.scheduler().leave_out("15", ["n3"]) is not None
 
 
 @pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("2:10", 130), ("UNLIMITED", math.inf), ("", math.inf),
                                             ("29:54\n29:54", math.inf)])
-def test_what_is_left_of_a_jobs_time(job: Job, said: str, left: float) -> None:
-    assert Scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
-    job.answer("squeue", f"{said}\n")
-    assert Scheduler().seconds_left("12") == left
+def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
+    slurm = FakeSlurm(tmp_path / "bin")
+    assert slurm.scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
+    slurm.say("squeue", said)
+    assert slurm.scheduler().seconds_left("12") == left
 
 
-def test_addresses(job: Job) -> None:
-    assert address("localhost", Scheduler()) == "localhost"
-    assert address("no-such-node.invalid", Scheduler()) == "127.0.0.1"
+def test_a_job_is_warned_once_its_time_is_nearly_up(monkeypatch):
+    """Slurm is asked when it should be so, and every ten minutes: a limit may be changed."""
+    clock, slurm, asked, near = [0.0], Slurm(), [], []
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(slurm, "seconds_left", lambda job: asked.append(clock[0]) or 2000 - clock[0])
+    limit = time_limit.TimeLimit(slurm, "12", 100)
+    for clock[0] in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0):
+        near.append(limit.is_near())
+    assert near == [False] * 7 + [True] and asked == [0, 600, 1200, 1800, 1900]
 
 
-def test_ports_are_apart_and_below_the_kernels_own() -> None:
+def test_addresses():
+    assert address("localhost", Slurm()) == "localhost"
+    assert address("no-such-node.invalid", Slurm(address="10.0.0.7")) == "10.0.0.7"
+
+
+def test_ports_are_apart_and_below_the_kernels_own():
     ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
     assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
 
 
-def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
+def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     port = free_port(500, 0)
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("", port))  # as another runner would, on the same node
@@ -120,7 +122,7 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for() -> None:
     assert free_port(500, 1) != port and free_port(500, 0) == port
 
 
-def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
+def test_starts_are_counted_over_restarts(tmp_path):
     here = Allocation("12", "12", 1, ("n1",))
     attempts = [{"event": "attempt", "job": "12", "start": 0}, {"event": "ended", "job": "12", "start": 0},
                 {"event": "attempt", "job": "11", "start": 7}, {"event": "attempt", "job": "12", "start": 1}]
@@ -135,8 +137,16 @@ def test_starts_are_counted_over_restarts(tmp_path: Path) -> None:
     assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
 
 
-def test_an_element_of_an_array(job: Job) -> None:
+def test_an_element_of_an_array():
     here = Allocation.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                        "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler())
+                                        "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}))
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
     assert here.part(8) == ["--part", "3/8"]
+
+
+@pytest.mark.parametrize(("state", "restarts", "current"), [
+    ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("COMPLETING", 1, False),
+    ("SUSPENDED", 1, True), ("unknown", 0, True), (None, 0, True)])
+def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
+    slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)
+    assert Allocation("12", "12", 1, ("n1",)).is_current(slurm) == current

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
+from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm
 from tests.waiting import wait_for
 
@@ -30,14 +30,14 @@ ACCOUNTED = """\
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> FakeSlurm:
+def slurm(tmp_path):
     """Only what a test adds is installed."""
     fake = FakeSlurm(tmp_path / "bin")
     fake.folder.mkdir()
     return fake
 
 
-def test_queue_answers_for_jobs_and_arrays(slurm: FakeSlurm) -> None:
+def test_queue_answers_for_jobs_and_arrays(slurm):
     slurm.queue(("1_2", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
                 ("2", "PENDING", "Dependency"), ("1_0", "COMPLETED", "None", "n1", "0:08", "0", "demo-shard"),
                 ("1_1", "RUNNING", "None", "n2", "0:05", "1", "demo-shard"),
@@ -53,31 +53,28 @@ def test_queue_answers_for_jobs_and_arrays(slurm: FakeSlurm) -> None:
         f"{name}:{width}" for (name, _), width in zip(COLUMNS, WIDTHS, strict=True))]
 
 
-def test_no_jobs_ask_nobody(slurm: FakeSlurm) -> None:
+def test_no_jobs_ask_nobody(slurm):
     assert slurm.scheduler().jobs([]) == {}
 
 
-@pytest.mark.parametrize("state, queued", [
-    ("RUNNING", True), ("PENDING", True), ("COMPLETING", True), ("REQUEUED", True), ("SUSPENDED", True),
-    ("FAILED", False), ("NODE_FAIL", False), ("COMPLETED", False), ("unknown", False)])
-def test_what_is_in_the_queue(state: str, queued: bool) -> None:
-    assert JobInfo("1", state).queued is queued
+def test_what_is_in_the_queue():
+    assert all(JobInfo("1", state).queued for state in ["RUNNING", "PENDING", "COMPLETING", "REQUEUED", "SUSPENDED"])
+    assert not any(JobInfo("1", state).queued for state in ["FAILED", "NODE_FAIL", "COMPLETED", "unknown"])
 
 
 @pytest.mark.parametrize("states, whole", [
     (["COMPLETED", "COMPLETED"], "COMPLETED"), (["COMPLETED", "FAILED"], "FAILED"), (["FAILED", "PENDING"], "PENDING"),
     (["FAILED", "COMPLETED", "SUSPENDED"], "SUSPENDED"), (["PENDING", "RUNNING"], "RUNNING")])
-def test_state_of_a_whole_array(slurm: FakeSlurm, states: list[str], whole: str) -> None:
+def test_state_of_a_whole_array(slurm, states, whole):
     slurm.queue(*((f"7_{index}", state) for index, state in enumerate(states)))
     found = slurm.scheduler().jobs(["7"])
     assert found and found["7"].state == whole
 
 
-def test_accounting_knows_what_left_the_queue(slurm: FakeSlurm) -> None:
+def test_accounting_knows_what_left_the_queue(slurm):
     slurm.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
     slurm.say("sacct", ACCOUNTED)
     found = slurm.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
-    assert found is not None
     assert {id: job.state for id, job in found.items()} == {
         # The database still has job 2 as pending, which the queue does not know: it has missed its end.
         "1_0": "COMPLETED", "1_2": "FAILED", "10": "CANCELLED", "3": "RUNNING", "2": "unknown"}
@@ -87,7 +84,7 @@ def test_accounting_knows_what_left_the_queue(slurm: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize("accounting", ["absent", "silent", "refuses"])
-def test_without_accounting_the_controller_is_asked(slurm: FakeSlurm, accounting: str) -> None:
+def test_without_accounting_the_controller_is_asked(slurm, accounting):
     slurm.say("squeue", error=NO_JOB, status=1)
     slurm.say("scontrol", SHOWN)
     if accounting == "silent":
@@ -100,14 +97,7 @@ def test_without_accounting_the_controller_is_asked(slurm: FakeSlurm, accounting
     assert slurm.calls("scontrol") == ["scontrol --oneliner show job 1"]
 
 
-def test_nobody_knows_the_job(slurm: FakeSlurm) -> None:
-    slurm.say("squeue", error=NO_JOB, status=1)
-    slurm.say("sacct")
-    slurm.say("scontrol", error=NO_JOB, status=1)
-    assert slurm.scheduler().jobs(["99"]) == {"99": JobInfo("99")}
-
-
-def test_one_bad_id_does_not_hide_the_others(slurm: FakeSlurm) -> None:
+def test_one_bad_id_does_not_hide_the_others(slurm):
     slurm.do("squeue", f"case \"$*\" in *--jobs*) echo '{NO_JOB}' >&2; exit 1;; esac\necho '"
              + "5".ljust(40) + "RUNNING".ljust(20) + "'")
     slurm.say("scontrol", error=NO_JOB, status=1)
@@ -115,41 +105,29 @@ def test_one_bad_id_does_not_hide_the_others(slurm: FakeSlurm) -> None:
     assert found and (found["5"].state, found["99"].state) == ("RUNNING", "unknown")
 
 
-@pytest.mark.parametrize("manner", ["absent", "hangs", "fails", "has no configuration"])
-def test_slurm_that_does_not_answer(slurm: FakeSlurm, manner: str) -> None:
-    if manner == "hangs":  # a site's wrapper, whose child holds on to its output
-        slurm.do("squeue", "sleep 3600 & wait")
-    if manner == "fails":
-        slurm.say("squeue", error=NO_CONTROLLER, status=1)
-    if manner == "has no configuration":
-        slurm.say("squeue", error="squeue: fatal: Could not establish a configuration source", status=1)
-    assert slurm.scheduler(timeout_s=0.5).jobs(["3"]) is None
+@pytest.mark.parametrize("script", [
+    None, "echo '{controller}' >&2; exit 1", "echo 'squeue: fatal: Could not establish a configuration source' >&2; "
+    "exit 1", "sleep 3600 & echo $! > {folder}/child; wait"])
+def test_slurm_that_does_not_answer(slurm, script):
+    """The last is a site's wrapper, whose child holds on to its output: both are ended."""
+    if script:
+        slurm.do("squeue", script.format(controller=NO_CONTROLLER, folder=slurm.folder))
+    assert slurm.scheduler(timeout_s=2).jobs(["3"]) is None
     assert slurm.scheduler(timeout_s=0.5).named(["demo-train"]) is None
+    wait_for(lambda: not runs(slurm.folder / "child"))
 
 
-def test_a_program_that_hangs_is_ended_with_its_children(slurm: FakeSlurm, tmp_path: Path) -> None:
-    slurm.do("squeue", f"sleep 3600 & echo $! > {tmp_path}/child; wait")
-    assert slurm.scheduler(timeout_s=3).jobs(["3"]) is None
-    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
-    wait_for(lambda: not status.exists() or status.read_text().rsplit(")")[-1].split()[0] == "Z",
-             lambda: "the child of the hanging program lives on")
-
-
-def test_named_lists_an_array_once(slurm: FakeSlurm) -> None:
+def test_named_lists_an_array_once(slurm):
     slurm.queue(("1_[2-3%2]", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
                 ("1_1", "RUNNING", "None", "n1", "0:01", "0", "demo-shard"), ("4", "PENDING", "Dependency"))
     found = slurm.scheduler().named(["demo-shard", "demo-train"])
-    assert found is not None
     assert [(job.id, job.name) for job in found] == [("1", "demo-shard"), ("4", "demo-train")]
     assert f"--name demo-shard,demo-train --user {os.getuid()}" in slurm.calls("squeue")[0]
-
-
-def test_named_finds_nothing(slurm: FakeSlurm) -> None:
     slurm.say("squeue")
     assert slurm.scheduler().named(["demo-train"]) == []
 
 
-def test_cancel_keeps_the_order_and_minds_no_ended_job(slurm: FakeSlurm) -> None:
+def test_cancel_keeps_the_order_and_minds_no_ended_job(slurm):
     slurm.do("scancel", "say() { echo \"scancel: error: Kill job error on job id $1: $2\" >&2; exit 1; }\n"
                         "case $1 in 8) say 8 'Invalid job id specified';; 7) say 7 'Access/permission denied';; esac")
     assert slurm.scheduler().cancel(["9", "8", "7", "6"]) == \
@@ -157,7 +135,7 @@ def test_cancel_keeps_the_order_and_minds_no_ended_job(slurm: FakeSlurm) -> None
     assert slurm.calls() == ["scancel 9", "scancel 8", "scancel 7", "scancel 6"]
 
 
-def test_cancel_stops_at_a_controller_that_is_gone(slurm: FakeSlurm) -> None:
+def test_cancel_stops_at_a_controller_that_is_gone(slurm):
     slurm.say("scancel", status=1, error="scancel: error: Kill job error on job id 9: Unable to contact slurm "
                                          "controller (connect failure)")
     said = slurm.scheduler().cancel(["9", "8"])
@@ -165,7 +143,7 @@ def test_cancel_stops_at_a_controller_that_is_gone(slurm: FakeSlurm) -> None:
     assert slurm.calls() == ["scancel 9"]
 
 
-def test_signal_and_update(slurm: FakeSlurm) -> None:
+def test_signal_and_update(slurm):
     slurm.say("scancel")
     slurm.say("scontrol", error="Job is no longer pending execution for job 11", status=1)
     assert slurm.scheduler().signal("11", "USR2") is None
@@ -173,33 +151,26 @@ def test_signal_and_update(slurm: FakeSlurm) -> None:
     assert slurm.calls() == ["scancel --signal USR2 11", "scontrol update JobId=11 ExcNodeList=n3"]
 
 
-def test_requeue_that_is_refused_is_not_tried_again(slurm: FakeSlurm) -> None:
-    slurm.say("scontrol", error="Requested operation is presently disabled for job 11", status=1)
-    assert slurm.scheduler().requeue("11") == "Requested operation is presently disabled for job 11"
-    assert slurm.calls() == ["scontrol requeue 11"]
-
-
 @pytest.mark.parametrize("lost", ["Unexpected message received for job 3",
                                   "slurm_requeue error: Unable to contact slurm controller (connect failure)"])
 @pytest.mark.parametrize("then", ["exit 0", "echo 'Job is pending execution for job 3' >&2; exit 1"])
-def test_requeue_waits_for_the_controller(slurm: FakeSlurm, lost: str, then: str) -> None:
+def test_requeue_waits_for_the_controller(slurm, lost, then):
     slurm.do("scontrol", f"[ -e {slurm.folder}/back ] || {{ touch {slurm.folder}/back; echo '{lost}' >&2; exit 8; }}\n"
                          f"{then}")
     assert slurm.scheduler().requeue("3") is None
     assert len(slurm.calls("scontrol")) == 2
 
 
-def test_requeue_gives_up(slurm: FakeSlurm) -> None:
-    slurm.say("scontrol", error="Unexpected message received for job 3", status=8)
-    assert slurm.scheduler().requeue("3", patience_s=1.5) == "Unexpected message received for job 3"
-    assert len(slurm.calls("scontrol")) == 2
+@pytest.mark.parametrize(("error", "patience_s", "calls"), [
+    ("Requested operation is presently disabled for job 3", 20, 1), ("Unexpected message received for job 3", 1.5, 2)])
+def test_requeue_gives_up(slurm, error, patience_s, calls):
+    assert slurm.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
+    slurm.say("scontrol", error=error, status=8)
+    assert slurm.scheduler().requeue("3", patience_s) == error
+    assert slurm.calls("scontrol") == ["scontrol requeue 3"] * calls
 
 
-def test_requeue_without_slurm(slurm: FakeSlurm) -> None:
-    assert slurm.scheduler().requeue("3", patience_s=0) == "scontrol cannot be started here: No such file or directory"
-
-
-def test_nodes(slurm: FakeSlurm) -> None:
+def test_nodes(slurm):
     slurm.say("sinfo", "n1|mixed\nn1|mixed\nn2|down*")
     slurm.do("scontrol", f"case \"$*\" in *hostnames*) printf 'n1\\nn2\\n';; *) cat <<'END'\n{NODE}\nEND\n;; esac")
     scheduler = slurm.scheduler()
@@ -209,14 +180,14 @@ def test_nodes(slurm: FakeSlurm) -> None:
     assert slurm.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
 
 
-def test_nodes_without_slurm(slurm: FakeSlurm) -> None:
+def test_nodes_without_slurm(slurm):
     scheduler = slurm.scheduler()
     assert scheduler.node_states(["n1"]) == {}
     assert scheduler.hostnames("n[08-10],m1") == ["n08", "n09", "n10", "m1"]
     assert scheduler.node_address("n1") == "n1"
 
 
-def test_a_users_own_formats_are_left_out(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_formats_are_left_out(slurm, monkeypatch):
     slurm.do("squeue", "env > " + str(slurm.folder / "environment"))
     for name, value in {"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}.items():
         monkeypatch.setenv(name, value)
@@ -227,5 +198,5 @@ def test_a_users_own_formats_are_left_out(slurm: FakeSlurm, monkeypatch: pytest.
 
 @pytest.mark.parametrize("text, value", [
     ("3:04", 184), ("02:03:04", 7384), ("1-02:03:04", 93784), ("INVALID", 0), ("", 0), ("00:00:07", 7)])
-def test_seconds(text: str, value: int) -> None:
+def test_seconds(text, value):
     assert seconds(text) == value

@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,16 +27,13 @@ from launch.slurm.trust import (
     submission_problems,
 )
 from pipeline.errors import UserError
-from tests.launch.fake_house import House
-from tests.launch.fake_job import Job
-from tests.launch.slurm.submit.test_sbatch import slurm  # noqa: F401 - a fixture
 
 ROOT = os.getuid() == 0
 OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
-def usual_umask() -> Iterator[None]:
+def usual_umask():
     """Whoever runs the tests."""
     before = os.umask(0o022)
     yield
@@ -45,7 +41,7 @@ def usual_umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     folder = tmp_path / "checkout"
     for name in ("launch/a.py", "launch/slurm/b.py", "pipeline/c.py", "launch.py/odd.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submitted(checkout: Path, tmp_path: Path) -> JobSpec:
+def submitted(checkout, tmp_path):
     """A run folder as a submission leaves it."""
     run = tmp_path / "run"
     code = take_snapshot(run, checkout)
@@ -88,7 +84,7 @@ def place(spec: JobSpec, name: str) -> Path:
     return Path(spec.code) / name[5:] if name.startswith("CODE") else Path(spec.run) / name
 
 
-def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
+def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == ""
     place(submitted, "")
     assert check(submitted) == "", "Python's own caches are no change"
@@ -96,29 +92,33 @@ def test_what_was_submitted_is_run(submitted: JobSpec) -> None:
     assert check(submitted) == "", "submitit moves its file there once it has the job's id"
 
 
-@pytest.mark.parametrize("name", EXECUTED)
 @pytest.mark.parametrize("mode", [0o002, 0o020])
-def test_what_others_may_write_is_refused(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch, name: str,
-                                          mode: int) -> None:
+def test_what_others_may_write_is_refused(submitted, monkeypatch, mode):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    path = place(submitted, name)
-    path.chmod(path.stat().st_mode | mode)
-    said = check(submitted)
-    assert said.startswith(f"{path} may be written by {'everybody' if mode == 2 else 'the group '}")
-    assert f"`chmod go-w {path}`" in said and ("launch.trusted_group" in said) == (mode == 0o020)
-    path.chmod(path.stat().st_mode & ~0o022)
-    assert check(submitted) == ""
+    for name in EXECUTED:
+        path = place(submitted, name)
+        path.chmod(path.stat().st_mode | mode)
+        said = check(submitted)
+        assert said.startswith(f"{path} may be written by {'everybody' if mode == 2 else 'the group '}")
+        assert f"`chmod go-w {path}`" in said and ("launch.trusted_group" in said) == (mode == 0o020)
+        path.chmod(path.stat().st_mode & ~0o022)
+        assert check(submitted) == ""
 
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
-@pytest.mark.parametrize("name", EXECUTED)
-def test_what_others_own_is_refused(submitted: JobSpec, name: str) -> None:
-    path = place(submitted, name)
-    os.chown(path, OTHER, -1)
-    assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+def test_what_others_own_is_refused(submitted, tmp_path):
+    for name in EXECUTED:
+        path = place(submitted, name)
+        os.chown(path, OTHER, -1)
+        assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+        os.chown(path, 0, -1)
+    (tmp_path / "theirs").mkdir(0o700)
+    os.chown(tmp_path / "theirs", OTHER, -1)
+    with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+        private_folder(tmp_path / "theirs")
 
 
-def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_can_be_trusted(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     group = grp.getgrgid(os.getgid()).gr_name
     trusting = replace(submitted, trusted_group=group)
@@ -132,7 +132,7 @@ def test_a_group_can_be_trusted(submitted: JobSpec, monkeypatch: pytest.MonkeyPa
     assert "may be written by everybody" in check(trusting), "that is no group"
 
 
-def test_members_of_a_trusted_group_may_own_parts(submitted: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
@@ -143,7 +143,7 @@ def test_members_of_a_trusted_group_may_own_parts(submitted: JobSpec, monkeypatc
     assert check(trusting) == ""
 
 
-def test_a_private_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_group_is_the_users_own(monkeypatch):
     me = pwd.struct_passwd(("me", "x", 7, 7, "", "/", ""))
     monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: me)
     groups = {7: ("me", []), 8: ("me", []), 9: ("physics", [])}
@@ -154,7 +154,7 @@ def test_a_private_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert not trust._is_private(7), "somebody else is in it"
 
 
-def test_owners_need_not_be_looked_at(submitted: JobSpec) -> None:
+def test_owners_need_not_be_looked_at(submitted):
     blind = replace(submitted, check_owners=False)
     blind.save(path_of(submitted))
     for folder in folders_of(Path(submitted.run)):
@@ -174,12 +174,12 @@ def test_owners_need_not_be_looked_at(submitted: JobSpec) -> None:
     (lambda code: (code / "launch/a.py").rename(code / "launch/z.py"), "(gone: launch/a.py; new: launch/z.py)"),
     (lambda code: (code / "launch/z").symlink_to("../pipeline/c.py"), "z is a link"),
     (lambda code: shutil.rmtree(code), "cannot be read")])
-def test_other_code_is_not_run(submitted: JobSpec, change, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_other_code_is_not_run(submitted, change, told):
     change(Path(submitted.code))
     assert told in check(submitted) and "submit the same command again" in check(submitted)
 
 
-def test_the_record_of_the_copy_proves_nothing_by_itself(submitted: JobSpec, checkout: Path) -> None:
+def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
     """Whoever changes the code can change its record as well; a new submission makes the copy anew."""
     (Path(submitted.code) / "launch/a.py").write_text("import evil\n")
     hashes = {path.relative_to(submitted.code).as_posix(): trust.hashlib.sha256(path.read_bytes()).hexdigest()
@@ -191,14 +191,14 @@ def test_the_record_of_the_copy_proves_nothing_by_itself(submitted: JobSpec, che
     assert check(submitted) == "" and "evil" not in (Path(submitted.code) / "launch/a.py").read_text()
 
 
-def test_another_spec_is_not_done(submitted: JobSpec) -> None:
+def test_another_spec_is_not_done(submitted):
     replace(submitted, command=("rm",)).save(path_of(submitted))
     assert "what the job has to do, is not what was submitted" in check(submitted)
     path_of(submitted).write_text("{")
     assert "cannot be read" in check(submitted)
 
 
-def test_a_run_folder_may_be_kept_elsewhere(submitted: JobSpec, tmp_path: Path) -> None:
+def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
     Path(submitted.run).rename(tmp_path / "elsewhere")
     Path(submitted.run).symlink_to(tmp_path / "elsewhere")
     assert check(submitted) == ""
@@ -206,7 +206,7 @@ def test_a_run_folder_may_be_kept_elsewhere(submitted: JobSpec, tmp_path: Path) 
     assert "may be written by everybody (mode 0777)" in check(submitted)
 
 
-def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path, tmp_path: Path) -> None:
+def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout, tmp_path):
     (checkout / "launch/a.py").chmod(0o666)
     copy = take_snapshot(tmp_path / "run", checkout)
     assert stat.S_IMODE((copy / "launch/a.py").stat().st_mode) == 0o644
@@ -215,29 +215,29 @@ def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout: Path
 # ---- the script
 
 
-def script_of(house: House, slurm: Path) -> str:  # noqa: F811
-    """The last line that looks, and those before it, of the train job's script."""
-    result = house.submit("--stage", "all")
+def test_the_script_looks_before_it_runs_anything_of_the_run(slurm):
+    os.umask(0o002)
+    result = slurm.submit("--stage", "all")
     assert result.returncode == 0, result.stderr
-    job = next(job for job in read_chain(house.run).jobs if job.stage == "train")
-    lines = (slurm / job.id).read_text().splitlines()
+    loose = [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
+             if path.stat().st_mode & 0o022]
+    assert not loose, "what is submitted is one's own, whatever the umask"
+    chain = read_chain(slurm.run)
+    job = next(job for job in chain.jobs if job.stage == "train")
+    lines = (slurm.queue / job.id).read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
-    return "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
+    script = "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
 
-
-def test_the_script_looks_before_it_runs_anything_of_the_run(house: House, slurm: Path) -> None:  # noqa: F811
-    script = script_of(house, slurm)
-
-    def run() -> tuple[int, str]:
+    def run():
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
                               env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104"})
         return done.returncode, done.stdout + done.stderr
 
-    code = Path(read_chain(house.run).code)
+    code = Path(chain.code)
     assert run() == (0, "started\n")
-    (code / "launch/plan.py").write_text("changed")
+    (code / "launch/new.py").write_text("evil")
     status, said = run()
-    assert status == 1 and said.startswith("refused: The code in ") and "(changed: launch/plan.py)" in said
+    assert status == 1 and said.startswith("refused: The code in ") and "(new: launch/new.py)" in said
     (code / "launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
     status, said = run()
     assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
@@ -245,44 +245,21 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(house: House, slurm
     assert run()[0] == 1
 
 
-def test_a_run_folder_that_others_may_write_is_refused_at_once(house: House, slurm: Path) -> None:  # noqa: F811
-    house.submit("--stage", "shard", "--cluster", "local")
-    house.run.chmod(0o777)
-    result = house.submit("--stage", "all")
-    assert result.returncode == 2 and not list(slurm.iterdir()) and not (house.run / "code").exists()
+def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
+    slurm.done("shard")
+    slurm.run.chmod(0o777)
+    result = slurm.submit("--stage", "all")
+    assert result.returncode == 2 and not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     assert f"runs/trial may be written by everybody (mode 0777), and jobs execute what is there. Look at it, then " \
            f"`chmod go-w {Path('runs/trial')}`" in result.stderr
-    assert "no such group" in house.submit("--stage", "all", "launch.trusted_group=nobodys-group").stderr
-    house.run.chmod(0o755)
-    assert house.submit("--stage", "all").returncode == 0
-
-
-def test_what_is_submitted_under_a_loose_umask_is_ones_own(house: House, slurm: Path) -> None:  # noqa: F811
-    before = os.umask(0o002)
-    try:
-        assert house.submit("--stage", "all").returncode == 0
-    finally:
-        os.umask(before)
-    loose = [path for folder in ("code", "logs", "launch") for path in (house.run / folder).rglob("*")
-             if path.stat().st_mode & 0o022]
-    assert not loose
-
-
-def test_the_code_is_compared_again_before_each_start(job: Job, submitted: JobSpec) -> None:
-    """The second start of this job would run other code."""
-    job.plan("crash", "work", code=submitted.code, code_sha256=submitted.code_sha256)
-    changed = Path(submitted.code) / "launch/a.py"
-    (job.folder / "stage.py").write_text((job.folder / "stage.py").read_text().replace(
-        'say("running")', f'say("running")\nopen({str(changed)!r}, "a").write("import evil")'))
-    status, log = job.run_it()
-    assert status == 1 and "(changed: launch/a.py)" in log and len(job.events("attempt")) == 1
-    assert job.state().status == "failed" and "is not what was submitted" in job.state().reason
+    assert "no such group" in slurm.submit("--stage", "all", "launch.trusted_group=nobodys-group").stderr
+    assert slurm.submit("--stage", "all", "launch.check_owners=false").returncode == 0
 
 
 # ---- caches
 
 
-def test_a_private_folder(tmp_path: Path) -> None:
+def test_a_private_folder(tmp_path):
     os.umask(0)
     made = private_folder(tmp_path / "mine")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700 and private_folder(made) == made
@@ -301,15 +278,7 @@ def test_a_private_folder(tmp_path: Path) -> None:
         private_folder(tmp_path / "file")
 
 
-@pytest.mark.skipif(not ROOT, reason="only root can give files away")
-def test_somebody_elses_folder(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir(0o700)
-    os.chown(tmp_path / "theirs", OTHER, -1)
-    with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-        private_folder(tmp_path / "theirs")
-
-
-def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_keep_what_they_run_again_in_private(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
@@ -324,7 +293,7 @@ def test_compilers_keep_what_they_run_again_in_private(tmp_path: Path, monkeypat
         make_caches({**found, "SLURMD_NODENAME": "n7"})
 
 
-def test_the_check_needs_nothing_but_the_standard_library() -> None:
+def test_the_check_needs_nothing_but_the_standard_library():
     result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "/nowhere/a/b/c.json", "0"],
                             capture_output=True, text=True, check=False)
     assert result.returncode == 1 and result.stdout.startswith("refused: /nowhere/a/b/c.json") and not result.stderr

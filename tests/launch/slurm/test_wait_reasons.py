@@ -45,14 +45,14 @@ STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMax
 
 
 @pytest.mark.parametrize(("reason", "words"), WORDS)
-def test_reasons_in_plain_words(reason: str, words: str) -> None:
+def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
         said = meaning(reason, "12", several=several)
         assert words in said and "{" not in said
     assert is_stuck(reason) == (reason in STUCK)
 
 
-def test_every_pattern_is_reached() -> None:
+def test_every_pattern_is_reached():
     reached = {meaning(reason) for reason, _ in WORDS}
     unreached = [pattern for pattern, text in REASONS if text.format(job="", nodes="", fewer="") not in reached
                  and text.format(job="", nodes=" (n[3-4])", fewer="") not in reached]
@@ -60,8 +60,7 @@ def test_every_pattern_is_reached() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "offered"), [(4, True), (1, False)])
-def test_a_job_that_waits_for_a_node_that_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int,
-                                                  offered: bool) -> None:
+def test_a_job_that_waits_for_a_node_that_is_down(tmp_path, monkeypatch, nodes, offered):
     """As much of the reason as the column of squeue holds."""
     monkeypatch.chdir(tmp_path)
     run = HandMade(Path("runs/demo"), {**SETTINGS, "launch": {"train": {"nodes": nodes}}})

@@ -10,13 +10,17 @@ from model.generation.sampling import Sampling, draw, kept, penalised
 
 def test_everything_that_is_wrong_is_said_at_once():
     with pytest.raises(ValueError) as caught:
-        Sampling(max_tokens=0, temperature=-1, top_k=0, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop=("a", ""))
-    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop"):
+        Sampling(max_tokens=0, temperature=-1, top_k=0, top_p=0, min_p=2, repetition_penalty=0, seed=-1, stop=("a", ""),
+                 logprobs=-1, prompt_logprobs=-2)
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop",
+                 "logprobs", "prompt_logprobs"):
         assert f"{name} must be" in str(caught.value)
     for wrong in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": float("nan")},
-                  {"min_p": float("nan")}, {"repetition_penalty": float("nan")}, {"top_p": 1.01}, {"stop": "end"}):
+                  {"min_p": float("nan")}, {"repetition_penalty": float("nan")}, {"top_p": 1.01}, {"stop": "end"},
+                  {"seed": 2**63}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)
+    Sampling(max_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=2**63 - 1, logprobs=0, prompt_logprobs=0)
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.3])
@@ -30,9 +34,8 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty):
         assert torch.equal(penalised(scores, seen, penalty), theirs)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), itertools.product(
-    (0.5, 1.0, 1.7), (None, 1, 7, 1000), (0.3, 0.9, 1.0), (0.0, 0.05, 0.5)))
-def test_what_is_drawn_from_is_what_transformers_leaves(temperature, top_k, top_p, min_p):
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_what_is_drawn_from_is_what_transformers_leaves(temperature):
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -40,25 +43,34 @@ def test_what_is_drawn_from_is_what_transformers_leaves(temperature, top_k, top_
         TopKLogitsWarper,
         TopPLogitsWarper,
     )
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature), *([TopKLogitsWarper(top_k)] if top_k else []),
-                                  TopPLogitsWarper(top_p), *([MinPLogitsWarper(min_p)] if min_p else [])])
     chance = torch.Generator().manual_seed(2)
-    for _ in range(5):
-        scores = torch.randn(200, generator=chance, dtype=torch.float64) * 3
-        expected = theirs(None, scores[None].clone())[0].softmax(-1)
-        probabilities, ids = kept(scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
-        found = torch.zeros_like(scores).scatter(0, ids, probabilities / probabilities.sum())
-        assert torch.equal(found > 0, expected > 0)
-        assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+    for top_k, top_p, min_p in itertools.product((None, 1, 7, 1000), (0.3, 0.9, 1.0), (0.0, 0.05, 0.5)):
+        theirs = LogitsProcessorList([
+            TemperatureLogitsWarper(temperature), *([TopKLogitsWarper(top_k)] if top_k else []),
+            TopPLogitsWarper(top_p), *([MinPLogitsWarper(min_p)] if min_p else [])])
+        for _ in range(3):
+            scores = torch.randn(200, generator=chance, dtype=torch.float64) * 3
+            expected = theirs(None, scores[None].clone())[0].softmax(-1)
+            probabilities, ids = kept(scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+            found = torch.zeros_like(scores).scatter(0, ids, probabilities / probabilities.sum())
+            assert torch.equal(found > 0, expected > 0)
+            assert torch.allclose(found, expected, rtol=1e-12, atol=0)
 
 
-def test_a_draw_is_from_what_is_left_and_its_seed_decides():
-    scores = torch.randn(100, generator=torch.Generator().manual_seed(3))
-    sampling = Sampling(temperature=1.5, top_k=40, top_p=0.5, min_p=0.1)
-    probabilities, ids = kept(scores, sampling)
-    allowed = set(ids[probabilities > 0].tolist())
+def test_draws_have_the_probabilities_of_what_is_left_and_their_seed_decides():
+    scores, sampling = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), Sampling(temperature=1.0, top_k=3, top_p=0.95)
 
-    def drawn(seed):
+    def drawn(seed, count):
         generator = torch.Generator().manual_seed(seed)
-        return [draw(scores, sampling, generator) for _ in range(500)]
-    assert set(drawn(0)) == allowed and drawn(0) == drawn(0) != drawn(1)
+        return [draw(scores, sampling, generator) for _ in range(count)]
+
+    assert drawn(0, 50) == drawn(0, 50) != drawn(1, 50)
+    shares = torch.bincount(torch.tensor(drawn(0, 4000)), minlength=4) / 4000
+    assert shares[0] == 0 and torch.allclose(shares, torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), rtol=0, atol=0.025)
+    assert draw(scores, Sampling(temperature=0), None) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_no_numbers_are_named(temperature):
+    with pytest.raises(FloatingPointError, match="scores are NaN"):
+        draw(torch.tensor([1.0, torch.nan, 2.0]), Sampling(temperature=temperature), torch.Generator())

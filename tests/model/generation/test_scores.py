@@ -7,7 +7,6 @@ from model.config import ModelConfig
 from model.generation import batch as batches
 from model.generation.batch import Batch
 from model.generation.sampling import Sampling
-from model.generation.scores import token_scores
 from tests.tiny_models import opinionated
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
@@ -74,12 +73,3 @@ def test_nobody_asks_and_nothing_is_computed(model, monkeypatch):
     assert not any(row.scores or row.prompt_scores for row in written(model, [Sampling(max_tokens=4)] * 4))
     with pytest.raises(AssertionError):
         written(model, [Sampling(max_tokens=4, logprobs=0)] * 4)
-
-
-def test_no_places_have_no_scores():
-    assert token_scores(torch.empty(0, 5), [], 3) == []
-
-
-def test_counts_below_none_are_refused():
-    with pytest.raises(ValueError, match=r"logprobs must be at least 0, not -1. prompt_logprobs must be at least 0"):
-        Sampling(logprobs=-1, prompt_logprobs=-2)

@@ -57,19 +57,14 @@ def test_a_stop_string_over_several_tokens_ends_its_text_alone(model, plain):
     assert [texts[number] for number in (0, 2, 3)] == [TOKENIZER.decode(plain[number]) for number in (0, 2, 3)]
 
 
-def test_a_stop_id_ends_its_text(model, plain):
-    stop = plain[2][10]
-    before = plain[2][:plain[2].index(stop)]
-    texts, ends = written(model, PROMPTS[2:3], [sampled(2, stop_ids={stop})])
-    assert texts == [TOKENIZER.decode(before)] and ends == [("stop", len(before))]
-
-
 @pytest.mark.parametrize("telling", [None, 0, 2])
-def test_pieces_tell_of_their_tokens_and_of_the_stop_id(model, plain, telling):
+def test_a_stop_id_ends_its_text_and_pieces_tell_of_their_tokens_and_of_it(model, plain, telling):
     stop = plain[2][10]
     before = plain[2][:plain[2].index(stop)]
     pieces = list(stream(model, TOKENIZER.token_bytes, PROMPTS[2:3], [
         sampled(2, stop_ids={stop}, logprobs=telling, prompt_logprobs=telling)]))
+    assert "".join(piece.text for piece in pieces) == TOKENIZER.decode(before)
+    assert (pieces[-1].end, pieces[-1].tokens) == ("stop", len(before))
     told = [token for piece in pieces for token in piece.scores]
     assert [token.score.token for token in told] == ([] if telling is None else [*before, stop])
     assert all(len(token.score.top) == telling for token in told)

@@ -18,7 +18,7 @@ from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.copies.beside import take_up
 from pipeline.training.copies.copier import Copier
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 
 class Gate:
@@ -53,6 +53,22 @@ def save(saver, *steps):
     for step in steps:
         saver.save({"model.a": [whole(torch.full((3, 5), float(step)))]}, TrainingProgress(step=step))
         saver.wait()
+
+
+def save_held(saver, gate, step, before=""):
+    """Save, and return when the copy has come to an object whose path ends so."""
+    gate.before = before
+    gate.reached.clear()
+    gate.open.clear()
+    save(saver, step)
+    gate.reached.wait()
+
+
+def save_copied(saver, copier, *steps):
+    """Save, and wait for the copy of each."""
+    for step in steps:
+        save(saver, step)
+        wait_for(lambda step=step: copier.copied == step)
 
 
 def kept(saver):

@@ -6,22 +6,26 @@ from pipeline.copies.claim import LOCK, Lock
 from pipeline.errors import UserError
 from pipeline.stores.store import Store
 from pipeline.training.copies import copier as copier_module
-from tests.training.copies.copying import Gate, save, store_put_as_another, waiting_for_the_end
+from tests.training.copies.copying import Gate, save, save_copied, save_held, store_put_as_another, waiting_for_the_end
 from tests.waiting import HANG_S, wait_for
 
 
-def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(made, tmp_path, monkeypatch):
-    """Its lock's own thread stands still too: only by looking does it hear who copies there now."""
-    store = Store(f"file://{tmp_path}/store")
-    lock = Lock(store, "a", lambda text: None, beat_s=1000.0)
+@pytest.fixture
+def held(tmp_path):
+    """A store, and its lock, whose own thread sleeps."""
+    lock = Lock(Store(f"file://{tmp_path}/store"), "a", lambda text: None, beat_s=1000.0)
     lock.take()
+    yield lock.store, lock
+    lock.release()
+
+
+def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(made, held, monkeypatch):
+    """Its lock's own thread stands still too: only by looking does it hear who copies there now."""
+    store, lock = held
     saver, copier, copies, _ = made(store.url, lock)
-    save(saver, 1)
-    wait_for(lambda: copier.copied == 1)
+    save_copied(saver, copier, 1)
     gate = Gate(monkeypatch)
-    gate.open.clear()
-    save(saver, 2)
-    gate.reached.wait()
+    save_held(saver, gate, 2)
     store_put_as_another(store)
     gate.open.set()
     assert "took over" in copier.finish(2, 1000.0) and copies.found().whole == [1]
@@ -34,17 +38,12 @@ def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(made, tm
 
 @pytest.mark.parametrize(("before", "kept"), [(".safetensors", ("COMPLETE.json", "records/events.jsonl")),
                                               ("COMPLETE.json", ("records/events.jsonl",))])
-def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(made, tmp_path, events, monkeypatch,
-                                                                           before, kept):
-    store = Store(f"file://{tmp_path}/store")
-    lock = Lock(store, "a", lambda text: None, beat_s=1000.0)
-    lock.take()
+def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(made, held, events, monkeypatch, before,
+                                                                              kept):
+    store, lock = held
     saver, copier, _, _ = made(store.url, lock)
     gate = Gate(monkeypatch)
-    gate.before = before
-    gate.open.clear()
-    save(saver, 2)
-    gate.reached.wait()
+    save_held(saver, gate, 2, before)
     store_put_as_another(store)
     gate.before = "nothing else"
     for name in kept:
@@ -52,30 +51,15 @@ def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(ma
     gate.open.set()
     assert "took over" in copier.finish(2, 1000.0)
     assert {store.read(f"step-00000002/{name}") for name in kept} == {b"the successor's"}
-    lock.release()
 
 
-def test_a_process_thought_dead_begins_no_copy(made, tmp_path):
-    store = Store(f"file://{tmp_path}/store")
-    lock = Lock(store, "a", lambda text: None, beat_s=1000.0)
-    lock.take()
-    saver, copier, copies, _ = made(store.url, lock)
-    store_put_as_another(store)
-    copies.finish(1, [])  # by the successor
-    save(saver, 1)
-    assert "took over" in copier.finish(1, 1000.0)
-    assert [entry.path for entry in store.list("step-00000001")] == ["step-00000001/copy.json"]
-    lock.release()
-
-
-def test_the_end_does_not_wait_where_the_lock_is_lost(made, tmp_path, monkeypatch):
+def test_the_end_does_not_wait_where_the_lock_is_lost(made, held, monkeypatch):
     """Its own thread finds that out while a copy waits to be tried again."""
     monkeypatch.setattr(copier_module, "BEAT_S", 0.01)
     monkeypatch.setattr(copier_module, "AGAIN_S", (10.0 * HANG_S,))
     gate = Gate(monkeypatch)
-    lock = Lock(Store(f"file://{tmp_path}/store"), "a", lambda text: None, beat_s=1000.0)
-    lock.take()
-    saver, copier, _, said = made(lock.store.url, lock)
+    store, lock = held
+    saver, copier, _, said = made(store.url, lock)
     gate.failing = True
     save(saver, 1)
     wait_for(lambda: any("could not be copied" in text for text in said))
@@ -84,4 +68,3 @@ def test_the_end_does_not_wait_where_the_lock_is_lost(made, tmp_path, monkeypatc
     lock.lost = "Another took over"
     wait_for(lambda: not thread.is_alive())
     assert told == ["Another took over, and this run copies nothing there any more."]
-    lock.release()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +17,11 @@ from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import excluded, few, strikes
 from launch.slurm.scheduler import Scheduler
+from pipeline.files import write_json
+from pipeline.records.hangs import hang_folder
+from tests.launch.fake_job import chain_of
 
-COUNTS = (2, 4, 64, 512, 4096)
+COUNTS = (2, 64, 4096)
 GPU = Problem("gpu", "7 GPUs instead of 8")
 
 
@@ -40,28 +41,23 @@ def importing(count: int, answered: int) -> list[Report]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.585, 0.9, 0.999])
-@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 15.0), (30.0, 30.0), (200.0, 150.0)])
-def test_slow_nodes_are_never_blamed(count: int, share: float, lasted: float, quiet: float) -> None:
+@pytest.mark.parametrize("share", [0.1, 0.585, 0.999])
+@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
+def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, share, lasted, quiet):
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     answered = min(count - 1, max(1, int(count * share)))
-    found = judge(importing(count, answered), count, 4.0, nodes_of(count), lasted, quiet)
+    reports = importing(count, answered)
+    found = judge(reports, count, 4.0, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.shared
-    assert found.told[0].startswith("not all nodes have answered yet") and f"({count - answered} of {count}" in \
-        found.told[0]
-
-
-@pytest.mark.parametrize("count", COUNTS[1:])
-@pytest.mark.parametrize("share", [0.3, 0.585, 0.9])
-def test_a_sick_node_is_found_among_slow_ones(count: int, share: float) -> None:
-    reports = importing(count, int(count * share))
+    assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
+    assert f"({count - answered} of {count}" in found.told[0]
     reports[0] = replace(reports[0], problems=[GPU])
-    found = judge(reports, count, 4.0, nodes_of(count), 45.0, 15.0)
-    assert found.bad == {"n0000": GPU} and "slow is not sick" in found.told[0]
+    if count > 2:
+        assert judge(reports, count, 4.0, nodes_of(count), lasted, quiet).bad == {"n0000": GPU}
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
-def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
+def test_a_few_nodes_that_never_answer_are_found(count):
     """All others came within 50 s; for 100 s nothing has come."""
     found = judge(importing(count, count - few(count)), count, 4.0, nodes_of(count), 50.0, 100.0)
     assert list(found.bad) == nodes_of(count)[count - few(count):]
@@ -69,9 +65,9 @@ def test_a_few_nodes_that_never_answer_are_found(count: int) -> None:
     assert not too_many.bad and "have a cause in common: no strikes" in too_many.told[0]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("count", COUNTS)
-def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
+def test_never_more_than_a_few_are_blamed(count, seed):
     """Whatever is wrong with however many; those with a failed check are named in any case."""
     draw = random.Random(seed)
     reports, sick = sound(count), set[str]()
@@ -95,17 +91,16 @@ def test_never_more_than_a_few_are_blamed(count: int, seed: int) -> None:
     assert len(" ".join(told.told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
-def test_the_time_allowed_grows_with_the_nodes() -> None:
-    times = [allowed_s(count) for count in COUNTS]
-    assert times == sorted(times) and times[0] >= 180 and times[2] < times[3] < times[4] <= 1800
+def test_the_time_allowed_grows_with_the_nodes():
+    assert [allowed_s(count) for count in (1, 64, 512, 4096)] == [180.5, 212, 436, 1800]
 
 
-def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(4))
 
-    def write(rank: int, at: int) -> None:
+    def write(rank, at):
         (tmp_path / f"rank-{rank}.json").touch()
         os.utime(tmp_path / f"rank-{rank}.json", (at, at))
 
@@ -131,20 +126,30 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path: Path, monkeypatch:
     assert not reports.are_over, "all have reported: they measure, for as long as they are allowed to"
 
 
-def test_the_many_that_are_slow_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
-    reports = Arrivals(tmp_path, nodes_of(64))
-    for rank in range(60):
-        (tmp_path / f"rank-{rank}.json").touch()
-    now = 5.0
-    reports.look()
-    now = 500.0
-    assert not reports.are_over, "4 of 64 are too many to give up on"
+def test_who_was_late_when_training_hung(job):
+    """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
+    said: list[str] = []
+    job.spec = replace(job.spec, links=2, ranks=4)
+    chain_of(job, "12", "13")
+
+    def late(start, nodes=4):
+        here = Allocation("12", "12", 0, tuple(nodes_of(nodes)))
+        return Blame(job.spec, here, job.slurm, said.append).late(start)
+
+    assert late(0) == "" and not said
+    for start in range(3):
+        for rank in range(4):
+            place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
+            write_json(hang_folder(job.stage, f"12.0.{start}") / f"rank{rank}.json", {
+                "rank": rank, "node": f"n{rank:04}", "step": 5, "silent_s": 9.0, "at": 1.0, "stack": [place]})
+    assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
+    assert "was late when training hung (strike 1 within a day)" in said[0]
+    assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
+    assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n0003": 2}, "of two nodes it is not the nodes"
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path: Path, count: int) -> None:
+def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, count):
     said: list[str] = []
     blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"), Allocation("12", "12", 0, tuple(nodes_of(
         count))), Scheduler(), said.append)
@@ -157,12 +162,10 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path: Path, count: int)
 
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
-def test_the_trial_ends_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int,
-                                            setting: float | None, limit: int) -> None:
+def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, setting, limit):
     now, went_on = 1000.0, []
 
-    def run_step(command: list[str], environment: object, folder: Path, goes_on: Callable[[], bool],
-                 say: object) -> StepEnd:
+    def run_step(command, environment, folder, goes_on, say):
         nonlocal now
         assert command[-1] == str(limit), "the ranks wait for one another as long"
         for second in (0.0, limit - 1.0, limit + 1.0):

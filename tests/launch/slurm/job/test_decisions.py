@@ -17,7 +17,6 @@ from launch.slurm.job.decisions import (
     fruitless,
     too_late,
     unseen,
-    without_requeue,
 )
 from pipeline.contract.state import StageState
 
@@ -34,7 +33,6 @@ def kind(decision: Decision) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("outcome", "terms", "expected"), [
     # done: the manifest and the stage's word, whatever the exit status says
-    (Outcome(DONE, committed=True), Terms(), ("leave", "done", 0)),
     (Outcome(DONE, committed=True, status=143, refused=True), Terms(), ("leave", "done", 0)),
     (Outcome(RUNNING, committed=True, status=137), Terms(), ("leave", "done", 0)),  # killed after its commit
     (Outcome(DONE, committed=True, stopping=True), Terms(), ("leave", "done", 0)),
@@ -48,7 +46,6 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(FAILED, status=143), Terms(later_links=True), ("stop", "failed", 1)),
     (Outcome(FAILED, status=143, hang="x", fruitless=9), Terms(), ("stop", "failed", 1)),
     (Outcome(None, refused=True, status=143), Terms(), ("stop", "failed", 1)),
-    (Outcome(RUNNING, refused=True, status=143), Terms(), ("stop", "failed", 1)),
     (Outcome(None, refused=True, status=143, again=True, fruitless=1), Terms(), ("restart", "crashed", 0)),
     # requests to stop
     (Outcome(ASKED), Terms(), ("requeue", "preempted", 0)),
@@ -57,14 +54,11 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     (Outcome(ASKED), Terms(requeue=False), ("stop", "preempted", 1)),
     (Outcome(ASKED, stopping=True), Terms(later_links=True), ("stop", "preempted", 143)),
     (Outcome(CANCELLED), Terms(later_links=True), ("stop", "preempted", 1)),
-    (Outcome(CANCELLED, stopping=True), Terms(), ("stop", "preempted", 143)),
     # the processes were told to end, but not the job: a preemption
     (Outcome(TERMINATED), Terms(), ("requeue", "preempted", 0)),
-    (Outcome(TERMINATED), Terms(requeue=False, later_links=True), ("leave", "preempted", 0)),
     (Outcome(TERMINATED, stopping=True), Terms(), ("stop", "preempted", 143)),
     # told to end while the stage was at work
     (Outcome(RUNNING, status=143, stopping=True), Terms(), ("stop", "preempted", 143)),
-    (Outcome(None, status=143, stopping=True, started=False), Terms(), ("stop", "preempted", 143)),
     (Outcome(RUNNING, cause="lost n3", lost=True, stopping=True), Terms(), ("stop", "crashed", 143)),
     # crashes and hangs
     (Outcome(RUNNING, status=143, fruitless=0), Terms(), ("restart", "crashed", 0)),
@@ -76,16 +70,11 @@ def kind(decision: Decision) -> tuple[str, str, int]:
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, status=137, abandoned=True, fruitless=1), Terms(), ("requeue", "crashed", 0)),
     (Outcome(RUNNING, status=137, abandoned=True, hang="rank 2 is late"), Terms(), ("requeue", "hung", 0)),
-    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
-    (Outcome(RUNNING, status=137, abandoned=True), Terms(requeue=False), ("stop", "crashed", 1)),
-    (Outcome(RUNNING, status=137, abandoned=True, fruitless=4), Terms(), ("stop", "crashed", 1)),
     # no step at all: the allocation is of no use
     (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
-    (Outcome(None, status=1, started=False), Terms(requeue=False, later_links=True), ("leave", "crashed", 0)),
     (Outcome(None, status=1, started=False), Terms(requeue=False), ("stop", "crashed", 1)),
-    (Outcome(None, status=1, started=False, fruitless=4), Terms(), ("stop", "crashed", 1)),
 ])
-def test_the_table(outcome: Outcome, terms: Terms, expected: tuple[str, str, int]) -> None:
+def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
 
 
@@ -101,7 +90,7 @@ def every() -> list[tuple[Outcome, Terms]]:
                              flags)]
 
 
-def test_what_holds_for_every_combination() -> None:
+def test_what_holds_for_every_combination():
     for outcome, terms in every():
         decision = decide(outcome, terms)
         assert decision.reason
@@ -121,17 +110,7 @@ def test_what_holds_for_every_combination() -> None:
             assert decision.action == "stop"
 
 
-def test_what_is_done_for_a_refused_requeue() -> None:
-    decision = decide(Outcome(ASKED), Terms())
-    going_on = without_requeue(decision, "Slurm said no", Terms(later_links=True))
-    assert kind(going_on) == ("leave", "preempted", 0) and "the next job" in going_on.reason
-    alone = without_requeue(decision, "Slurm said no", Terms())
-    assert kind(alone) == ("stop", "preempted", 1)
-    assert "Slurm said no" in alone.reason and "submit the same command again" in alone.reason
-    assert "after step 40" in alone.reason
-
-
-def test_a_restart_that_the_time_limit_would_cut_off() -> None:
+def test_a_restart_that_the_time_limit_would_cut_off():
     crash = decide(Outcome(RUNNING, status=143, fruitless=1), Terms())
     assert kind(too_late(crash, Terms())) == ("requeue", "crashed", 0)
     assert kind(too_late(crash, Terms(requeue=False, later_links=True))) == ("leave", "crashed", 0)
@@ -160,12 +139,12 @@ def attempts(*ends: tuple[str, int | None], begin: int | None = None, chain: str
     (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
     (attempts(("crashed", None), ("requeued", 10)), 0),
 ])
-def test_fruitless_starts(log: list[dict[str, Any]], expected: int) -> None:
+def test_fruitless_starts(log, expected):
     assert fruitless(log, "train", "c") == expected
     assert fruitless(log, "encode", "c") == 0
 
 
-def test_elements_of_an_array_do_not_count_each_others_crashes() -> None:
+def test_elements_of_an_array_do_not_count_each_others_crashes():
     log = [{**event, "job": f"20_{number % 4 // 2}"} for number, event in
            enumerate(attempts(*[("crashed", None)] * 6)[1:])]
     assert fruitless(log, "train", "c") == 6
@@ -179,12 +158,11 @@ def test_elements_of_an_array_do_not_count_each_others_crashes() -> None:
     (None, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
     (ASKED, False, {}, True, ("preempted", "its runner was killed (out of memory, perhaps)")),
     (RUNNING, True, {}, True, ("done", "done")), (None, True, {}, True, ("done", "done"))])
-def test_ends_that_nobody_saw(state: StageState | None, committed: bool, down: dict[str, str], killed: bool,
-                              expected: tuple[str, str]) -> None:
+def test_ends_that_nobody_saw(state, committed, down, killed, expected):
     assert unseen(state, committed, down, killed) == expected
 
 
-def test_an_end_from_outside_is_no_crash() -> None:
+def test_an_end_from_outside_is_no_crash():
     status, reason = unseen(RUNNING, False, {}, False)
     assert status == "requeued" and "queued it again" in reason
 
@@ -195,7 +173,7 @@ def test_an_end_from_outside_is_no_crash() -> None:
     (attempts(*[("requeued", None)] * 9), False), (attempts(*[("requeued", None)] * (MOST_OUTSIDE + 1)), True),
     (attempts(*[("requeued", None)] * MOST_OUTSIDE, ("crashed", 10)), False),
 ])
-def test_ends_that_nobody_saw_again_and_again(log: list[dict[str, Any]], stops: bool) -> None:
+def test_ends_that_nobody_saw_again_and_again(log, stops):
     decision = after_unseen(log, "train", "c", None, "lost n3 (down*)", Terms())
     assert (decision is not None) == stops
     if decision is not None:

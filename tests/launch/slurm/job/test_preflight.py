@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from launch.slurm.job import node_trial, preflight
 from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
 from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
 from launch.slurm.nodes import excluded
-from tests.launch.fake_job import Job, chain_of, make_job
+from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
 SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)
@@ -59,14 +59,12 @@ def having(kind: str, *nodes: str) -> list[Report]:
     ([], {}),
     # What belongs to the run folder, or to a node.
     (having("folder", "n1"), {"n1": "folder n1"}),
-    (having("folder", "n1", "n2", "n3"), {}),
     (having("clock", "n1"), {"n1": "clock n1"}),
     (having("clock", "n1", "n2", "n3"), {}),
-    (having("space", "n1"), {}),
     (having("gpu", "n3"), {"n3": "gpu n3"}),
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
-def test_the_table(reports: list[Report], bad: dict[str, str]) -> None:
+def test_the_table(reports, bad):
     assert {node: problem.text for node, problem in judge(reports, 4, 4.0, NODES).bad.items()} == bad
 
 
@@ -76,12 +74,12 @@ def test_the_table(reports: list[Report], bad: dict[str, str]) -> None:
     (having("clock", *NODES[:3]), 4, "file system is off: clock n1 (3 of 4 nodes)"),
     (having("clock", "n1")[:1], 1, "file system is off: clock n1 (1 of 1 node)"),
 ])
-def test_who_is_not_blamed_is_told(reports: list[Report], ranks: int, told: str) -> None:
+def test_who_is_not_blamed_is_told(reports, ranks, told):
     line, = judge(reports, ranks, 4.0, NODES[:ranks]).told
     assert told in line
 
 
-def test_ranks_that_were_just_starting_are_not_blamed() -> None:
+def test_ranks_that_were_just_starting_are_not_blamed():
     """The others had only just written, too, when the time was up."""
     started = [replace(report, **UNFINISHED) for report in SOUND[:3]]
     assert set(judge(started, 4, 4.0, NODES, lasted_s=90.0, quiet_s=100.0).bad) == {"n4"}
@@ -91,13 +89,13 @@ def test_ranks_that_were_just_starting_are_not_blamed() -> None:
         assert not found.bad and line.startswith("not all nodes have answered yet: n4 (1 of 4 nodes); slow is not sick")
 
 
-def test_several_ranks_of_a_node_are_one_node() -> None:
+def test_several_ranks_of_a_node_are_one_node():
     reports = [Report(rank, f"n{1 + rank // 2}", finished=True, product_s=3.0 if rank in (4, 5) else 0.01,
                       pair_s=2.0 if rank == 2 else 0.01) for rank in range(80)]
     assert list(judge(reports, 80, 4.0).bad) == ["n3", "n2"]
 
 
-def test_of_two_nodes_none_is_blamed_for_the_link_between_them() -> None:
+def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     reports = [Report(rank, NODES[rank // 4], finished=True, pair_s=3.0 if rank == 5 else 0.01) for rank in range(8)]
     assert not judge(reports, 8, 4.0).bad
 
@@ -109,10 +107,7 @@ def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
 
 @pytest.mark.parametrize(("reports", "everywhere", "bad"), [
     (having("space", "n2"), True, {"n2"}),
-    (having("space", *NODES), True, set(NODES)),
     (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
-    (having("folder", "n1", "n2"), True, {"n1", "n2"}),
-    (having("folder", "n1"), False, {"n1"}),
     (having("shm", *NODES), True, set(NODES)),  # each in other words
     (having("shm", *NODES[:3]), True, {"n1", "n2", "n3"}),
     ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),
@@ -122,14 +117,13 @@ def told(reports: Sequence[Report], nodes: Sequence[str]) -> Found:
     (having("folder", "n1")[:1], True, {"n1"}),
     (having("gpu", "n1")[:1], False, {"n1"}),
 ])
-def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports: list[Report], everywhere: bool,
-                                                              bad: set[str]) -> None:
+def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
     found = told(reports, NODES[:len(reports)])
     assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_every_node_has_two_partners(count: int) -> None:
+def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
     met: dict[int, set[int]] = {node: set() for node in range(count)}
     for partners in pairings(count):
@@ -140,13 +134,13 @@ def test_every_node_has_two_partners(count: int) -> None:
     assert all(len(partners) >= min(2, count - 1) for partners in met.values())
 
 
-def test_a_sound_node(tmp_path: Path) -> None:
+def test_a_sound_node(tmp_path):
     (tmp_path / "launch").mkdir()
     assert check_node(tmp_path, gpus=0, shared=tmp_path) == []
     assert not list((tmp_path / "launch").iterdir()), "the probe is removed"
 
 
-def test_a_node_that_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
     assert [problem.kind for problem in found] == ["folder", "shm", "gpu"]
     assert "cannot write into" in found[0].text and found[1].text.endswith("shm is not there")
@@ -160,8 +154,7 @@ def test_a_node_that_is_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert kind == "clock" and "ahead of the file system's" in text
 
 
-def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path, monkeypatch):
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(node_trial, "write_note", lambda path, value: written.append(value))
     monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
@@ -183,7 +176,7 @@ def smi(folder: Path, gpus: str, processes: str = "", before: str = "") -> None:
     (folder / "nvidia-smi").chmod(0o755)
 
 
-def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert check_gpus(4) == ["2 GPUs instead of 4"]
@@ -192,103 +185,72 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
                              "other processes compute on its GPUs (process 1)"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
     assert check_gpus(2) == ["nvidia-smi does not answer"]
-
-
-def test_only_the_gpus_of_the_job_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    smi(tmp_path, "2, 0, Not Active, Not Active\\n")
-    assert check_gpus(2) == []
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2 and all(call.endswith(" --id=2,3") for call in calls)
-
-
-def test_a_driver_that_answers_late_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(node_trial, "SMI_S", 1.0)
+    monkeypatch.setattr(node_trial, "SMI_S", 1.0)  # a driver that answers late is asked again
     smi(tmp_path, "0, 0, Not Active, Not Active\\n", before=f"[ -e {tmp_path}/awake ] || {{ touch {tmp_path}/awake; "
                                                             f"exec sleep 9; }}")
     assert check_gpus(1) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    """A train job of two ranks with preflight."""
-    job = make_job(tmp_path, preflight=True, nodes=2)
-    (job.run / "launch").mkdir(parents=True)
-    job.environment = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    yield job
-    job.kill_all()
+def job(tmp_path):
+    """A train job with preflight."""
+    return make_job(tmp_path, preflight=True)
 
 
-def test_sound_nodes_are_trained_on(job: Job) -> None:
-    status, log = job.plan("work").run_it()
-    assert status == 0, log
-    assert "preflight: 2 nodes sound in" in log and "a matrix product" in log
+def test_sound_nodes_are_trained_on(job):
+    status, log = job.go("work", trial=Found({}, ["2 nodes sound in 8 s"]))
     event, = job.events("preflight")
-    assert event["bad"] == {} and event["seconds"] > 0
-    assert len(job.calls("srun")) == 2, "preflight, then training"
+    assert status == 0 and "preflight: 2 nodes sound in 8 s" in log and event["bad"] == {}
+    for changes in ({"preflight": False}, {"preflight": True, "ranks": 0}):
+        assert "preflight" not in job.go("work", job="13", **changes)[1]
 
 
-def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job: Job) -> None:
-    status, log = job.plan("work").run_it(DROVER_PREFLIGHT_FAULT="n2:disk")
-    assert status == 0 and job.calls("scontrol")[-1] == "requeue 12", log
-    assert "n2 is bad: made to fail: disk" in log and not job.events("attempt") and excluded(job.run) == []
-    status, log = job.plan("work").run_it(FAKE_BAD="n2:no disk", SLURM_RESTART_COUNT="1")
+def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job):
+    bad = Found({"n2": "no disk"}, ["n2 is bad: no disk"])
+    status, log = job.go(trial=bad)
+    assert status == 0 and job.slurm.requeued == ["12"] and "n2 is bad: no disk" in log and excluded(job.run) == []
+    status, log = job.go(trial=bad, restart=1)
     assert status == 1 and "submit the same command again" in log and not job.events("attempt")
-    assert job.state().status == "failed" and excluded(job.run) == ["n2"]
+    assert job.state().status == "failed" and excluded(job.run) == ["n2"] and job.slurm.requeued == ["12"]
+    assert job.events("preflight")[1]["bad"] == bad.bad
 
 
-def test_the_next_link_goes_on_without_the_bad_node(job: Job) -> None:
-    chain_of(job, "12", "13")
-    status, log = job.plan("work", links=2).run_it(FAKE_BAD="n2:no shared memory")
+def test_the_next_link_goes_on_without_the_bad_node(job):
+    chain_of(job, "12", "13", "14")
+    status, log = job.go(trial=Found({"n2": "no shared memory"}, []), links=3)
     assert status == 0 and "the next job of the chain goes on without it" in log
-    assert job.calls("scontrol")[-1] == "update JobId=13 ExcNodeList=n2,n9"
+    assert job.slurm.left_out == {"13": ["n2"], "14": ["n2"]}
     assert not job.events("attempt") and not (job.stage / "STATE.json").exists()
 
 
-def test_what_fails_on_every_node_is_not_the_nodes(job: Job) -> None:
-    status, log = job.plan("work").run_it(FAKE_BAD="n1:no disk,n2:no disk")
-    assert status == 1 and "preflight: no disk, on all nodes alike" in log
-    assert not (job.run / "launch" / "nodes.jsonl").exists()
+def test_what_fails_on_every_node_is_not_the_nodes(job):
+    both = Found({"n1": "no disk", "n2": "no disk"}, [], everywhere=True, reason="no disk, on all nodes alike")
+    status, log = job.go(trial=both)
+    assert status == 1 and "preflight: no disk, on all nodes alike" in log and not job.slurm.requeued
+    assert not (job.run / "launch/nodes.jsonl").exists()
     assert job.state().status == "failed" and "on all nodes alike" in job.state().reason
 
 
-def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path: Path) -> None:
-    """Four real processes; the sleep of one is in every exchange that it takes part in."""
-    found, reports = trial(make_job(tmp_path, ranks=4, nodes=4), "n3:link")
-    assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
-    assert len(reports) == 4 and all(report.finished and report.reduce_s for report in reports)
-
-
-def test_ranks_of_two_nodes_exchange_with_the_same_rank_of_the_other(tmp_path: Path) -> None:
-    found, reports = trial(make_job(tmp_path, ranks=4, nodes=2, tasks_per_node=2))
-    assert not found.bad and "an exchange with another node" in found.told[0], found
-    assert all(report.pair_s for report in reports)
-    assert [report.clock_at is not None for report in reports] == [True, False, True, False]
-
-
-def test_the_trial_runs_with_the_python_of_the_stage(tmp_path: Path) -> None:
-    """In a container the launcher's is not there."""
+def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
+    """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
+    the Python of the stage: in a container the launcher's is not there."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    found, _ = trial(make_job(tmp_path / "job", ranks=1, nodes=1, command=(str(python), "-m", "pipeline.train")))
-    assert "1 node sound" in found.told[0], found
-    assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")
-
-
-def trial(job: Job, fault: str = "") -> tuple[Found, list[Report]]:
-    """A preflight as the runner has it made."""
-    (job.run / "launch").mkdir(parents=True)
+    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(str(python), "-m", "pipeline.train"))
     folder = job.folder / "preflight"
     folder.mkdir()
-    port = str(20000 + os.getpid() % 20000)
-    environment = job.environ(DROVER_PREFLIGHT_FAULT=fault, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                              OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
-    nodes = [f"n{1 + node}" for node in range(job.spec.nodes)]
-    found = run_preflight(job.spec, folder, environment, lambda: True, nodes)
-    return found, read_reports(folder)
+    environment = job.environ(DROVER_PREFLIGHT_FAULT="n3:link", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
+                              MASTER_PORT=str(20000 + os.getpid() % 20000), CUDA_VISIBLE_DEVICES="")
+    found = run_preflight(job.spec, folder, environment, lambda: True, NODES[:3])
+    reports = read_reports(folder)
+    assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
+    assert [report.clock_at is not None for report in reports] == [True, False] * 3
+    assert all(report.finished and report.reduce_s and report.product_s and not report.problems for report in reports)
+    assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")

@@ -8,13 +8,13 @@ import pickle
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from launch.slurm.job.rank import SAVES, RunJob, defaults, rank_environment, visible_gpus
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
+from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
@@ -24,13 +24,13 @@ ASK = ("import os, signal, sys; print({'mask': sorted(map(int, signal.pthread_si
        "'pid': os.getpid(), **{name: os.environ.get(name) for name in sys.argv[1:]}})")
 
 
-def test_rank_environment() -> None:
+def test_rank_environment():
     assert rank_environment(SLURM) == {
         "RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
         "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567"}
 
 
-def test_what_was_not_planned_is_refused() -> None:
+def test_what_was_not_planned_is_refused():
     with pytest.raises(UserError, match="started 32 ranks, but 64 were planned"):
         rank_environment({**SLURM, "DROVER_RANKS": "64"})
     with pytest.raises(UserError, match="gpu010 shows 2 GPUs to this job, but 8 per node"):
@@ -42,13 +42,13 @@ def test_what_was_not_planned_is_refused() -> None:
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("0,1,2", 3), ("GPU-a1,GPU-b2", 2),
                                                 ("NoDevFiles", 0)])
-def test_visible_gpus(tmp_path: Path, visible: str | None, count: int) -> None:
+def test_visible_gpus(tmp_path, visible, count):
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == count
 
 
-def test_what_the_user_set_stays() -> None:
+def test_what_the_user_set_stays():
     found = defaults({**SLURM, "NCCL_DEBUG": "INFO"})
     assert "NCCL_DEBUG" not in found and found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert found["TRITON_CACHE_DIR"].endswith("triton-gpu010-5")
@@ -66,7 +66,7 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize(("stage", "blocked"), [
     ("train", {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT}),
     ("evaluate", {signal.SIGUSR1, signal.SIGUSR2})])
-def test_it_becomes_the_command(stage: str, blocked: set[int]) -> None:
+def test_it_becomes_the_command(stage, blocked):
     process = subprocess.Popen(rank("--stage", stage), env=environment(), stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate()
     found = ast.literal_eval(out)
@@ -75,7 +75,7 @@ def test_it_becomes_the_command(stage: str, blocked: set[int]) -> None:
     assert found["pid"] == process.pid, "no process stays in between"
 
 
-def test_a_refusal_is_one_sentence_and_exit_status_2() -> None:
+def test_a_refusal_is_one_sentence_and_exit_status_2():
     result = subprocess.run(rank("--stage", "train"), env=environment(DROVER_RANKS="8"), capture_output=True, text=True,
                             check=False)
     assert result.returncode == 2 and result.stderr.startswith("rank 13: Slurm started 32 ranks") and not result.stdout
@@ -84,7 +84,7 @@ def test_a_refusal_is_one_sentence_and_exit_status_2() -> None:
     assert absent.returncode == 2 and "/no/such/program cannot be started" in absent.stderr
 
 
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+def test_it_ends_with_its_parent(tmp_path):
     """A slurmstepd that is killed must not leave its rank at work, whatever signals the rank blocks."""
     note = tmp_path / "pid"
     sleeper = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(3600)"
@@ -94,18 +94,17 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: note.exists() and note.read_text())
     parent.kill()
     parent.wait()
-    process = Path(f"/proc/{note.read_text()}/stat")
-    wait_for(lambda: not process.exists() or " Z " in process.read_text(), lambda: "the rank outlived its parent")
+    wait_for(lambda: not runs(note), lambda: "the rank outlived its parent")
 
 
-def test_it_loads_nothing_heavy() -> None:
+def test_it_loads_nothing_heavy():
     code = ("import sys, launch.slurm.job.rank; "
             "print([name for name in ('torch', 'numpy', 'pydantic', 'submitit') if name in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
-def test_a_job_becomes_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_becomes_the_runner(monkeypatch):
     called: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execvp", lambda *arguments: called.append(arguments))
     pickle.loads(pickle.dumps(RunJob("/run/launch/jobs/train.json", "/usr/bin/python3")))()

@@ -1,34 +1,30 @@
 """What a job asks of sbatch: the user's own options over ours, once; whose Python runs what."""
 
-from __future__ import annotations
-
+import json
+import shlex
 import subprocess
-from pathlib import Path
-from typing import Any
+import sys
 
 import pytest
 from pydantic import ValidationError
 
-from launch.plan import Job
-from launch.resources import asked_of
+from launch.slurm.nodes import add_strike
 from launch.slurm.submit.options import long_options, option_problems
-from launch.slurm.submit.sbatch import Submission, scripts
 from pipeline.config.launching import LaunchConfig
-from pipeline.config.tree import Config
-from pipeline.contract.run import State
+from tests.launch.slurm.submit.test_sbatch import scripts
 
 
-def script(tmp_path: Path, exclude: tuple[str, ...] = (), dependencies: tuple[str, ...] = (),
-           **launch: Any) -> list[str]:
-    """The lines of a train job's script, on two nodes with 8 GPUs each."""
-    config = Config(name="trial", runs_dir=str(tmp_path), launch=LaunchConfig(**{"gpus_per_node": 8, **launch}))
-    job = Job(key="train", name="trial-train", stage="train", state=State("to do"), forced=False, command=("python",),
-              arguments=(), ranks=16, nodes=2, tasks_per_node=8, gpus_per_node=config.launch.gpus_per_node,
-              asked=asked_of(config.launch, "train"), dependencies=dependencies)
-    before = Job(**{**vars(job), "key": "encode", "stage": "encode", "dependencies": ()})
-    text = {job.key: text for job, text in scripts(Submission(config, "c", "/code", exclude), [before, job])}
-    subprocess.run(["bash", "-n"], input=text["train"], text=True, check=True)
-    return text["train"].splitlines()
+@pytest.fixture
+def script(launcher):
+    """Gives the lines of a train job's script, on two nodes with 8 GPUs each."""
+    def lines(**launch):
+        settings = {"gpus_per_node": 8, "train.nodes": 2, **launch}
+        answer = launcher.submit("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
+                                 *(f"launch.{name}={json.dumps(value)}" for name, value in settings.items()))
+        text = scripts(answer.stdout)["train"]
+        subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+        return text.splitlines()
+    return lines
 
 
 def options(lines: list[str], *names: str) -> list[str]:
@@ -36,20 +32,20 @@ def options(lines: list[str], *names: str) -> list[str]:
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 
 
-def test_no_wckey_unless_asked(tmp_path: Path) -> None:
+def test_no_wckey_unless_asked(script):
     """Sites that track them refuse a key that is not one's own."""
-    assert not options(script(tmp_path), "wckey")
-    assert options(script(tmp_path, extra={"wckey": "mine"}), "wckey") == ["wckey=mine"]
+    assert not options(script(), "wckey")
+    assert options(script(extra={"wckey": "mine"}), "wckey") == ["wckey=mine"]
 
 
 @pytest.mark.parametrize("extra", [
     {"gres": "gpu:h100:8"}, {"gpus-per-node": "h100:8"}, {"gpus_per_node": "h100:8"}, {"--gpus-per-node": "h100:8"},
     {"gpus": 16}, {"G": "16"}, {"gpus-per-task": "h100:1"}, {"gres": "nvme:1,gpu:8"}])
-def test_gpus_are_asked_for_once(tmp_path: Path, extra: dict[str, str]) -> None:
-    asked = options(script(tmp_path, extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
+def test_gpus_are_asked_for_once(script, extra):
+    asked = options(script(extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
     (_, value), = extra.items()
     assert len(asked) == 1 and asked[0].endswith(f"={value}")
-    assert options(script(tmp_path, extra={"gres": "nvme:1"}), "gres", "gpus-per-node") == ["gpus-per-node=8",
+    assert options(script(extra={"gres": "nvme:1"}), "gres", "gpus-per-node") == ["gpus-per-node=8",
                                                                                              "gres=nvme:1"]
 
 
@@ -57,38 +53,39 @@ def test_gpus_are_asked_for_once(tmp_path: Path, extra: dict[str, str]) -> None:
     ("partition", "gpu", {"p": "big"}, "partition=big"), ("account", "a", {"account": "b"}, "account=b"),
     ("mem", "64G", {"mem-per-cpu": "4G"}, "mem-per-cpu=4G"), ("time", 60, {"t": "2-0"}, "time=2-0"),
     ("qos", "low", {"qos": "high"}, "qos=high"), ("constraint", "a100", {"C": "h100"}, "constraint=h100")])
-def test_what_is_said_in_extra_counts_and_stands_once(tmp_path: Path, setting: str, value: Any, extra: dict[str, str],
-                                                      line: str) -> None:
-    lines = script(tmp_path, **{setting: value, "extra": extra})
+def test_what_is_said_in_extra_counts_and_stands_once(script, setting, value, extra, line):
+    lines = script(**{setting: value, "extra": extra})
     assert options(lines, setting, line.partition("=")[0]) == [line]
 
 
-def test_no_option_stands_twice(tmp_path: Path) -> None:
+def test_no_option_stands_twice(script):
     extra = {"gpus_per_node": "h100:8", "mem": "0", "exclusive": True, "nice": 10, "wckey": "k", "partition": "x",
              "time": 5, "exclude": "n9", "dependency": "afterany:7"}
-    names = [line.partition("=")[0].replace("_", "-") for line in script(tmp_path, extra=extra)
+    names = [line.partition("=")[0].replace("_", "-") for line in script(extra=extra)
              if line.startswith("#SBATCH")]
     assert len(names) == len(set(names)) and "#SBATCH --exclusive" in names
 
 
-def test_flags(tmp_path: Path) -> None:
-    lines = script(tmp_path, extra={"exclusive": True, "overcommit": True},
-                   train={"extra": {"overcommit": False, "comment": "night"}})
+def test_flags(script):
+    lines = script(extra={"exclusive": True, "overcommit": True},
+                   **{"train.extra": {"overcommit": False, "comment": "night"}})
     assert options(lines, "exclusive", "overcommit", "comment") == ["comment=night", "exclusive"]
-    assert options(script(tmp_path, extra={"exclusive": "user"}), "exclusive") == ["exclusive=user"]
+    assert options(script(extra={"exclusive": "user"}), "exclusive") == ["exclusive=user"]
     with pytest.raises(ValidationError):
-        LaunchConfig(extra={"exclusive": [1]})  # type: ignore[dict-item]
+        LaunchConfig(extra={"exclusive": [1]})
 
 
-def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(tmp_path: Path) -> None:
-    lines = script(tmp_path, ("n3",), ("encode",), extra={"exclude": "n[7-8]", "dependency": "afterany:7"})
+def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher):
+    for job in ("1.0", "1.1"):
+        add_strike(launcher.run, "n3", job, "went down")
+    lines = script(extra={"exclude": "n[7-8]", "dependency": "afterany:7"})
     assert options(lines, "exclude") == ["exclude='n[7-8],n3'"]
     assert options(lines, "dependency") == ["dependency=afterok:ID_OF_encode,singleton,afterany:7"]
 
 
-def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it() -> None:
+def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
-                          train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})  # type: ignore[arg-type]
+                          train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})
     assert option_problems(launch) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
@@ -104,9 +101,7 @@ def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it() -> 
     ({"python": "python3", "wrap": ["apptainer", "exec", "x.sif"]}, None),  # it is called so in the container only
     ({"python": "python3", "wrap": ["x"], "runner_python": "/shared/bin/python"}, "/shared/bin/python"),
     ({"runner_python": "/shared/bin/python"}, "/shared/bin/python"), ({}, None)])
-def test_whose_python_runs_the_runner(tmp_path: Path, launch: dict[str, Any], python: str | None) -> None:
+def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage."""
-    import shlex
-    import sys
-    line, = (line for line in script(tmp_path, **launch) if "submitit.core._submit" in line)
+    line, = (line for line in script(**launch) if "submitit.core._submit" in line)
     assert line.startswith(f"{python or shlex.quote(sys.executable)} -u -m ")

@@ -11,15 +11,11 @@ from launch.slurm.submit import snapshot
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from pipeline.errors import UserError
 from pipeline.files import read_json
-
-
-def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
-                   capture_output=True)
+from tests.launch.launcher import git
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """A small repository: a commit, then a change and a new file that is not in it."""
     folder = tmp_path / "checkout"
     for name, text in {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n",
@@ -89,7 +85,7 @@ def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path):
 def test_an_edit_while_copying_is_refused(checkout, tmp_path, monkeypatch):
     honest = snapshot.shutil.copy2
 
-    def copy(source: Path, target: Path) -> None:
+    def copy(source, target):
         honest(source, target)
         if source.name == "a.py":
             target.write_text("A = 9\n")

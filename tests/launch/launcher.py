@@ -1,0 +1,114 @@
+"""The launcher in this process: plans, refusals, and what Slurm would get. It starts no stage."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.submit import request
+from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from launch.submit import main
+from pipeline.config.loading import config_hash, load_config
+from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run, code_hashes
+from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.contract.start_record import STARTED
+from pipeline.files import output_record, sha256_json, write_json, write_text
+
+SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
+            "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
+SBATCH = """#!/bin/sh
+n=$(($(ls "$QUEUE" | wc -l) + 101))
+[ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
+cp "$1" "$QUEUE/$n"
+echo "Submitted batch job $n"
+"""
+SQUEUE = """#!/bin/sh
+[ -n "$SILENT" ] && { echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }
+[ -z "$QUEUED" ] || echo "$QUEUED"
+"""
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Call git in a folder."""
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
+                   capture_output=True)
+
+
+class Launcher:
+    """A user in the folder `work` with a `config.yaml`, whose run is runs/trial; its stages read no outside files.
+
+    Attributes:
+        checkout: what jobs get a copy of: little more than the program that looks at it.
+        queue: what sbatch took, by job id, once there is Slurm (`with_slurm`).
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.work, self.checkout, self.queue = folder / "a folder", folder / "checkout", folder / "queue"
+        self.tools = folder / "tools"
+        for place in (self.work, self.checkout / "launch/slurm", self.queue, self.tools):
+            place.mkdir(parents=True)
+        shutil.copy(REPOSITORY / "launch/slurm/trust.py", self.checkout / "launch/slurm")
+        (self.work / "config.yaml").write_text(SETTINGS)
+        patch.chdir(self.work)
+        for name, stage in list(STAGES.items()):
+            patch.setitem(STAGES, name, replace(stage, files=None, unit_files=None))
+        for name in [name for name in os.environ if name.startswith(("SLURM", "RANK", "WORLD_SIZE", "OMP_NUM"))]:
+            patch.delenv(name)
+        patch.setenv("PATH", "/nowhere")  # no Slurm and no GPU, whatever this machine has
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("QUEUE", str(self.queue))
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setattr(request, "planned_snapshot", partial(planned_snapshot, repository=self.checkout))
+        patch.setattr(request, "take_snapshot", partial(take_snapshot, repository=self.checkout))
+
+    @property
+    def run(self) -> Path:
+        """The run folder of `config.yaml`."""
+        return self.work / "runs" / "trial"
+
+    def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
+        """Put stand-ins for sbatch and squeue on PATH."""
+        for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\nexit 1\n"), ("squeue", SQUEUE)):
+            (self.tools / name).write_text(text)
+            (self.tools / name).chmod(0o755)
+        patch.setenv("PATH", f"{self.tools}:/usr/bin:/bin")
+        return self
+
+    def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call the launcher; its exit status and what it printed."""
+        before = os.umask(0o022)
+        os.umask(before)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out, \
+                redirect_stderr(io.StringIO()) as errors:
+            patch.setattr(sys, "argv", ["launch/submit.py", *arguments])
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            try:
+                status = main(list(arguments))
+            finally:
+                os.umask(before)
+        return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())
+
+    def submit(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call it with the configuration."""
+        return self.call("--config", "config.yaml", *arguments, **variables)
+
+    def done(self, *stages: str) -> None:
+        """Stages that are done as the configuration asks for them."""
+        run = Run(load_config(self.work / "config.yaml"))
+        for stage in stages:
+            folder, fingerprint = run.own_folder(stage), run.fingerprint(stage)
+            write_json(folder / STARTED, {"fingerprint": fingerprint})
+            write_text(folder / "out.txt", sha256_json([stage, fingerprint]))
+            Manifest(stage, fingerprint, [output_record(folder, folder / "out.txt")], {"files": 1, "steps": 30},
+                     config_hash(run.config), code=code_hashes(STAGES[stage])).write(folder)
