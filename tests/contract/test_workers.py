@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, suppress
@@ -15,7 +13,6 @@ from pipeline.contract.stopping import StopRequest
 from pipeline.contract.units import Unit
 from pipeline.contract.workers import Workers
 from pipeline.errors import UserError
-from tests.conftest import REPOSITORY, environment
 from tests.waiting import HANG_S, wait_for
 
 PHASES, UNITS, AT = 3, 40, 3
@@ -58,7 +55,7 @@ RAISED = {"killed": (UserError, KILLED), "source killed": (UserError, KILLED), "
 
 def unit(folder, payload):
     phase, number, event, stage = payload
-    (folder / f"{phase}-{number}.begun").write_text(str(os.getpid()))
+    (folder / f"{phase}-{number}.{os.getpid()}").touch()
     if number == AT:
         HAPPENS[event](stage)
     elif event != "nothing":
@@ -95,7 +92,7 @@ def test_in_every_phase(tmp_path, forked, event, ends):
                     break
         except (UserError, MemoryError, RuntimeError, KeyboardInterrupt) as raised:
             error = raised
-        begun = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.begun")}
+        begun = {path.stem: int(path.suffix[1:]) for path in tmp_path.iterdir()}
         if event in ("killed", "source killed", "asked", "Ctrl-C"):
             wait_for(lambda: not any(map(alive, begun.values())))
     assert not any(map(alive, {*begun.values(), done[0]["source"]}))
@@ -117,7 +114,7 @@ def test_in_every_phase(tmp_path, forked, event, ends):
     elif event in ("nothing", "warned"):
         assert not left
     else:
-        assert f"{ends}-{AT}" in left and len(left) <= 2
+        assert f"{ends}-{AT}" in left and len(left) <= 4, "two that were at work, and two that were not recorded yet"
     if event == "defect":
         assert "in refuse" in error.__notes__[0]
 
@@ -172,33 +169,3 @@ def test_a_process_with_threads_is_not_forked(tmp_path):
         over.set()
         thread.join()
     assert len(found) == 3 and os.getpid() not in found
-
-
-SCRIPT = """
-import sys
-from contextlib import closing
-from pathlib import Path
-from pipeline.contract import workers as module
-from pipeline.contract.stopping import StopRequest
-from pipeline.contract.workers import Workers
-from tests.contract.test_workers import Unit, hold
-with closing(Workers(3)) as workers:
-    list(workers.do(hold, Path(sys.argv[1]), [Unit(str(number), number) for number in range(3)], StopRequest()))
-"""
-
-
-def hold(folder, number):
-    (folder / f"{os.getpid()}-{os.getppid()}").touch()
-    time.sleep(HANG_S)
-
-
-def test_they_end_with_a_stage_that_is_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=REPOSITORY, env=environment())
-    try:
-        wait_for(lambda: len(list(tmp_path.iterdir())) == 3, of=process)
-    finally:
-        process.kill()
-        process.wait()
-    there = {int(word) for path in tmp_path.iterdir() for word in path.name.split("-")}
-    assert len(there) == 4
-    wait_for(lambda: not any(map(alive, there)))
