@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -168,7 +169,11 @@ def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace
 
 def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
     run = Run(load_config(options.config, options.overrides))
-    with closing(Workers(processes(run.config) if STAGES[name].workers else 1)) as workers:
+    stage = STAGES[name]
+    if run.manifest(name) is None:  # else there is most likely nothing to do
+        for module in stage.unit_modules:
+            importlib.import_module(module)
+    with closing(Workers(processes(run.config) if stage.workers else 1)) as workers:
         return _led(run, name, body, options, channel, workers)
 
 
