@@ -15,7 +15,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.places import blocked, make_folder
 from pipeline.console import say
 from pipeline.contract.locks import NETWORK_S, StageLock, lock
-from pipeline.contract.manifest import read_manifest
+from pipeline.contract.manifest import MANIFEST, read_manifest
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
 from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
@@ -168,9 +168,10 @@ def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace
 
 
 def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
-    run = Run(load_config(options.config, options.overrides))
-    stage = STAGES[name]
-    if run.manifest(name) is None:  # else there is most likely nothing to do
+    run, stage = Run(load_config(options.config, options.overrides)), STAGES[name]
+    if (obstacle := blocked(run.folder)) is not None:
+        raise UserError(obstacle)
+    if not (run.own_folder(name) / MANIFEST).exists():  # else there is most likely nothing to do
         for module in stage.unit_modules:
             importlib.import_module(module)
     with closing(Workers(processes(run.config) if stage.workers else 1)) as workers:
@@ -179,8 +180,6 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
 
 def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
          workers: Workers) -> int:
-    if (obstacle := blocked(run.folder)) is not None:
-        raise UserError(obstacle)
     part = _part(name, options)
     writes_state = is_leader() and part is None
     try:
