@@ -15,11 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from pipeline.contract.stopping import StopRequest
-from pipeline.contract.units import Unit, UnitRecords, in_workers, unit_keys
+from pipeline.contract.units import Unit, UnitRecords, unit_keys
+from pipeline.contract.workers import Workers
 from pipeline.files import sha256_json
 
 COMMITTED = 2000
@@ -80,7 +82,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     identity, units = timed(f"{options.units:,} units made up", lambda: made_up(options.units))
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+    with closing(Workers(options.processes)) as workers, tempfile.TemporaryDirectory(dir=options.folder) as place:
         store = UnitRecords(Path(place), "read", print)
         keys = timed("their keys", lambda: unit_keys(identity, "read", units))
         few = units[:20]
@@ -89,8 +91,8 @@ def main() -> None:
         found = timed("a fresh start: nothing is found", lambda: store.found(keys))
         assert not found
         timed(f"{COMMITTED:,} units without work done and committed", lambda: [
-            store.write(name, keys[name], done) for name, done in in_workers(
-                nothing, Path(place), units[:COMMITTED], options.processes, StopRequest())])
+            store.write(name, keys[name], done) for name, done in workers.do(
+                nothing, Path(place), units[:COMMITTED], StopRequest())])
         timed("all units' records left, as by a kill", lambda: leave(store, units, keys))
         share = {unit.name: keys[unit.name] for unit in units[::64]}
         timed("one of 64 array elements resumes", lambda: store.found(share))

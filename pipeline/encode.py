@@ -252,6 +252,6 @@ def _name(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("encode", encode))

@@ -287,6 +287,6 @@ def _clear_outputs(folder: Path, outputs: set[str]) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("shard", shard))

@@ -204,6 +204,6 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: worker processes import this file too, and need none of it
+    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("tokenizer", make_tokenizer))

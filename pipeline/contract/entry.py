@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NoReturn
 
 from pipeline.config.loading import load_config
 from pipeline.config.places import blocked, make_folder
 from pipeline.console import say
 from pipeline.contract.locks import NETWORK_S, StageLock, lock
-from pipeline.contract.manifest import read_manifest
+from pipeline.contract.manifest import MANIFEST, read_manifest
 from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import Part, ShareDone
 from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from pipeline.contract.run import Run
 from pipeline.contract.scratch import SCRATCH, remove_scratch
-from pipeline.contract.stage_work import Work, clear_mark, mark_failed
+from pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
 from pipeline.contract.state import read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.telling import Channel, Ended, asked
+from pipeline.contract.workers import Workers
 from pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
@@ -166,9 +168,18 @@ def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace
 
 
 def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
-    run = Run(load_config(options.config, options.overrides))
+    run, stage = Run(load_config(options.config, options.overrides)), STAGES[name]
     if (obstacle := blocked(run.folder)) is not None:
         raise UserError(obstacle)
+    if not (run.own_folder(name) / MANIFEST).exists():  # else there is most likely nothing to do
+        for module in stage.unit_modules:
+            importlib.import_module(module)
+    with closing(Workers(processes(run.config) if stage.workers else 1)) as workers:
+        return _led(run, name, body, options, channel, workers)
+
+
+def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
+         workers: Workers) -> int:
     part = _part(name, options)
     writes_state = is_leader() and part is None
     try:
@@ -196,7 +207,7 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
     # Only the leader locks: the other ranks were started with it and read the same folder.
     held = StageLock(run.folder, name, part) if is_leader() else None
     try:
-        return _locked(run, name, body, options, held, channel)
+        return _locked(run, name, body, options, held, channel, workers)
     except Exception as error:
         if writes_state and (reason := _reason(error)) is not None:
             _note_failure(run, name, reason)
@@ -208,7 +219,7 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock | None, channel: Channel | None) -> int:
+            held: StageLock | None, channel: Channel | None, workers: Workers) -> int:
     """Do what the state of the stage asks for; the process's exit status."""
     part = held.part if held else None
     # Nobody rebuilds what is read here.
@@ -231,7 +242,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         channel.tell(work)
         work.asked, work.store = asked(vars(options)), channel.store
     try:
-        with _listening(work):
+        with _listening(work, workers):
             _do(work, body)
     except ShareDone:
         return 0
@@ -251,12 +262,12 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
 
 
 @contextmanager
-def _listening(work: Work) -> Iterator[None]:
+def _listening(work: Work, workers: Workers) -> Iterator[None]:
     """A stage that is done in units hears what asks it to stop."""
     if not STAGES[work.name].workers:
         yield
         return
-    work.stop = StopRequest(work.config.launch.signal_s)
+    work.stop, work.workers = StopRequest(work.config.launch.signal_s), workers
     with work.stop:
         yield
 

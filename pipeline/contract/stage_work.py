@@ -30,7 +30,8 @@ from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
 from pipeline.contract.start_record import STARTED, force_id, read_start
 from pipeline.contract.state import RESERVE, STATE, StageState, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
-from pipeline.contract.units import MANY, Unit, UnitRecords, in_workers, unit_keys
+from pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
+from pipeline.contract.workers import Workers
 from pipeline.errors import UnusableInputError, UserError
 from pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
 
@@ -45,7 +46,7 @@ class Work:
 
     With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
     phases: those whose units were asked for so far.
-    stop: what asks it to stop. last: how the start before this one ended.
+    stop: what asks it to stop. workers: the processes that do its units. last: how the start before this one ended.
     made: units that this start has finished.
     afresh: whether it was forced, and so must not take up what earlier work of the stage has left somewhere else.
     store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
@@ -63,6 +64,7 @@ class Work:
     store: Any = None
     phases: list[str] = field(default_factory=list)
     stop: StopRequest = field(default_factory=StopRequest)
+    workers: Workers = field(default_factory=Workers)
     last: StageState | None = None
     made: int = 0
     afresh: bool = False
@@ -109,12 +111,6 @@ class Work:
         for check in self.checks:
             check.refuse()
 
-    def processes(self) -> int:
-        """Workers to use on this machine; in a Slurm job, on its part of the node."""
-        # Where Slurm binds no process, affinity is the whole node.
-        allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
-        return self.config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
-
     def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
                  unit_word: str = "units") -> list[dict[str, Any]]:
         """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
@@ -149,7 +145,7 @@ class Work:
             progress.already(found)
             if todo := [unit for unit in units if unit.name not in records]:
                 store.whole.unlink(missing_ok=True)
-            for name, record in in_workers(function, self.folder, todo, self.processes(), self.stop):
+            for name, record in self.workers.do(function, self.folder, todo, self.stop):
                 store.write(name, keys[name], record)
                 records[name] = record
                 self.made += 1
@@ -255,7 +251,7 @@ class Work:
             places=places(STAGES[self.name], self.config), drift=self._all_drift(),
             wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
-            execution={"host": platform.node(), "processes": self.processes(), "cores": os.cpu_count(),
+            execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
         if scratch:
@@ -282,6 +278,13 @@ class Work:
         for need in before([self.name]):
             found += [entry for entry in self.run.finished(need).drift if entry not in found]
         return found
+
+
+def processes(config: Config) -> int:
+    """Workers to use on this machine; in a Slurm job, on its part of the node."""
+    # Where Slurm binds no process, affinity is the whole node.
+    allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
+    return config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
 
 
 def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,

@@ -32,6 +32,7 @@ class Stage:
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
             of the outputs of the stages before (`pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`).
+        unit_modules: the modules of its units' functions, so that they are imported once, before workers are forked.
         phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
             `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
@@ -59,6 +60,7 @@ class Stage:
     ranks: bool = False
     told: bool = False
     workers: bool = False
+    unit_modules: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
@@ -128,6 +130,7 @@ def _named(text: str) -> Any:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
+          unit_modules=("pipeline.data.reading", "pipeline.data.planning.passes"),
           phases=("read", "sort", "match", "components", "decide", "write"),
           outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.files:input_files",
           unit_files="pipeline.data.sources:input_files",

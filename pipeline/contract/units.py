@@ -1,4 +1,4 @@
-"""Units of a stage's work: the records of those that are finished, and how the others are done in worker processes."""
+"""Units of a stage's work, and the records of those that are finished."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import hashlib
 import json
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing import active_children, get_context
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.orphans import end_with_parent
 from pipeline.contract.parts import PARTS, UNITS
-from pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
 from pipeline.contract.threads import in_threads
-from pipeline.errors import UserError
 from pipeline.files import SEAL, LineSeal, atomic_file, sha256_json, write_sealed
 
 NUMBERED = re.compile(r"[0-9]{5,}$")
 MANY = 1000
 """Records that are gathered in one file."""
-AHEAD = 4
-"""Units that are handed to the pool for each of its processes: more would only lie in memory."""
-POLL_S = 0.5
-"""Between two looks whether the stage is to stop, while units are done."""
 Record = dict[str, Any]
 
 
@@ -150,61 +137,6 @@ def finished_units(stage_folder: Path) -> int:
     return sum(1 for entry in _json_files(stage_folder / UNITS) if Path(entry.path).parent != stage_folder / PARTS)
 
 
-def in_workers(function: Callable[[Path, Any], Record], folder: Path, units: list[Unit], processes: int,
-               stop: StopRequest) -> Iterator[tuple[str, Record]]:
-    """Yield (name, record) as units finish. One process works in place, so that a debugger can step in.
-
-    Asked to stop, it begins no other unit, and ends when those that run have; or without them once `stop` is over.
-    """
-    if processes == 1 or len(units) <= 1:
-        for unit in units:
-            if stop.heard:
-                return
-            try:
-                with stop.working():
-                    record = function(folder, unit.payload)
-            except Stopped:
-                return
-            yield unit.name, record
-        return
-    context = get_context("spawn")
-    enough = context.Event()
-    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=context, initializer=_start_worker,
-                               initargs=(os.getpid(), enough))
-    waiting, running = iter(units), dict[Future[Record | None], str]()
-    try:
-        with stop.waiting():  # also while a record is written: it is looked for a request at every turn
-            while not stop.over:
-                if stop.heard:
-                    enough.set()
-                for unit in islice(waiting, 0 if stop.heard else AHEAD * processes - len(running)):
-                    running[pool.submit(_perform, function, folder, unit.payload)] = unit.name
-                if not running:
-                    break
-                for future in wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED).done:
-                    name = running.pop(future)
-                    if (made := future.result()) is not None:
-                        yield name, made
-        if running:
-            _abandon()
-    except BrokenProcessPool:
-        raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
-                        "launch.processes lower and run the same command again; finished units are kept.") from None
-    finally:
-        enough.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _abandon() -> None:
-    """End the workers. What they had not finished writing is removed at the next start, or before the commit: to look
-    for it among a million files may take longer than there is."""
-    workers = active_children()
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join()
-
-
 def _canonical(payload: Any) -> bytes:
     """The payload as JSON, equal for equal ones."""
     import orjson
@@ -212,23 +144,6 @@ def _canonical(payload: Any) -> bytes:
         return orjson.dumps(payload, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # large numbers, keys that are no text, the names of files that are not UTF-8
         return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
-
-
-_enough: Event | None = None
-"""In a worker: set once it is to begin no other unit, also none that waits for it already."""
-
-
-def _perform(function: Callable[[Path, Any], Record], folder: Path, payload: Any) -> Record | None:
-    assert _enough is not None
-    return None if _enough.is_set() else function(folder, payload)
-
-
-def _start_worker(parent: int, enough: Event) -> None:
-    global _enough
-    _enough = enough
-    for number in (signal.SIGINT, *SIGNALS):  # Ctrl-C and the rest are the parent's to handle
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(parent)
 
 
 def _json_files(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -1,8 +1,8 @@
 """A place with objects, by its URL: `s3://bucket/prefix`, `gs://`, `az://`, `file://`.
 
 Keys and addresses come from the environment, as each cloud's own tools have it, never from a configuration. A store can
-be sent to other processes: it is its URL, and every process opens its own connections. They do not survive a fork;
-start processes with spawn.
+be sent to other processes: it is its URL, and every process opens its own connections. They do not survive a fork:
+fork before one is opened, as `pipeline.contract.workers` does, or spawn.
 """
 
 from __future__ import annotations

@@ -1,0 +1,171 @@
+"""Workers are started once and kept; whatever happens to one, and in whichever phase, none outlives the stage."""
+
+import os
+import signal
+import threading
+import time
+from contextlib import closing, suppress
+
+import pytest
+
+from pipeline.contract import workers as module
+from pipeline.contract.stopping import StopRequest
+from pipeline.contract.units import Unit
+from pipeline.contract.workers import Workers
+from pipeline.errors import UserError
+from tests.waiting import HANG_S, wait_for
+
+PHASES, UNITS, AT = 3, 40, 3
+KILLED = "A worker process was killed, as the kernel does when memory runs out"
+
+
+class OddError(Exception):
+    """One that can be written and not be read."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def kill(process):
+    os.kill(process, signal.SIGKILL)
+    time.sleep(HANG_S)
+
+
+def refuse(error):
+    raise error
+
+
+HAPPENS = {
+    "nothing": lambda stage: None,
+    "killed": lambda stage: kill(os.getpid()),
+    "source killed": lambda stage: kill(os.getppid()),
+    "refusal": lambda stage: refuse(UserError("not that")),
+    "memory": lambda stage: refuse(MemoryError("too little")),
+    "defect": lambda stage: refuse(OddError(1, 2)),
+    "warned": lambda stage: os.kill(stage, signal.SIGUSR2),
+    "asked": lambda stage: (os.kill(stage, signal.SIGTERM), time.sleep(HANG_S)),
+    "Ctrl-C": lambda stage: (os.kill(stage, signal.SIGINT), time.sleep(HANG_S)),
+}
+"""What happens in a unit."""
+RAISED = {"killed": (UserError, KILLED), "source killed": (UserError, KILLED), "refusal": (UserError, "not that"),
+          "memory": (MemoryError, "too little"), "defect": (RuntimeError, "OddError: 1 and 2"),
+          "Ctrl-C": (KeyboardInterrupt, "")}
+"""What the stage then sees."""
+
+
+def unit(folder, payload):
+    phase, number, event, stage = payload
+    (folder / f"{phase}-{number}.{os.getpid()}").touch()
+    if number == AT:
+        HAPPENS[event](stage)
+    elif event != "nothing":
+        time.sleep(0.02)  # so that not all are done before what happens is seen
+    return {"process": os.getpid(), "source": os.getppid(), "made": (phase, number)}
+
+
+def alive(process):
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """As in a process of a stage, which has no threads when it begins. This one may have some, of other tests."""
+    monkeypatch.setattr(module, "_has_threads", lambda: False)
+
+
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("ends", range(PHASES))
+def test_in_every_phase(tmp_path, forked, event, ends):
+    stage, done, error, stopped = os.getpid(), [], None, None
+    with closing(Workers(2)) as workers, StopRequest() as stop:
+        try:
+            for phase in range(PHASES):
+                units = [Unit(str(number), (phase, number, event if phase == ends else "nothing", stage))
+                         for number in range(UNITS)]
+                for name, record in workers.do(unit, tmp_path, units, stop):
+                    assert record["made"] == (phase, int(name))
+                    done.append(record)
+                if stop.heard:
+                    stopped = phase
+                    break
+        except (UserError, MemoryError, RuntimeError, KeyboardInterrupt) as raised:
+            error = raised
+        begun = {path.stem: int(path.suffix[1:]) for path in tmp_path.iterdir()}
+        if event in ("killed", "source killed", "asked", "Ctrl-C"):
+            wait_for(lambda: not any(map(alive, begun.values())))
+    assert not any(map(alive, {*begun.values(), done[0]["source"]}))
+    assert len({*begun.values()}) <= 2 and stage not in begun.values(), "two workers are started for all phases"
+    made = [f"{phase}-{number}" for phase, number in sorted(record["made"] for record in done)]
+    assert len(set(made)) == len(made) and set(made) <= set(begun)
+    assert [name for name in begun if int(name[0]) < ends and name not in made] == []
+    expected, words = RAISED.get(event, (type(None), ""))
+    assert type(error) is expected and words in str(error)
+    assert stopped == (ends if event in ("warned", "asked") else None)
+    left = set(begun) - set(made)
+    if event == "nothing":
+        assert len(made) == PHASES * UNITS
+    else:
+        assert max(int(name[0]) for name in begun) == ends
+        assert event == "source killed" or f"{ends}-{UNITS - 1}" not in begun, "no other unit is begun"
+    if event in ("refusal", "memory", "defect"):
+        assert left == {f"{ends}-{AT}"}, "what was at work beside it is done"
+    elif event in ("nothing", "warned"):
+        assert not left
+    else:
+        assert f"{ends}-{AT}" in left and len(left) <= 4, "two that were at work, and two that were not recorded yet"
+    if event == "defect":
+        assert "in refuse" in error.__notes__[0]
+
+
+def test_what_dies_between_phases_is_told_in_the_next(tmp_path, forked):
+    units = [Unit(str(number), (0, number, "nothing", 0)) for number in range(UNITS)]
+    with closing(Workers(2)) as workers, StopRequest() as stop:
+        records = [record for _, record in workers.do(unit, tmp_path, units, stop)]
+        os.kill(records[0]["process"], signal.SIGKILL)
+        with pytest.raises(UserError, match=KILLED):
+            list(workers.do(unit, tmp_path, units, stop))
+
+
+KEPT = []
+
+
+def leave_pieces(folder, size):
+    """Take so much in pieces, of which the last stays; the process's memory before."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    pieces = [bytes(1000) for _ in range(size // 1000)]
+    KEPT.append(pieces[-1:])
+    return {"pages": pages}
+
+
+def test_between_phases_memory_is_given_back(tmp_path, forked):
+    with closing(Workers(2)) as workers, StopRequest() as stop:
+        before, after = ([record["pages"] for _, record in workers.do(
+            leave_pieces, tmp_path, [Unit(str(number), size) for number in range(2)], stop)]
+            for size in (100_000_000, 0))
+    assert max(after) - min(before) < 20_000_000 // os.sysconf("SC_PAGE_SIZE")
+
+
+HELD = threading.Lock()
+
+
+def take(folder, payload):
+    with HELD:
+        return {"process": os.getpid()}
+
+
+def test_a_process_with_threads_is_not_forked(tmp_path):
+    """What one of them holds would be held in the workers for ever."""
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: HELD.acquire() and over.wait() and HELD.release())
+    thread.start()
+    try:
+        with closing(Workers(2)) as workers:
+            units = [Unit(str(number), number) for number in range(3)]
+            found = [record["process"] for _, record in workers.do(take, tmp_path, units, StopRequest())]
+    finally:
+        over.set()
+        thread.join()
+    assert len(found) == 3 and os.getpid() not in found
