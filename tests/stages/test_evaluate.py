@@ -3,8 +3,6 @@
 import gzip
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY
 from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.shard_table import open_shards
 from pipeline.data.text_shards import read_shard, shard_records

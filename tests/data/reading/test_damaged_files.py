@@ -56,8 +56,9 @@ def test_a_bad_line_costs_itself_alone(tmp_path):
     documents, rejections = read(tmp_path / "f.jsonl")
     assert [(own.id, own.text) for own in documents] == [("f.jsonl:1", "good"), ("f.jsonl:10", "also good")]
     assert [rejection.record for rejection in rejections] == [2, 3, 4, 5, 6, 7, 9, 11, 12, 13]
-    for rejection, reason in zip(rejections, ("not JSON", "UTF-8", "no field named text; the fields are body", "a int", "null", "a list", "surrogate", "",
-                                              "", "a str, not an object"), strict=True):
+    reasons = ["not JSON", "UTF-8", "no field named text; the fields are body", "a int", "null", "a list", "surrogate",
+               "", "", "a str, not an object"]
+    for rejection, reason in zip(rejections, reasons, strict=True):
         assert reason in rejection.reason and json.loads(rejection.line())["source"] == "s"
 
 
