@@ -129,7 +129,7 @@ def build_house(folder: Path) -> House:
     for place in (root / "pipeline", root / "model", work, pids):
         place.mkdir(parents=True)
     for room in ("launch", "pipeline/config", "pipeline/contract", "pipeline/records", "pipeline/training/sinks",
-                 "pipeline/data/filters", "pipeline/data/sampling", "pipeline/stores"):
+                 "pipeline/data/filters", "pipeline/data/planning", "pipeline/data/sampling", "pipeline/stores"):
         shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (REPOSITORY / "pipeline").glob("*.py"):
         if path.stem not in STAGES:
