@@ -68,7 +68,7 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, cha
     assert run_convert(config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}") == 0
     folder = config.parent / "runs/mini"
     exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32)
-    assert len(list((folder / "convert/hf").glob("*.safetensors"))) > 2
+    assert len(list((folder / "convert/hf").glob("*.safetensors"))) > 1
     size = exported.config.vocab_size
     ours = logits(training_model(folder), size)
     assert ours.std() > 0.01 and (ours - logits(exported, size)).abs().max() < (1e-5 if dtype == "float32" else 0.1)

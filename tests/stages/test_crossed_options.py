@@ -101,7 +101,8 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     if option != "phases":
         ours, theirs = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bins")}
                         for folder in (run / "train/packing", plain(option) / "train/packing"))
-        assert ours == theirs != {}
+        # A run whose folder was lost plans only what is left to read.
+        assert ours and (ours.items() <= theirs.items() if lost else ours == theirs)
 
 
 @pytest.mark.slow
