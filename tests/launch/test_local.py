@@ -192,8 +192,7 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
 def test_a_closed_output_does_not_end_the_run(house):
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard,tokenizer"), cwd=house.work,
                                 env=house.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not launcher.stdout.readline().startswith(b"shard rank"):
-        pass
+    assert any(line.startswith(b"shard rank") for line in launcher.stdout)
     launcher.stdout.close()
     launcher.stderr.close()
     assert launcher.wait() == 0
