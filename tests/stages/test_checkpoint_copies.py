@@ -34,6 +34,7 @@ def copies(url: str) -> CopiedCheckpoints:
     return CopiedCheckpoints(Store(url))
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_of_a_copy_does_not_count_and_goes(fresh, moto_server):
     url = moto_server.url_of("runs/mini")
     run_stage("train", fresh, "name=whole", *SETTINGS)
@@ -52,6 +53,7 @@ def test_what_a_kill_left_of_a_copy_does_not_count_and_goes(fresh, moto_server):
     assert copies(url).found().whole == [12, 16] and not copies(url).found().unfinished and proven(fresh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["moto_server", pytest.param("google", marks=pytest.mark.soak),
                                 pytest.param("azurite", marks=pytest.mark.soak)])
 def test_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
@@ -169,6 +171,7 @@ def test_a_disk_that_fills_up_while_a_copy_is_fetched_is_named(copied):
     assert "continuing after step 16" in resumed(copied).stdout
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_refused_by_name(copied):
     before = {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
     other = resumed(copied, "name=other", expect=2).stderr
@@ -183,6 +186,7 @@ def test_checkpoints_of_another_run_are_refused_by_name(copied):
     assert {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     place = copied[1].parent / "elsewhere"
     run_stage("train", copied[0], *SETTINGS)

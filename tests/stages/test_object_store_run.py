@@ -30,6 +30,7 @@ def hashes(config: Path, stage: str) -> list[tuple[str, str]]:
     return sorted((record["path"], record["sha256"]) for record in manifest.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["seaweed", pytest.param("google", marks=pytest.mark.soak),
                                   pytest.param("azurite", marks=pytest.mark.soak)])
 def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local_one(corpus, kind: str, tmp_path: Path,

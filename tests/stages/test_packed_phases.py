@@ -36,6 +36,7 @@ def fresh(tmp_path, two_sources) -> Path:
     return reusing(two_sources, tmp_path, train=TRAIN)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_phase_goes_on_upon_other_ranks(fresh, capsys):
     """A plan that is damaged meanwhile is made again, no other is."""
     said = run_stage("train", fresh, "name=whole").stdout
