@@ -4,7 +4,6 @@ with real ranks under a stand-in for srun."""
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import signal
@@ -13,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.slurm.chain import Chain, ChainJob
 from launch.slurm.job import runner, starts
 from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.preflight import Found
@@ -26,7 +27,7 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import JobInfo
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import PARTS, last_word_file
-from pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
+from pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.files import write_json, write_text
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S
@@ -178,8 +179,7 @@ class Job:
         patch.setattr(runner, "PAUSE_S", 0.0)
         patch.setattr(starts, "STEP_PAUSE_S", 0.0)
 
-        def start(command: list[str], environment: dict[str, str], folder: Path, each: Callable[[], bool],
-                  *more: Any) -> StepEnd:
+        def start(command, environment, folder, each, *more):
             self.commands.append(" ".join(command))
             what = next(plan)
             return what(each) if callable(what) else self.play(what, folder, element, more)
@@ -192,18 +192,15 @@ class Job:
 
     def play(self, what: str, folder: Path, element: int | None, more: tuple[Any, ...]) -> StepEnd:
         """What a start leaves, and how its processes end."""
-        where = (self.stage, STATE) if element is None else (
-            self.stage / PARTS, last_word_file(self.spec.phase, element, self.spec.parts))
-
-        def say(status: Any, **words: Any) -> None:
-            write_state(where[0], status, file=where[1], **words)
-
-        if what in ("silent", "import", "refuse", "no step", "abandoned"):
+        say = partial(write_state, self.stage) if element is None else partial(
+            write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
+        if what == "no step":
+            return StepEnd(1, NO_STEP)
+        if what == "abandoned":
+            return StepEnd(137, abandoned=True)
+        if what == "refuse":
             (folder / "rank0.err").write_text("there is nothing to train on\n")
-            exited = "srun: error: n1: task 0: Exited with exit code "
-            return {"silent": StepEnd(0), "import": StepEnd(143, f"{exited}1\n"), "no step": StepEnd(1, NO_STEP),
-                    "refuse": StepEnd(143, f"{exited}2\n") if self.spec.ranks else StepEnd(2),
-                    "abandoned": StepEnd(137, abandoned=True)}[what]
+            return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n") if self.spec.ranks else StepEnd(2)
         if what == "work":
             if element is None:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
@@ -211,13 +208,9 @@ class Job:
             else:
                 write_json(self.stage / PARTS / f"{self.spec.phase}.{element}-of-{self.spec.parts}.json", {})
             return StepEnd(0)
-        if element is None:
-            say("running")
-        if what.startswith("save") or what in ("asked", "cancelled"):
-            step = int(what.removeprefix("save") if what.startswith("save") else 120)
-            write_json(self.stage / f"checkpoints/step-{step:08d}/COMPLETE.json", {})
-        if what in ("asked", "cancelled"):
-            say("preempted", step=120, reason="time limit", again=what == "asked")
+        if what == "asked":
+            write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
+            say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
         if what == "units":  # a stage without ranks: ended, or warned of the time limit
             ends, warns = more
@@ -227,6 +220,10 @@ class Job:
         if what == "failed":
             say("failed", reason="the third record is broken")
             return StepEnd(143)
+        if element is None:
+            say("running")
+        if what.startswith("save"):
+            write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
         write_text(folder / ("rank1.err" if self.spec.ranks else "rank0.err"), "this rank says why\n")
         return StepEnd(143, KILLED) if self.spec.ranks else StepEnd(137)
 
@@ -314,7 +311,5 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
 
 def chain_of(job: Job, *ids: str) -> None:
     """Record a chain of links for the job's stage."""
-    (job.run / "launch/chain.json").write_text(json.dumps({
-        "id": "c", "submitted": "", "command": [], "git": {}, "config": "", "config_sha256": "", "code": "",
-        "cluster": None, "jobs": [{"name": job.spec.name, "stage": job.spec.stage, "kind": "link", "id": number,
-                                   "elements": None, "dependencies": [], "log": "", "spec": ""} for number in ids]}))
+    Chain("c", "", (), {}, "", "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, "link", id) for id in ids)
+          ).write(job.run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.launch.fake_job import chain_of, make_job
 NODES = ["n1", "n2", "n3", "n4"]
 SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)
          for rank, node in enumerate(NODES)]
-UNFINISHED: dict[str, Any] = {"clock_at": None, "product_s": None, "pair_s": None, "reduce_s": None, "finished": False}
+UNFINISHED = {"clock_at": None, "product_s": None, "pair_s": None, "reduce_s": None, "finished": False}
 
 
 def but(rank, **changes):
@@ -39,7 +38,6 @@ def having(kind, *nodes):
     ([report for report in SOUND if report.rank != 3], {"n4": "it did not report"}),
     (but(1, **UNFINISHED), {"n2": "its ranks did not come to the end with the others"}),
     ([replace(report, **UNFINISHED) for report in SOUND], {}),  # nobody met: it is not the nodes
-    ([replace(report, **UNFINISHED) for report in SOUND[:3]], {"n4": "it did not report"}),
     (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
     (but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
     (but(1, clock_at=1004.0), {}),
@@ -77,16 +75,6 @@ def test_who_is_not_blamed_is_told(reports, ranks, told):
     assert told in line
 
 
-def test_ranks_that_were_just_starting_are_not_blamed():
-    """The others had only just written, too, when the time was up."""
-    started = [replace(report, **UNFINISHED) for report in SOUND[:3]]
-    assert set(judge(started, 4, 4.0, NODES, lasted_s=90.0, quiet_s=100.0).bad) == {"n4"}
-    for lasted, quiet in ((0.0, 5.0), (10.0, 59.0), (120.0, 100.0)):
-        found = judge(started, 4, 4.0, NODES, lasted, quiet)
-        line, = found.told
-        assert not found.bad and line.startswith("not all nodes have answered yet: n4 (1 of 4 nodes); slow is not sick")
-
-
 def test_several_ranks_of_a_node_are_one_node():
     reports = [Report(rank, f"n{1 + rank // 2}", finished=True, product_s=3.0 if rank in (4, 5) else 0.01,
                       pair_s=2.0 if rank == 2 else 0.01) for rank in range(80)]
@@ -107,12 +95,10 @@ def told(reports, nodes):
     (having("space", "n2"), True, {"n2"}),
     (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
     (having("shm", *NODES), True, set(NODES)),  # each in other words
-    (having("shm", *NODES[:3]), True, {"n1", "n2", "n3"}),
     ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),
     (having("clock", *NODES), False, set()),
     # Jobs of one node
     (having("space", "n1")[:1], True, {"n1"}),
-    (having("folder", "n1")[:1], True, {"n1"}),
     (having("gpu", "n1")[:1], False, {"n1"}),
 ])
 def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
@@ -129,7 +115,7 @@ def test_sound_nodes_are_counted_with_their_times():
 @pytest.mark.parametrize("count", range(1, 12))
 def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
-    met: dict[int, set[int]] = {node: set() for node in range(count)}
+    met = {node: set() for node in range(count)}
     for partners in pairings(count):
         for node, partner in enumerate(partners):
             if partner is not None:
@@ -159,15 +145,14 @@ def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
 
 
 def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path, monkeypatch):
-    written: list[dict[str, Any]] = []
+    written = []
     monkeypatch.setattr(node_trial, "write_note", lambda path, value: written.append(value))
     monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
     monkeypatch.setattr(node_trial, "measure", lambda report, limit_s, fault: setattr(report, "product_s", 0.1))
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for the disk"))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for rank, local in ((2, 0), (3, 1)):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local))
+    for rank, local in ("2", "0"), ("3", "1"):
+        for name, value in {"WORLD_SIZE": "4", "RANK": rank, "LOCAL_RANK": local}.items():
+            monkeypatch.setenv(name, value)
         try_node(tmp_path, tmp_path, 60.0)
     assert [(record["rank"], len(record["problems"]), record["product_s"], record["finished"]) for record in written] \
         == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
