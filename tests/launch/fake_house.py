@@ -126,31 +126,15 @@ def runs(note: Path) -> bool:
 def build_house(folder: Path) -> House:
     """Make the copy and its working folder under `folder`."""
     root, work, pids = folder / "house", folder / "a folder", folder / "pids"
-    for place in (root / "pipeline", root / "model", work, pids):
-        place.mkdir(parents=True)
-    for room in ("launch", "pipeline/config", "pipeline/contract", "pipeline/records", "pipeline/training/sinks",
-                 "pipeline/data/filters", "pipeline/data/sampling", "pipeline/stores"):
+    for room in ("launch", "pipeline", "model"):
         shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (REPOSITORY / "pipeline").glob("*.py"):
-        if path.stem not in STAGES:
-            shutil.copy(path, root / "pipeline")
-    (root / "pipeline/training/__init__.py").touch()
-    for path in (REPOSITORY / "pipeline/data").glob("*.py"):  # filters take in how records are read
-        shutil.copy(path, root / "pipeline/data")
-    (root / "pipeline/parallel").mkdir()
-    for name in ("__init__.py", "stages.py"):
-        shutil.copy(REPOSITORY / "pipeline/parallel" / name, root / "pipeline/parallel")
-    (root / "model/attention").mkdir()
-    for name in ("__init__.py", "config.py", "presets.py", "attention/__init__.py"):
-        shutil.copy(REPOSITORY / "model" / name, root / "model" / name)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         for given in filter(None, (stage.files, stage.unit_files)):
-            name, _, function = given.partition(":")
-            module = root / (name.replace(".", "/") + ".py")
-            module.parent.mkdir(exist_ok=True)
-            (module.parent / "__init__.py").touch()
-            module.write_text(f"def {function}(config):\n    return []\n")
+            module, _, function = given.partition(":")
+            (root / f"{module.replace('.', '/')}.py").write_text(f"def {function}(config):\n    return []\n")
+    work.mkdir()
+    pids.mkdir()
     (work / "config.yaml").write_text("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
                                       "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
     return House(root, work, pids)

@@ -48,17 +48,16 @@ def test_watch_ends_with_the_chain(run, tmp_path, monkeypatch, capsys):
     """Seen running, then done; and, of another run, failed."""
     training(run)
     slurm = FakeSlurm(tmp_path / "bin")
-    manifest = tmp_path / "manifest.json"
     ready = HandMade(tmp_path / "other")
     ready.done("train", until=1)
-    (ready.folder / "train/manifest.json").rename(manifest)
     later = " ".join(f"{run.folder.absolute()}/{stage}" for stage in ("train", "convert", "evaluate", "report"))
     slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"))
     # The second look finds everything done.
-    script = (slurm.folder / "squeue").read_text().replace("exit 0", f"[ -e {tmp_path}/seen ] && for stage in {later}; "
-                                                           f"do mkdir -p $stage; cp {manifest} $stage/; done\n"
-                                                           f"touch {tmp_path}/seen\nexit 0")
-    (slurm.folder / "squeue").write_text(script)
+    program = slurm.folder / "squeue"
+    program.write_text(program.read_text().replace("exit 0", f"""
+[ -e {tmp_path}/seen ] && for stage in {later}; do mkdir -p $stage; cp {ready.folder}/train/manifest.json $stage/; done
+touch {tmp_path}/seen
+exit 0"""))
     monkeypatch.setenv("PATH", str(slurm.folder))
     assert main(["--run", "demo", "--watch", "0.01"]) == 0
     seen = capsys.readouterr().out
@@ -71,12 +70,15 @@ def test_watch_ends_with_the_chain(run, tmp_path, monkeypatch, capsys):
 
 
 def test_as_a_program_without_slurm_or_torch(run, tmp_path):
+    def files():
+        return sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+
     training(run)
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    environment = {**os.environ, "PATH": str(tmp_path / "nothing"), "COLUMNS": "80"}
+    before = files()
     result = subprocess.run([sys.executable, "-X", "importtime", REPOSITORY / "launch/status.py", "--run", "demo"],
-                            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and "running?" in result.stdout and "! Slurm does not answer" in result.stdout
+                            cwd=tmp_path, env={**os.environ, "PATH": "/nowhere", "COLUMNS": "80"}, capture_output=True,
+                            text=True, check=True)
+    assert "running?" in result.stdout and "! Slurm does not answer" in result.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "yaml" in imported and not imported & {"torch", "numpy", "submitit", "rich", "transformers"}
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before, "it only reads"
+    assert files() == before, "it only reads"
