@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.contract.stages import REPOSITORY, STAGES
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
@@ -109,6 +109,10 @@ class House:
     def started(self) -> list[str]:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
+
+    def wait_for_bodies(self, stage: str, ranks: int) -> None:
+        """Wait until the bodies of a stage, a slow or a stubborn one, are at work."""
+        wait_for(lambda: len(list(self.pids.glob(f"{stage}-?.ready"))) == ranks)
 
     def alive(self) -> list[str]:
         """Started bodies whose process still exists."""

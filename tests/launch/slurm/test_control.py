@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -56,28 +55,26 @@ def test_cancel_begins_at_the_end_of_the_chain(run, slurm, capsys):
         "cancelled 30 (demo-evaluate-step-00000100)", f"what is finished is kept; {GO_ON}"]
 
 
-def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm):
+def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, monkeypatch):
     slurm.queue(("16", "RUNNING"), ("31", "PENDING"))
+    scheduler = slurm.scheduler()
+    honest = scheduler.cancel
 
-    def submit_one():
-        wait_for(lambda: slurm.calls("scancel"))
-        _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
-        (run.folder / "added").touch()
+    def cancel_16(ids):
+        if ids == ["16"]:  # which is still ending
+            _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
+        return honest(ids)
 
-    slurm.do("scancel", f"until [ -e {run.folder}/added ]; do sleep 0.05; done")  # training is still ending
-    thread = threading.Thread(target=submit_one)
-    thread.start()
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    thread.join()
+    monkeypatch.setattr(scheduler, "cancel", cancel_16)
+    assert cancel(run.folder, scheduler) == 0
     assert slurm.calls("scancel") == ["scancel 16", "scancel 31"]
 
 
 def test_nothing_to_cancel(run, slurm, tmp_path, capsys):
     slurm.queue(("11_0", "COMPLETED"))
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    assert "is in the queue any more" in capsys.readouterr().out
-    assert cancel(HandMade(tmp_path / "local").folder, slurm.scheduler()) == 0
-    assert "nothing to cancel" in capsys.readouterr().out
+    for folder, said in ((run.folder, "is in the queue any more"), (tmp_path / "local", "nothing to cancel")):
+        assert cancel(folder, slurm.scheduler()) == 0
+        assert said in capsys.readouterr().out
     assert slurm.calls("scancel") == []
 
 
@@ -127,15 +124,13 @@ def two_starts(run):
     (run.folder / "logs/train/latest").symlink_to("16.1")
 
 
-@pytest.mark.parametrize("arguments, shown", [
-    ({}, "16.1 0"), ({"rank": 1}, "16.1 1"), ({"start": "16.0"}, "16.0 0"), ({"rank": 1, "start": "16.0"}, "16.0 1")])
-def test_logs(run, capsys, arguments, shown):
+@pytest.mark.parametrize("given, start, rank", [({}, "16.1", 0), ({"rank": 1, "start": "16.0"}, "16.0", 1)])
+def test_logs(run, capsys, given, start, rank):
     two_starts(run)
-    assert logs(run.folder, "train", **arguments) == 0
-    start, rank = shown.split()
-    folder = run.folder / "logs/train" / start
-    assert capsys.readouterr().out == (f"==> {folder}/rank{rank}.out <==\noutput {shown}\n"
-                                       f"==> {folder}/rank{rank}.err <==\nerrors {shown} \N{SNOWMAN}\n")
+    assert logs(run.folder, "train", **given) == 0
+    path = f"{run.folder}/logs/train/{start}/rank{rank}"
+    assert capsys.readouterr().out == (f"==> {path}.out <==\noutput {start} {rank}\n"
+                                       f"==> {path}.err <==\nerrors {start} {rank} \N{SNOWMAN}\n")
 
 
 def test_log_of_a_local_run(run, capsys):
