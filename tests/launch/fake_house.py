@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.contract.stages import REPOSITORY, STAGES
@@ -76,7 +76,6 @@ class House:
     root: Path
     work: Path
     pids: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -92,8 +91,7 @@ class House:
         kept = {key: value for key, value in os.environ.items()
                 if not key.startswith(("SLURM_", "OMP_NUM", "PYTHONPATH", "RANK", "WORLD_SIZE"))}
         # No Slurm and no GPU, whatever this machine has.
-        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "",
-                **self.environment, **more}
+        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **more}
 
     def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the launcher to its end."""

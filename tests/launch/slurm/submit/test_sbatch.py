@@ -1,6 +1,6 @@
 """Submitting to Slurm: the text that sbatch gets, the chain and its record, what is refused before.
 
-What the jobs do is tested in tests/launch/slurm/test_by_hand.py, and on a real cluster in tests/slurm.
+What the jobs do is tested on a real cluster in tests/slurm.
 """
 
 from __future__ import annotations
