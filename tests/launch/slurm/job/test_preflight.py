@@ -12,6 +12,7 @@ from launch.slurm.job import node_trial, preflight
 from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
 from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
 from launch.slurm.nodes import excluded
+from pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
@@ -222,17 +223,34 @@ def test_what_fails_on_every_node_is_not_the_nodes(job):
     assert not (job.run / "launch/nodes.jsonl").exists() and "on all nodes alike" in job.state().reason
 
 
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
+first = next(number for number, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
+per, tasks = int(options["ntasks-per-node"]), []
+for task in range(int(options["ntasks"])):
+    environment = {{**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
+                   "SLURM_LOCALID": str(task % per), "SLURM_NODEID": str(task // per),
+                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{{1 + task // per}}"}}
+    tasks.append(subprocess.Popen(sys.argv[first:], env=environment,
+                                  stderr=open(options["error"].replace("%t", str(task)), "wb")))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
 def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(str(python), "-m", "pipeline.train"))
+    for name, text in (("srun", SRUN), ("python", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n'
+                                                  f'exec {sys.executable} "$@"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(f"{tmp_path}/python", "-m", "none"))
     folder = job.folder / "preflight"
     folder.mkdir()
-    environment = job.environ(DROVER_PREFLIGHT_FAULT="n3:link", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
-                              MASTER_PORT=str(20000 + os.getpid() % 20000), CUDA_VISIBLE_DEVICES="")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
+                   "DROVER_PREFLIGHT_FAULT": "n3:link", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                   "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     found = run_preflight(job.spec, folder, environment, lambda: True, NODES[:3])
     reports = read_reports(folder)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,53 +15,38 @@ from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
-from tests.waiting import wait_for
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
-# ---- as processes
 
-
-def test_a_killed_rank_is_started_again_in_the_allocation(job):
-    status, log = job.run_it("crash", "work")
-    assert status == 0, log
-    assert job.ends() == [RESTART, DONE]
+def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
+    status, log = job.go("crash", "work")
+    assert (status, job.ends()) == (0, [RESTART, DONE]), log
     assert job.events("ended")[0]["reason"] == "rank 1 on n2: killed"
-    assert "rank 1: this rank says why" in log, "the job's log tells what the rank said"
-    assert not job.alive(), "the other rank has ended before the next start"
     assert [(event["job"], event["restart"], event["start"], event["ranks"]) for event in job.events("attempt")] == [
         ("12", 0, 0, 2), ("12", 0, 1, 2)]
     assert job.events("job")[0]["nodes"] == ["n1", "n2"]
-    logs = job.run / "logs/train"
-    assert (logs / "latest").readlink() == Path("12.1")
-    assert (logs / "latest/rank1.out").read_text().startswith("rank 1 of 2 at 2")
-    assert len({(logs / f"12.{start}/rank0.out").read_text().split()[-1] for start in (0, 1)}) == 2, "ports"
+    assert (job.run / "logs/train/latest").readlink() == Path("12.1")
     assert not (job.run / "launch/train.lock").exists()
-    line = job.calls()[1]
+    line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
     assert "--export=ALL" in line and "rank%t.err" in line and "-m launch.slurm.job.rank --stage train -- " in line
+    assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
+        "localhost", "2", "1", "c"]
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
 
 
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     """The signals before the time limit do not concern it."""
-    process = job.start("wait", "work")
-    wait_for(lambda: len(job.notes()) == 2)
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        process.send_signal(number)
-    time.sleep(1)
-    assert process.poll() is None, "it waits for its step"
-    job.kill_all()  # what Slurm does after KillWait
-    assert process.wait() == 143
+    def waits(each):
+        assert job.handlers[signal.SIGUSR1] == job.handlers[signal.SIGUSR2] == signal.SIG_IGN
+        job.handlers[signal.SIGTERM](signal.SIGTERM, None)
+        assert each(), "it waits for its step"
+        return StepEnd(143)
+
+    assert job.go(waits)[0] == 143
     assert len(job.events("attempt")) == 1 and job.ends() == [("preempted", "stop")]
     assert not (job.run / "launch/train.lock").exists()
-
-
-def test_a_killed_runner_leaves_no_rank(job):
-    process = job.start("wait")
-    wait_for(lambda: len(job.notes()) == 2)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not job.alive())
 
 
 # ---- the decisions' effects, with starts that are played
