@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -91,7 +91,7 @@ class Job:
     def stage(self) -> Path:
         return self.spec.folder
 
-    def go(self, *plan: str | Callable[[Callable[[], bool]], StepEnd], job: str = "12", restart: int = 0,
+    def go(self, *plan: Any, job: str = "12", restart: int = 0,
            element: int | None = None, trial: Found | None = None, **changes: Any) -> tuple[int, str]:
         """Run the job to its end; its exit status and log. plan: what each start does (`play`).
 

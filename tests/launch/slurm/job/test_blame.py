@@ -93,30 +93,25 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(4))
 
-    def write(rank, at):
-        (tmp_path / f"rank-{rank}.json").touch()
-        os.utime(tmp_path / f"rank-{rank}.json", (at, at))
+    def after(seconds, *writes):
+        """What is known so much later, when some ranks have written at some times."""
+        nonlocal now
+        now += seconds
+        for rank, at in writes:
+            (tmp_path / f"rank-{rank}.json").touch()
+            os.utime(tmp_path / f"rank-{rank}.json", (at, at))
+        if writes:
+            reports.look()
+        return reports.lasted_s, reports.quiet_s, reports.are_over
 
+    (tmp_path / "rank-3.json.n3-1.tmp").touch()  # as it is being written
     for rank in range(3):
-        now += 10
-        write(rank, rank)
-        (tmp_path / f"rank-3.json.n3-{rank}.tmp").touch()  # as it is being written
-        reports.look()
-    now += 5
-    assert (reports.lasted_s, reports.quiet_s, reports.are_over) == (30.0, 5.0, False)
-    now += 114
-    assert not reports.are_over, "one of four, for twice as long as what it takes to be stuck"
-    now += 1
-    assert reports.are_over
-    write(0, 50)  # it is done
-    now += 5
-    reports.look()
-    assert (reports.quiet_s, reports.are_over) == (0.0, False)
-    write(3, 51)
-    now += 1000
-    reports.look()
-    now += 1000
-    assert not reports.are_over, "all have reported: they measure, for as long as they are allowed to"
+        assert after(10, (rank, rank)) == (10.0 * (rank + 1), 0.0, False)
+    assert after(119) == (30.0, 119.0, False), "one of four, for twice as long as what it takes to be stuck"
+    assert after(1)[2]
+    assert after(5, (0, 50))[1:] == (0.0, False), "it is done"
+    after(1000, (3, 51))
+    assert not after(1000)[2], "all have reported: they measure, for as long as they are allowed to"
 
 
 def test_who_was_late_when_training_hung(job):
@@ -126,15 +121,16 @@ def test_who_was_late_when_training_hung(job):
     chain_of(job, "12", "13")
 
     def late(start, nodes=4):
-        here = Allocation("12", "12", 0, tuple(nodes_of(nodes)))
-        return Blame(job.spec, here, job.slurm, said.append).late(start)
-
-    assert late(0) == "" and not said
-    for start in range(3):
         for rank in range(4):
             place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
             write_json(hang_folder(job.stage, f"12.0.{start}") / f"rank{rank}.json", {
                 "rank": rank, "node": f"n{rank:04}", "step": 5, "silent_s": 9.0, "at": 1.0, "stack": [place]})
+        return blame(nodes).late(start)
+
+    def blame(nodes):
+        return Blame(job.spec, Allocation("12", "12", 0, tuple(nodes_of(nodes))), job.slurm, said.append)
+
+    assert blame(4).late(0) == "" and not said
     assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
     assert "was late when training hung (strike 1 within a day)" in said[0]
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
@@ -155,18 +151,17 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, count):
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
 def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, setting, limit):
-    now, went_on = 1000.0, []
+    times, went_on = iter([0.0, 0.0]), []
 
     def run_step(command, environment, folder, goes_on, say):
-        nonlocal now
         assert command[-1] == str(limit), "the ranks wait for one another as long"
         for second in (0.0, limit - 1.0, limit + 1.0):
-            now = 1000.0 + second
+            monkeypatch.setattr(preflight.time, "monotonic", lambda second=second: second)
             went_on.append(goes_on())
         return StepEnd(143)
 
     monkeypatch.setattr(preflight, "run_step", run_step)
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: next(times))
     spec = JobSpec(str(tmp_path), "t", "train", ("python",), "c", ranks=nodes, nodes=nodes, preflight_s=setting)
     found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes))
     assert went_on == [True, True, False] and not found.bad and "no rank reported" in found.told[0]
