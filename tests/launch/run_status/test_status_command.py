@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import status
 from launch.status import find_run, main, overview
 from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
@@ -48,23 +49,17 @@ def test_watch_ends_with_the_chain(run, tmp_path, monkeypatch, capsys):
     """Seen running, then done; and, of another run, failed."""
     training(run)
     slurm = FakeSlurm(tmp_path / "bin")
-    ready = HandMade(tmp_path / "other")
-    ready.done("train", until=1)
-    later = " ".join(f"{run.folder.absolute()}/{stage}" for stage in ("train", "convert", "evaluate", "report"))
     slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"))
-    # The second look finds everything done.
-    program = slurm.folder / "squeue"
-    program.write_text(program.read_text().replace("exit 0", f"""
-[ -e {tmp_path}/seen ] && for stage in {later}; do mkdir -p $stage; cp {ready.folder}/train/manifest.json $stage/; done
-touch {tmp_path}/seen
-exit 0"""))
     monkeypatch.setenv("PATH", str(slurm.folder))
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: run.done(
+        "train", "convert", "evaluate", "report", until=1))
     assert main(["--run", "demo", "--watch", "0.01"]) == 0
     seen = capsys.readouterr().out
     assert seen.count("train      running") == 1 and seen.count("train      done") == 1
     run.state("train", "failed", job="16", reason="why")
     (run.folder / "train/manifest.json").unlink()
     slurm.say("squeue", error=NO_JOB, status=1)
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
     assert main(["--run", "demo", "--watch", "0.01"]) == 1
     assert "train failed: why" in capsys.readouterr().out
 
