@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,8 +128,7 @@ def test_what_others_own_is_refused(submitted, tmp_path):
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    group = grp.getgrgid(os.getgid()).gr_name
-    trusting = saved(submitted, trusted_group=group)
+    trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name)
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | 0o020)
@@ -148,14 +148,14 @@ def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
 
 
 def test_a_private_group_is_the_users_own(monkeypatch):
-    me = pwd.struct_passwd(("me", "x", 7, 7, "", "/", ""))
-    monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: me)
-    groups = {7: ("me", []), 8: ("me", []), 9: ("physics", [])}
-    monkeypatch.setattr(trust.grp, "getgrgid", lambda number: grp.struct_group((groups[number][0], "x", number,
-                                                                                groups[number][1])))
-    assert [trust._is_private(number) for number in (7, 8, 9)] == [True, False, False]
-    groups[7] = ("me", ["me", "you"])
-    assert not trust._is_private(7), "somebody else is in it"
+    monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me", pw_gid=7))
+
+    def is_private(number, name, *members):
+        monkeypatch.setattr(trust.grp, "getgrgid", lambda number: SimpleNamespace(gr_name=name, gr_mem=members))
+        return trust._is_private(number)
+
+    assert is_private(7, "me") and is_private(7, "me", "me")
+    assert not is_private(8, "me") and not is_private(7, "physics") and not is_private(7, "me", "me", "you")
 
 
 def test_owners_need_not_be_looked_at(submitted):

@@ -167,7 +167,7 @@ def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert check_gpus(4) == ["2 GPUs instead of 4"]
-    smi(tmp_path, "0, 0, Not Active, Not Active\\n1, [N/A], Not Active, Not Active\\n")
+    smi(tmp_path, "0, [N/A], Not Active, Not Active\\n")
     assert check_gpus(2) == []
     smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
@@ -176,10 +176,10 @@ def test_gpus(tmp_path, monkeypatch):
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
     assert check_gpus(2) == ["nvidia-smi does not answer"]
-    monkeypatch.setattr(node_trial, "SMI_S", 1.0)  # a driver that answers late is asked again
-    smi(tmp_path, "0, 0, Not Active, Not Active\\n", before=f"[ -e {tmp_path}/awake ] || {{ touch {tmp_path}/awake; "
-                                                            f"exec sleep 9; }}")
-    assert check_gpus(1) == []
+    # A driver that answers late is asked again.
+    late = f"[ -e {tmp_path}/awake ] || {{ touch {tmp_path}/awake; exec sleep 9; }}"
+    monkeypatch.setattr(node_trial, "SMI_S", 1.0)
+    smi(tmp_path, "0, 0, Not Active, Not Active\\n", before=late)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
     assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
 
