@@ -1,8 +1,6 @@
 """Export and import against transformers, which is the oracle for the whole network."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
 from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface
 from pipeline.formats.huggingface_config import config_to_json
-from tests.conftest import REPOSITORY, environment
-from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_state
-from tests.stages.limited import LARGE_TENSORS
 
 CONFIGS = {
     "untied": ModelConfig(
@@ -203,42 +198,4 @@ def test_state_that_does_not_fit_is_refused(tmp_path):
             write_state(tmp_path, wrong, config, dtype=torch.float32, bos_id=1, eos_id=2)
     assert not list(tmp_path.iterdir())
 
-
-LARGE = ModelConfig(dim=512, layers=12, heads=8, kv_heads=8, ffn_dim=2048, vocab_size=2048)
 """210 MB in float32, its largest tensors 4.2 MB."""
-EXPORT = """
-import resource, sys
-from pathlib import Path
-import torch
-from pipeline.formats.huggingface_config import config_to_json
-from pipeline.formats.sharded_tensors import CheckpointReader
-from pipeline.formats.huggingface import stream_folder
-from tests.formats.exporting import write_state
-from tests.formats.test_huggingface import CONFIGS, LARGE, built, write
-source, target, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-options = {"dtype": torch.bfloat16, "bos_id": 1, "eos_id": 2, "max_shard_bytes": 50_000_000}
-write(built(CONFIGS["tied"]), target / "small")  # so that all libraries are loaded
-used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000, resource.RLIM_INFINITY))
-with CheckpointReader(source) as reader:
-    if way == "stream":
-        stream_folder(target, {name: reader.shape(name) for name in reader.names()}, reader.read, LARGE, **options)
-    else:
-        write_state(target, {name: reader.read(name) for name in reader.names()}, LARGE, **options)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's own memory works on Linux only")
-def test_an_export_needs_memory_for_tensors_not_for_the_model(tmp_path):
-    """A model of 210 MB in shards of 50 MB goes through 60 MB of memory (it needs under 30); read as a whole, not."""
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Llama(LARGE).named_parameters()}
-    write_checkpoint(tmp_path / "pieces", {name: torch.ones(shape) for name, shape in shapes.items()}, ranks=2, cuts=2)
-    ended = {way: subprocess.run(
-        [sys.executable, "-c", EXPORT, str(tmp_path / "pieces"), str(tmp_path / way), way], cwd=REPOSITORY,
-        env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True) for way in ("stream", "whole")}
-    assert ended["stream"].returncode == 0, ended["stream"].stderr
-    assert ended["whole"].returncode != 0 and "memory" in ended["whole"].stderr
-    _, state = read_folder(tmp_path / "stream")
-    assert all(bool((tensor == 1).all()) for tensor in state.values())
