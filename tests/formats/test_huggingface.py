@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
+from pipeline.config.shapes import shape_of
 from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface
 from pipeline.formats.huggingface_config import config_to_json
 from tests.formats.exporting import write_state
@@ -156,36 +157,19 @@ def test_config_json_has_both_generations_of_rope_keys():
     assert content["torch_dtype"] == "bfloat16"
 
 
-def hub_folder(path, removed: tuple[str, ...] = ()) -> Llama:
-    """A folder as older Hub repositories have it: one file, no index, rope_scaling, stray inv_freq."""
-    model = built(CONFIGS["scaled"])
-    tensors = dict(to_huggingface(model.state_dict().items(), model.config))
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-    content = config_to_json(model.config, torch.float32)
-    for key in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias", *removed):
-        content.pop(key, None)
-    (path / "config.json").write_text(json.dumps(content))
-    return model
-
-
-def test_reads_a_folder_from_the_hub(tmp_path):
-    model = hub_folder(tmp_path)
-    config, state = read_folder(tmp_path)
-    assert config.rope_scaling == CONFIGS["scaled"].rope_scaling
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_stored_head_is_ignored_when_tied():
+def test_a_stored_head_is_ignored_when_tied_and_frequencies_always():
     state = built(CONFIGS["tied"]).state_dict()
-    theirs = dict(to_huggingface(state.items(), CONFIGS["tied"])) | {"lm_head.weight": torch.zeros(70, 32)}
+    theirs = dict(to_huggingface(state.items(), CONFIGS["tied"])) | {
+        "lm_head.weight": torch.zeros(70, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
     ours = dict(from_huggingface(theirs.items(), CONFIGS["tied"]))
-    assert torch.equal(ours["output.weight"], state["tok_embeddings.weight"])
+    assert ours.keys() == state.keys() and torch.equal(ours["output.weight"], state["tok_embeddings.weight"])
 
 
-def test_absent_values_mean_their_defaults(tmp_path):
-    hub_folder(tmp_path, removed=("rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"))
-    config, _ = read_folder(tmp_path)
+def test_absent_values_mean_their_defaults():
+    content = config_to_json(CONFIGS["scaled"], torch.float32)
+    for key in ("rope_parameters", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps", "head_dim"):
+        del content[key]
+    config = shape_of(content)
     assert (config.rope_theta, config.rope_scaling, config.kv_heads, config.norm_eps) == (1e4, None, 2, 1e-6)
 
 

@@ -262,9 +262,3 @@ def test_writes_that_come_up_short_are_continued(tmp_path):
     with files_of(2000), pytest.raises(OSError) as caught:
         write_part(tmp_path / "x", {"x": whole(torch.randn(1000))})
     assert caught.value.errno == errno.EFBIG and (tmp_path / "x").stat().st_size == 2000
-
-
-def test_the_same_pieces_give_the_same_bytes(tmp_path):
-    tensors = {"b": torch.randn(6, 4), "a": torch.randn(3)}
-    first, second = (write_checkpoint(tmp_path / name, tensors) for name in ("one", "two"))
-    assert first == second

@@ -93,20 +93,15 @@ def test_a_spike_is_named_with_its_numbers_and_only_logged():
 
 @pytest.mark.parametrize("spike, outcome, event", [("skip", "spike_skipped", "skip"),
                                                    ("rollback", "rollback", "rollback")])
-def test_a_spike_is_kept_from_the_weights(spike, outcome, event):
-    guards = steady(Guards(GuardConfig(spike=spike)))
+def test_a_spike_is_kept_from_the_weights_and_from_history(spike, outcome, event):
+    guards = steady(Guards(GuardConfig(spike=spike, max_rollbacks=9)))
     limits = guards.limits()
     assert not limits.allow(9.1, 0.5) and not limits.allow(3.2, 5.0) and limits.allow(3.25, 0.55)
     verdict = guards.judge(41, 3.2, 5.0, HERE)
     assert (verdict.outcome, verdict.applied, verdict.event) == (outcome, False, event)
     assert "the gradient norm 5 " in verdict.text
-
-
-def test_history_takes_nothing_that_was_not_applied():
-    guards = steady(Guards(GuardConfig(spike="skip")))
-    before = guards.limits()
     judged(guards, (NAN, 0.5), (3.2, INF), (50.0, 0.5), (3.2, 50.0))
-    assert guards.limits() == before
+    assert guards.limits() == limits
 
 
 def test_a_lasting_higher_level_becomes_normal_under_log_and_stops_under_skip():
