@@ -28,12 +28,10 @@ def place(tmp_path, monkeypatch):
 
 
 def test_a_file_beside_the_configuration_is_imported_and_found_by_other_processes(place):
-    loaded = load_config(place / "config.yaml", check=False)
+    loaded, here = load_config(place / "config.yaml", check=False), str(place / "here")
     assert os.getpid() == sys.modules["plugged_in"].LOADED
-    assert loaded.plugins == [str(place / "here/plugged_in.py")] and plugin_folders() == [str(place / "here")]
-    child = subprocess.run([sys.executable, "-c", "import plugged_in, os; print(plugged_in.LOADED == os.getpid())"],
-                           capture_output=True, text=True, check=True)
-    assert child.stdout == "True\n"
+    assert loaded.plugins == [f"{here}/plugged_in.py"] and plugin_folders() == [here]
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == here
 
 
 def test_the_resolved_configuration_loads_it_from_anywhere(place, tmp_path_factory):
