@@ -3,7 +3,6 @@
 import json
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,12 +136,3 @@ def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularie
     assert not found["equal"]
     with pytest.raises(EncoderError, match=problem):
         raise EncoderError(found["problem"])
-
-
-def test_a_pattern_that_splits_otherwise_does_not_come_through_the_gate(monkeypatch, vocabularies, folders):
-    import fastokens
-    vocabulary = vocabularies["tiktoken"]
-    path: Path = folders["tiktoken"] / "tokenizer.model"
-    other = fastokens.Tokenizer.from_tiktoken(str(path), r"\p{N}{1,2}|\s+|[^\s\p{N}]+", {})
-    monkeypatch.setattr(fast, "_opened", lambda path, kind: other)
-    assert "other ids for" in verdict(folders["tiktoken"], vocabulary, [])["problem"]

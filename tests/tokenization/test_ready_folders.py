@@ -58,21 +58,6 @@ def test_the_export_is_the_original_to_the_byte(source, made):
     assert all((folder / "hf" / name).read_bytes() == (source / name).read_bytes() for name in expected)
 
 
-def test_the_export_does_to_any_text_what_the_original_does(source, made):
-    from transformers import AutoTokenizer
-    theirs, ours = (AutoTokenizer.from_pretrained(folder, local_files_only=True) for folder in (source, made[0] / "hf"))
-    for text in [*ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b"]:
-        assert theirs(text)["input_ids"] == ours(text)["input_ids"]
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours(text, add_special_tokens=False)["input_ids"]
-        assert theirs.decode(theirs(text)["input_ids"]) == ours.decode(ours(text)["input_ids"])
-    chat = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "hi"}]
-    assert theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == \
-        ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert (ours.bos_token, ours.eos_token, ours.pad_token, ours.model_max_length) == \
-        (SPECIAL[0], SPECIAL[4], SPECIAL[1], 4096)
-    assert theirs.get_vocab() == ours.get_vocab()
-
-
 def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
     from transformers import AutoTokenizer
     folder, _ = made
