@@ -87,7 +87,7 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
 
 
 @pytest.mark.parametrize("name, architecture, windows", [
-    ("untied", "LlamaForCausalLM", None), ("Qwen3", "Qwen3ForCausalLM", ["full_attention"] * 2),
+    ("untied", "LlamaForCausalLM", None),
     ("Qwen3, windows", "Qwen3ForCausalLM", ["sliding_attention", "full_attention"] * 2),
     ("SmolLM3", "SmolLM3ForCausalLM", ["full_attention"] * 4),
     ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 2)])
@@ -104,11 +104,9 @@ def test_what_transformers_has_no_name_for_is_refused(tmp_path):
 
 @pytest.mark.parametrize("class_name, settings, read", [
     ("MistralForCausalLM", {"sliding_window": 6}, {"sliding_window": 6}),
-    ("MistralForCausalLM", {"sliding_window": None}, {}),
     ("Qwen3ForCausalLM", {"head_dim": 8}, {"qk_norm": True}),
     ("Qwen3ForCausalLM", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
      {"qk_norm": True, "sliding_window": 6}),
-    ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}, {"no_rope_layer_interval": 3}),
     ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 2,
                             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
      {"no_rope_layer_interval": 2, "sliding_window": 6, "full_attention_interval": 3})])

@@ -18,6 +18,7 @@ from pipeline.training.initial_weights import (
     taken,
     tokenizer_of,
 )
+from tests.formats.cutting import part_of, rectangle
 from tests.formats.exporting import write_model
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=70, context_length=64)
@@ -40,16 +41,12 @@ def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
         values = taken(weights, fresh)
         for name, parameter in Llama(grown).named_parameters():
             shape = tuple(parameter.shape)
-            expected = fresh(name, shape, (0,) * len(shape), shape).clone()
-            old = model.get_parameter(name)
+            everything = (0,) * len(shape), shape
+            expected, old = fresh(name, shape, *everything).clone(), model.get_parameter(name)
             expected[:len(old)] = old.detach()
             assert (len(old) < shape[0]) == (shape[0] == 90)
-            assert torch.equal(values(name, shape, (0,) * len(shape), shape), expected)
-            for _ in range(20):
-                offset = [chance.randint(0, size) for size in shape]
-                size = [chance.randint(0, end - at) for at, end in zip(offset, shape, strict=True)]
-                part = expected[tuple(slice(at, at + count) for at, count in zip(offset, size, strict=True))]
-                assert torch.equal(values(name, shape, offset, size), part), (name, offset, size)
+            for part in (everything, *(rectangle(shape, chance) for _ in range(20))):
+                assert torch.equal(values(name, shape, *part), part_of(expected, *part)), (name, part)
 
 
 @pytest.mark.parametrize(("change", "said"), [
