@@ -1,7 +1,5 @@
 """The audit proves a disturbed run, and names what is planted in its records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

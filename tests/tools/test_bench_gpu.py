@@ -1,7 +1,5 @@
 """The GPU benchmark's self-test runs every kind of case through the code that a GPU will meet; its figures add up."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

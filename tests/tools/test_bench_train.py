@@ -1,7 +1,5 @@
 """The benchmark runs, and its figures follow from its times. How fast it is, no test says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What decides about a soak, and what it does all along; tests/slurm/test_soak.py makes a short one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

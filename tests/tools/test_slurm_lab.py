@@ -1,13 +1,10 @@
 """The Slurm lab: what needs no Slurm always, the rest where Slurm's packages are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installe
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
+def short_folder():
     """A folder whose path leaves room for Slurm's sockets; labs left in it are taken down."""
     folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     yield folder
@@ -33,12 +30,12 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments):
     return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
                           capture_output=True)
 
 
-def processes_of(folder: Path) -> list[str]:
+def processes_of(folder):
     """The command lines of all that was started for a lab: they or their environment name its folder."""
     found = []
     for identity in set(process_table()) - {os.getpid()}:

@@ -23,7 +23,7 @@ def test_what_cannot_be_read_is_named_by_its_path(arguments, expected):
     assert [problem.file for problem in Check(fails, given)().problems] == expected
 
 
-def test_seals(tmp_path: Path):
+def test_seals(tmp_path):
     """Any byte, also of the seal itself; what was sealed reads back as it was."""
     path, value = tmp_path / "a.json", {"a": [1, {"b": "ä\udce9"}], "seal": "old", "c": {}}
     write_sealed(path, value)

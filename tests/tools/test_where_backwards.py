@@ -1,7 +1,5 @@
 """Which steps saw a document: what the steps say of their documents, turned round; and where a document came from."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The guards' judgement: what is skipped, what counts as a spike, when training stops; the same after any restart."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Fingerprints of weights: every flipped bit shows, and the replica that is alone with it is named."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Token shards in an object store: what of them cannot be read ends training. tests/stages compares with files."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

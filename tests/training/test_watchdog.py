@@ -1,8 +1,6 @@
 """What may take long between two steps is no hang, and a start that texts end is not followed by others: on a clock
 that the tests turn."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 
