@@ -151,47 +151,46 @@ def test_a_run_of_a_version_without_seals_is_valid_and_said(copied):
 
 
 def listed(run):
-    """The inventory's own problems and notes, before a file is read."""
+    """The files of the inventory's own problems, before a file is read; its report, and its checks."""
     report = Report(str(run))
     checks = Inventory(run, 1.0, report).take()
-    return report, checks
+    return [problem.file for problem in report.problems], report, checks
 
 
 def test_what_is_not_made_again_is_not_to_be_deleted(copied):
     names = ("rollbacks.json", "copying.json", "started.json", "tokens-compared.json")
     for name in names:
         (copied / "train" / name).write_text("{")
-    told = {Path(problem.file).name: problem.do for check in listed(copied)[1] if check.function is check_seal
+    told = {Path(problem.file).name: problem.do for check in listed(copied)[2] if check.function is check_seal
             for problem in check().problems}
     assert [told[name].partition(":")[0] for name in names] == ["Put it back from a copy"] * 3 + ["Delete it"]
 
 
 def test_a_missing_file_of_a_checkpoint_that_no_manifest_names_is_found(copied):
-    earlier = copied / "train/checkpoints/step-00000002"
+    earlier, last = (copied / f"train/checkpoints/step-0000000{step}" for step in (2, 4))
     gone = next(path for path in sorted(earlier.iterdir()) if path.name != "COMPLETE.json")
     gone.unlink()
-    assert [problem.file for problem in listed(copied)[0].problems] == [str(gone)]
-    last = copied / "train/checkpoints/step-00000004"
-    also = last / gone.name
+    assert listed(copied)[0] == [str(gone)]
+    also, path = last / gone.name, last / "COMPLETE.json"
     also.unlink()
     (copied / "train/manifest.json").unlink()  # as of a run that is not finished
-    assert [problem.file for problem in listed(copied)[0].problems] == [str(gone), str(also)]
-    marker = read_sealed(last / "COMPLETE.json")
+    assert listed(copied)[0] == [str(gone), str(also)]
+    marker = read_sealed(path)
     marker["files"][0]["pbth"] = marker["files"][0].pop("path")
-    write_json(last / "COMPLETE.json", marker)
-    assert [problem.file for problem in listed(copied)[0].problems] == [str(last / "COMPLETE.json"), str(gone)]
+    write_json(path, marker)
+    assert listed(copied)[0] == [str(path), str(gone)]
 
 
 def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):
     run = tmp_path / "evaluations/step-00000004"
     shutil.copytree(whole, run, copy_function=shutil.copy2)
-    shutil.rmtree(run / "train/checkpoints")
-    shutil.rmtree(run / "convert/hf")
+    cleared = [run / "train/checkpoints", run / "convert/hf"]
+    for folder in cleared:
+        shutil.rmtree(folder)
     report = verify(run)
-    assert not report.problems
-    assert report.notes[CLEARED] == [str(run / "train/checkpoints"), str(run / "convert/hf")]
+    assert not report.problems and report.notes[CLEARED] == list(map(str, cleared))
     (run / "evaluate/manifest.json").unlink()
-    report, checks = listed(run)
+    _, report, checks = listed(run)
     assert CLEARED not in report.notes
     assert any(check.function is check_file and check().problems for check in checks)
 
@@ -210,7 +209,7 @@ def test_token_shards_that_are_read_from_a_store_may_be_away(copied):
 
 
 def test_what_a_run_at_work_removes_meanwhile_is_no_problem(copied):
-    report, checks = listed(copied)
+    _, report, checks = listed(copied)
     shutil.rmtree(copied / "train/checkpoints/step-00000002")
     (copied / "train/STATE.json").unlink()
     report.add(check() for check in checks)
@@ -224,20 +223,20 @@ def test_a_changed_key_of_a_manifest_without_a_seal_is_told(copied):
     for stage, keys in (("shard", ("path", "split", "docs", "bytes", "source")),
                         ("encode", ("path", "split", "docs", "bytes", "input")), ("report", ("path",))):
         path = copied / stage / "manifest.json"
+        before = path.read_bytes()
         for key in keys:
-            manifest, before = read_sealed(path), path.read_bytes()
+            manifest = json.loads(before)
             record = next(one for one in manifest["outputs"] if stage == "report" or one.get("split") == "train")
             record["x"] = record.pop(key)
-            write_json(path, manifest)
-            assert str(path) in named(listed(copied)[0]), key
-            path.write_bytes(before)
+            write_json(path, {name: value for name, value in manifest.items() if name != "seal"})
+            assert str(path) in listed(copied)[0], key
+        path.write_bytes(before)
 
 
 def test_a_configuration_cut_at_a_line_is_told(copied):
     config = copied / "config.yaml"
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    report, _ = listed(copied)
-    assert [(problem.file, problem.what) for problem in report.problems] == [
-        (str(config), "its seal is gone: it was cut or edited")]
+    [problem] = listed(copied)[1].problems
+    assert (problem.file, problem.what) == (str(config), "its seal is gone: it was cut or edited")
     config.write_text("name: mini\n")  # what can not be loaded any more
-    assert str(config) in {problem.file for problem in listed(copied)[0].problems}
+    assert str(config) in listed(copied)[0]

@@ -40,18 +40,17 @@ def test_a_rejected_update_changes_no_bit_and_is_as_if_it_had_not_been(name, dty
 @every
 def test_gradients_are_divided_by_the_clip(name):
     """By a power of two, which is exact: the same bits as from gradients that are that much smaller."""
-    clipped, expected, unclipped = models = [model_of() for _ in range(3)]
-    one, other, third = (built(model, optimizer=name) for model in models)
+    models = [model_of() for _ in range(3)]
+    optimizers = [built(model, optimizer=name) for model in models]
     for number, clip in enumerate((1.0, 4.0, 4.0)):
-        for model in models:
+        for model, optimizer, (smaller, clipped) in zip(models, optimizers, ((1.0, clip), (clip, 1.0), (1.0, 1.0)),
+                                                        strict=True):
             give(model, number)
-        for parameter in expected.parameters():
-            parameter.grad /= clip
-        step(one, clip=clip)
-        step(other)
-        step(third)
-    assert same(everything(clipped, one), everything(expected, other))
-    assert not same(everything(clipped, one), everything(unclipped, third))
+            for parameter in model.parameters():
+                parameter.grad /= smaller
+            step(optimizer, clip=clipped)
+    clipped, expected, unclipped = map(everything, models, optimizers)
+    assert same(clipped, expected) and not same(clipped, unclipped)
 
 
 @every
@@ -78,21 +77,20 @@ def test_states_are_there_from_the_start_and_carry_it_on(name):
     model, later = model_of(), model_of()
     optimizer = built(model, optimizer=name)
     start = everything(model, optimizer)
-    assert all(not tensor.any() for key, tensor in start.items() if not key.startswith("model."))
+    assert not any(tensor.any() for key, tensor in start.items() if not key.startswith("model."))
     for number in range(3):
         give(model, number)
         step(optimizer)
     other = built(later, optimizer=name)
-    for parameter, value in later.named_parameters():
-        value.data.copy_(model.get_parameter(parameter).detach())
+    later.load_state_dict(model.state_dict())
+    for parameter, _ in later.named_parameters():
         assert other.state(parameter).keys() == set(other.state_names(parameter))
         for kind, place in other.state(parameter).items():
             place.copy_(optimizer.state(parameter)[kind])
     other.resume(3)
-    give(model, 3)
-    give(later, 3)
-    step(optimizer)
-    step(other)
+    for each, stepped in ((model, optimizer), (later, other)):
+        give(each, 3)
+        step(stepped)
     assert same(everything(model, optimizer), everything(later, other))
 
 
