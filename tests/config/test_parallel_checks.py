@@ -65,19 +65,12 @@ def test_impossible_combinations_are_said_with_their_numbers(settings, words):
     assert any(words in problem for problem in problems(config(**settings))), problems(config(**settings))
 
 
-def test_every_known_attention_and_a_class_of_ones_own_are_accepted():
-    for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend"):
-        assert problems(config(train={"attention": name})) == []
-
-
-def test_a_compiler_that_may_be_there_and_a_watchdog_that_is_not_are_no_problem():
-    assert problems(config(async_tp=True, tp=2)) == []
-    assert problems(config(timeout_minutes=1, train={"guards": {"hang_minutes": None}})) == []
-
-
-def test_a_vocabulary_that_was_made_divisible_is_accepted():
-    model = MODEL.model_copy(update={"vocab_size": 514, "heads": 4, "kv_heads": 2})
-    assert problems(config(model=model, tp=2)) == []
+@pytest.mark.parametrize("settings", [
+    *({"train": {"attention": name}} for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend")),
+    {"async_tp": True, "tp": 2}, {"timeout_minutes": 1, "train": {"guards": {"hang_minutes": None}}},
+    {"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 514})}])
+def test_what_can_be_spread_is_accepted(settings):
+    assert problems(config(**settings)) == []
 
 
 @pytest.mark.parametrize(("settings", "ranks", "words"), [

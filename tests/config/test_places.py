@@ -31,14 +31,14 @@ CANNOT_BE = [("file", "/file is a file, not a folder"), ("file/deeper/still", "/
 @pytest.mark.parametrize(("runs_dir", "said"), CANNOT_BE)
 def test_a_run_folder_that_cannot_be(config, capsys, runs_dir, said):
     before = sorted(config.parent.iterdir())
-    runs_dir = f"runs_dir={config.parent}/{runs_dir}"
-    for more in ([], ["--dry-run"], ["--dry-run", "--cluster", "slurm"]):
-        assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local", *more, runs_dir]) == 2
+    arguments = ["--config", str(config), f"runs_dir={config.parent}/{runs_dir}"]
+    for more in (["local"], ["local", "--dry-run"], ["slurm", "--dry-run"]):
+        assert submit(["--stage", "shard", "--cluster", *more, *arguments]) == 2
         text = capsys.readouterr().err
         assert said in text and "2 problems" in text and "train.warmup_steps 2000" in text, text
-    assert submit(["--why", "shard", "--config", str(config), runs_dir]) == 2
+    assert submit(["--why", "shard", *arguments]) == 2
     assert said in capsys.readouterr().err
-    assert stage_main("shard", never, ["--config", str(config), runs_dir, "train.warmup_steps=1"]) == 2
+    assert stage_main("shard", never, [*arguments, "train.warmup_steps=1"]) == 2
     assert said in capsys.readouterr().err and sorted(config.parent.iterdir()) == before
 
 

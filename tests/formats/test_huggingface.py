@@ -14,32 +14,20 @@ from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggi
 from pipeline.formats.huggingface_config import config_to_json
 from tests.formats.exporting import write_state
 
+SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
+SCALING = {"context_length": 512, "rope_scaling": RopeScaling(factor=8, original_context_length=64)}
 CONFIGS = {
-    "untied": ModelConfig(
-        dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=128
-    ),
+    "untied": ModelConfig(**SMALL, context_length=128),
     "tied": ModelConfig(dim=32, layers=1, heads=4, kv_heads=4, vocab_size=70, tied_embeddings=True),
-    "llama2": ModelConfig(
-        dim=32, layers=2, heads=2, kv_heads=1, vocab_size=65, rope_theta=1e4, norm_eps=1e-6
-    ),
-    "scaled": ModelConfig(
-        dim=64,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        vocab_size=99,
-        context_length=512,
-        rope_scaling=RopeScaling(factor=8, original_context_length=64),
-    ),
-    "Qwen3": ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, qk_norm=True),
-    "Qwen3, windows": ModelConfig(dim=48, layers=4, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, qk_norm=True,
-                                  sliding_window=7, full_attention_interval=2, tied_embeddings=True),
-    "SmolLM3": ModelConfig(dim=48, layers=4, heads=6, kv_heads=3, ffn_dim=80, vocab_size=90, no_rope_layer_interval=2),
-    "SmolLM3, windows": ModelConfig(
-        dim=48, layers=4, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=512, sliding_window=9,
-        full_attention_interval=3, no_rope_layer_interval=4,
-        rope_scaling=RopeScaling(factor=8, original_context_length=64)),
-    "every layer with a window": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=70, sliding_window=5),
+    "llama2": ModelConfig(**SMALL, rope_theta=1e4, norm_eps=1e-6),
+    "scaled": ModelConfig(**SMALL, **SCALING),
+    "Qwen3": ModelConfig(**SMALL, qk_norm=True),
+    "Qwen3, windows": ModelConfig(**SMALL, qk_norm=True, sliding_window=7, full_attention_interval=2,
+                                  tied_embeddings=True),
+    "SmolLM3": ModelConfig(**SMALL, no_rope_layer_interval=2),
+    "SmolLM3, windows": ModelConfig(**SMALL, **SCALING, sliding_window=9, full_attention_interval=3,
+                                    no_rope_layer_interval=4),
+    "every layer with a window": ModelConfig(**SMALL, sliding_window=5),
     "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
 }
 
@@ -90,7 +78,7 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
     ("untied", "LlamaForCausalLM", None),
     ("Qwen3, windows", "Qwen3ForCausalLM", ["sliding_attention", "full_attention"] * 2),
     ("SmolLM3", "SmolLM3ForCausalLM", ["full_attention"] * 4),
-    ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 2)])
+    ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 4)])
 def test_the_export_has_the_name_that_transformers_has_for_it(name, architecture, windows):
     content = config_to_json(CONFIGS[name], torch.float32)
     assert content["architectures"] == [architecture] and content.get("layer_types") == windows
@@ -169,7 +157,7 @@ def test_absent_values_mean_their_defaults():
     for key in ("rope_parameters", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps", "head_dim"):
         del content[key]
     config = shape_of(content)
-    assert (config.rope_theta, config.rope_scaling, config.kv_heads, config.norm_eps) == (1e4, None, 2, 1e-6)
+    assert (config.rope_theta, config.rope_scaling, config.kv_heads, config.norm_eps) == (1e4, None, 6, 1e-6)
 
 
 def test_state_that_does_not_fit_is_refused(tmp_path):

@@ -86,23 +86,23 @@ def test_scores_and_differences_by_the_book(over_time):
     _, results = over_time
     pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
              for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-    names = [f"step-{step:08d}" for step in STEPS]
-    early, late = answers = [bits(for_tokenizer(TOKENIZER, seed=step), pairs) for step in STEPS]
-    size = sum(size for _, size in early)
-    for name, found in zip(names, answers, strict=True):
+    names, answers = [f"step-{step:08d}" for step in STEPS], []
+    for step, name in zip(STEPS, names, strict=True):
+        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), pairs), strict=True)
+        answers.append(torch.tensor(found, dtype=torch.float64))
         assert row(results, model=name, metric="answer_bits_per_byte")["value"] == pytest.approx(
-            sum(one for one, _ in found) / size, rel=1e-5)
-    each = [other - one for (one, _), (other, _) in zip(early, late, strict=True)]
+            sum(found) / sum(sizes), rel=1e-5)
+    each = answers[1] - answers[0]
     apart = row(results, "differences", metric="answer_bits_per_byte")
-    assert apart == {**apart, "difference": pytest.approx(sum(each) / size, rel=1e-4), "first": names[0], "items": 3,
-                     "second": names[1], "higher": sum(value > 0 for value in each),
-                     "lower": sum(value < 0 for value in each)}
+    assert apart == {**apart, "difference": pytest.approx(float(each.sum()) / sum(sizes), rel=1e-4), "items": 3,
+                     "first": names[0], "second": names[1], "higher": int((each > 0).sum()),
+                     "lower": int((each < 0).sum())}
     by_page = row(results, "differences", task="pages", metric="bits_per_byte")
     for metric in ("byte_perplexity", "word_perplexity"):
         first, second = (row(results, model=name, metric=metric)["value"] for name in names)
         apart = row(results, "differences", metric=metric)
-        assert apart["difference"] == pytest.approx(second - first, rel=1e-6) and apart["stderr"] > 0
-        assert [apart[key] for key in ("higher", "lower", "items")] == [by_page["higher"], by_page["lower"], 2]
+        assert apart == {**apart, "difference": pytest.approx(second - first, rel=1e-6), "items": 2,
+                         "higher": by_page["higher"], "lower": by_page["lower"]} and apart["stderr"] > 0
     assert row(results, "differences", task="held-out text of run")["items"] == 3
     assert 0 < row(results, model=names[1], task="held-out text of run")["value"] < 20
 

@@ -140,16 +140,14 @@ def test_rollbacks_are_limited_and_need_a_checkpoint():
 
 
 def test_state_goes_through_json_and_every_later_decision_is_the_same():
-    noise, outcomes = random.Random(3), set()
-    config = GuardConfig(spike="skip", spike_deviations=4.0, spike_window=50)
-    whole, cut = Guards(config), Guards(config)
+    noise, config = random.Random(3), GuardConfig(spike="skip", spike_deviations=4.0, spike_window=50)
+    whole, cut, outcomes = Guards(config), Guards(config), set()
     for step in range(300):
-        pair = (3 + noise.gauss(0, 0.1) + 6 * (noise.random() < 0.05),
-                INF if noise.random() < 0.03 else abs(0.5 + noise.gauss(0, 0.1)))
+        pair = noise.gauss(3, 0.1) + 6 * (noise.random() < 0.05), noise.choice([INF, *[0.4, 0.5, 0.6] * 10])
         if step % 7 == 0:
             cut = Guards(config, json.loads(json.dumps(cut.state(), allow_nan=False)))
         assert cut.limits() == whole.limits() and cut.state() == whole.state()
-        one, two = whole.judge(step, *pair, HERE), cut.judge(step, *pair, HERE)
+        one, two = (guards.judge(step, *pair, HERE) for guards in (whole, cut))
         assert (one.outcome, one.text) == (two.outcome, two.text)
         outcomes.add(one.outcome)
     assert outcomes == {"ok", "nonfinite", "spike_skipped"} and whole.skipped_total > whole.spikes_total > 0
