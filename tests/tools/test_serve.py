@@ -13,13 +13,12 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from model.generate import generate
 from pipeline.evaluation.open_model import open_model
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from pipeline.files import append_line
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tests.tools.test_chat import TEMPLATE, spelled
+from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
 from tools import serve
 from tools.serving.asked import Reader
@@ -99,14 +98,6 @@ def events(port, path="/v1/completions", **body):
     parts = content.decode().split("\n\n")
     assert parts.pop() == "" and parts.pop() == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts]
-
-
-def greedy(model, ids, count):
-    return TOKENIZER.decode(generate(model, [ids], count, temperature=0, top_p=1, seed=0, stop_ids=())[0])
-
-
-def continued(model, prompt, count):
-    return greedy(model, [TOKENIZER.bos_id, *prompt.encode()], count)
 
 
 def test_it_says_what_it_has_and_a_completion_is_what_the_model_writes(run_port, model):

@@ -3,7 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from pipeline.config.training import CheckpointConfig
@@ -16,7 +15,6 @@ from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.copies.beside import take_up
 from pipeline.training.copies.copier import Copier
 from tests.waiting import HANG_S, wait_for
 
@@ -73,14 +71,6 @@ def save_copied(saver, copier, *steps):
 
 def kept(saver):
     return sorted(int(path.name[5:]) for path in saver.checkpoints.folder.iterdir())
-
-
-def take_up_of(found, fetched, train):
-    for folder in (fetched, train):
-        folder.mkdir()
-    for name, data in found.items():
-        (fetched / name).write_bytes(data)
-    take_up(fetched, train, lambda text: pytest.fail(text))
 
 
 def store_put_as_another(store):
