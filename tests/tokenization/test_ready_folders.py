@@ -30,8 +30,7 @@ def source(request, tmp_path_factory, byte_level):
         tokenizer.post_processor = TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"],
                                                       special_tokens=[(bos, tokenizer.token_to_id(bos))])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[4],
-                "pad_token": SPECIAL[1], "model_max_length": 4096, "clean_up_tokenization_spaces": True}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[4]}
     if request.param == "template in a file":
         (folder / "chat_template.jinja").write_text(TEMPLATE)
     else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from copy import copy, deepcopy
 from typing import Any
 
 from pipeline.config.loading import load_config, save_config
@@ -48,13 +46,6 @@ class Recorded:
         while not self.attempt(stop_after):
             pass
         self.write()
-
-    def copied(self, folder):
-        """Copy the records into another folder, to be changed there."""
-        other = copy(self)
-        other.folder, other.train = shutil.copytree(self.folder, folder), folder / "train"
-        other.lines = deepcopy(self.lines)
-        return other
 
     def attempt(self, stop_after):
         """One start, from the newest checkpoint to the end, a kill or a rollback; whether it got to the end."""
