@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from model.config import ModelConfig
 from pipeline.errors import UserError
 from pipeline.training import session
 from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
 
-CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 
 
