@@ -9,7 +9,6 @@ import torch
 from pipeline.config.training import CheckpointConfig
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, whole
-from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.records.checkpoints import MARKER, TrainingProgress
 from pipeline.training import async_saver
 from pipeline.training.async_saver import AsyncSaver
@@ -18,18 +17,13 @@ from tests.training.copies.copying import save
 
 
 @pytest.fixture()
-def make(tmp_path, monkeypatch):
+def make(tmp_path, ranks):
     """From settings to (saver, checkpoints, what was said), on a group of one."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    ranks = start_ranks()
-
     def made(**settings):
         said = []
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, said.append)
         return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append), checkpoints, said
-    yield made
-    stop_ranks()
+    return made
 
 
 def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):

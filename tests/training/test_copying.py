@@ -12,7 +12,6 @@ from pipeline.config.training import CheckpointConfig
 from pipeline.copies.checkpoints import COPY, CopiedCheckpoints
 from pipeline.copies.claim import LOCK, RUN, Lock
 from pipeline.errors import UserError
-from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
@@ -60,11 +59,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), start_ranks())
-    stop_ranks()
+def run(tmp_path, ranks):
+    return Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks)
 
 
 @pytest.mark.parametrize("last", ["weights.bin", COPY])
@@ -80,15 +76,16 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
-@pytest.mark.parametrize(("gone", "damaged", "torn", "goes_on", "left"), [
-    ([12], [12], [], 8, [4, 8]), ([4, 8, 12], [12], [8], 4, [4]), ([4, 8, 12], [4, 8, 12], [], None, [4, 8, 12])])
-def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, torn, goes_on, left):
+@pytest.mark.parametrize(("gone", "damaged", "goes_on", "left"), [
+    ([12], {12: MARKER}, 8, [4, 8]), ([4, 8, 12], {12: MARKER, 8: COPY}, 4, [4]),
+    ([4, 8, 12], dict.fromkeys((4, 8, 12), MARKER), None, [4, 8, 12])])
+def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, goes_on, left):
     """Newer ones would count as the newest later. Where there is nothing else, they stay."""
     run.train(4, 8, 12)
     for step in gone:
         run.remove_here(step)
-    for step, name, content in [*((step, MARKER, b"x") for step in damaged), *((step, COPY, b"{") for step in torn)]:
-        run.store.put(f"{checkpoint_name(step)}/{name}", content)
+    for step, name in damaged.items():
+        run.store.put(f"{checkpoint_name(step)}/{name}", b"{")
     copying = run.start()
     if goes_on is None:
         with pytest.raises(UserError, match="Every copy of a checkpoint"):

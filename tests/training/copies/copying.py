@@ -10,7 +10,6 @@ from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import LOCK
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import whole
-from pipeline.parallel.ranks import start_ranks
 from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
@@ -37,8 +36,8 @@ class Gate:
         monkeypatch.setattr(Store, "put", gated)
 
 
-def parts_of(tmp_path, url, lock=None):
-    ranks, said = start_ranks(), []
+def parts_of(tmp_path, ranks, url, lock):
+    said = []
     config = CheckpointConfig(keep=1, attempts=2)
     copies = CopiedCheckpoints(Store(url))
     checkpoints = Checkpoints(tmp_path / "train" / CHECKPOINTS, ranks, said.append, lambda step: copier.needs(step))

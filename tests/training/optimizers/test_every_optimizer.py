@@ -40,31 +40,32 @@ def test_a_rejected_update_changes_no_bit_and_is_as_if_it_had_not_been(name, dty
 @every
 def test_gradients_are_divided_by_the_clip(name):
     """By a power of two, which is exact: the same bits as from gradients that are that much smaller."""
-    models = [model_of() for _ in range(3)]
-    optimizers = [built(model, optimizer=name) for model in models]
-    for number, clip in enumerate((1.0, 4.0, 4.0)):
-        for model, optimizer, (smaller, clipped) in zip(models, optimizers, ((1.0, clip), (clip, 1.0), (1.0, 1.0)),
-                                                        strict=True):
+    def trained(smaller=1.0, clip=1.0):
+        model = model_of()
+        optimizer = built(model, optimizer=name)
+        for number, power in enumerate((0, 1, 1)):
             give(model, number)
             for parameter in model.parameters():
-                parameter.grad /= smaller
-            step(optimizer, clip=clipped)
-    clipped, expected, unclipped = map(everything, models, optimizers)
-    assert same(clipped, expected) and not same(clipped, unclipped)
+                parameter.grad /= smaller**power
+            step(optimizer, clip=clip**power)
+        return everything(model, optimizer)
+    clipped = trained(clip=4.0)
+    assert same(clipped, trained(smaller=4.0)) and not same(clipped, trained())
 
 
 @every
 def test_learning_rates_of_some_survive_the_schedule(name):
     """A parameter whose factor is 3 moves as all do where the schedule gives 3 times the learning rate."""
-    names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
-    plain, factored, faster = model_of(), model_of(), model_of()
-    optimizers = [built(plain, optimizer=name), built(faster, optimizer=name),
-                  built(factored, optimizer=name,
-                        lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})]
-    for number, lr in enumerate((0.001, 0.01, 0.005)):
-        for model, optimizer, rate in zip((plain, faster, factored), optimizers, (lr, 3 * lr, lr), strict=True):
+    def trained(factor=1, **settings):
+        model = model_of()
+        optimizer = built(model, optimizer=name, **settings)
+        for number, lr in enumerate((0.001, 0.01, 0.005)):
             give(model, number)
-            step(optimizer, lr=rate)
+            step(optimizer, lr=factor * lr)
+        return model
+    names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
+    plain, faster = trained(), trained(3)
+    factored = trained(lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})
     for parameter, value in factored.named_parameters():
         like = faster if parameter in names else plain
         torch.testing.assert_close(value, like.get_parameter(parameter), rtol=1e-6, atol=1e-8)
