@@ -13,9 +13,9 @@ from pipeline.config.tree import Config
 from tests.object_store import SECRET
 
 
-def told(checkpoints=None, export=None):
-    return "\n".join(problems(Config.model_validate(
-        {"train": {"checkpoint": {"copy_to": checkpoints}}, "convert": {"copy_to": export}})))
+def told(checkpoints=None, export=None, tokens=None):
+    return problems(Config.model_validate({"train": {"checkpoint": {"copy_to": checkpoints}, "tokens_from": tokens},
+                                           "convert": {"copy_to": export}, "encode": {"copy_to": tokens}}))
 
 
 @pytest.mark.parametrize(("url", "expected"), [
@@ -23,15 +23,16 @@ def told(checkpoints=None, export=None):
     ("file://host/folder", "another machine"), ("s3://key:word@bucket/a", "name or password before @"),
     ("s3://bucket/a?X-Amz-Signature=1", "question mark")])
 def test_what_is_no_address_to_copy_to_is_told(url, expected):
-    for said, key in ((told(checkpoints=url), "train.checkpoint.copy_to"), (told(export=url), "convert.copy_to")):
-        assert key in said and expected in said
-        assert ":word@" not in said
+    said = [*told(url), *told(export=url), *told(tokens=url)]
+    for key in ("train.checkpoint.copy_to", "convert.copy_to", "encode.copy_to", "train.tokens_from"):
+        assert any(key in problem and expected in problem for problem in said), key
+    assert ":word@" not in str(said)
 
 
 def test_both_need_a_place_of_their_own():
-    assert "places of their own" in told("s3://bucket/a", "s3://bucket/a/")
+    assert "places of their own" in str(told("s3://bucket/a", "s3://bucket/a/"))
     assert "convert.copy_to s3://bucket/a/export lies in train.checkpoint.copy_to s3://bucket/a" in \
-        told("s3://bucket/a/", "s3://bucket/a/export")
+        str(told("s3://bucket/a/", "s3://bucket/a/export"))
     assert not told("s3://bucket/a", "s3://bucket/ab") and not told("abfss://box@account/a", "gs://bucket/a")
 
 

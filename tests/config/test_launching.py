@@ -1,7 +1,5 @@
 """What is asked of Slurm: time limits, cluster profiles, and the stage's wishes over those for all stages."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

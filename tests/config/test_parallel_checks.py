@@ -24,6 +24,8 @@ def config(train=None, model=MODEL, tokenizer=None, **parallel):
                   tokenizer=TokenizerConfig(kind="byte", **tokenizer or {}))
 
 
+EIGHT = {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}
+"""Eight sequences a step, all at once."""
 ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": False}}
 
 
@@ -63,27 +65,20 @@ def test_impossible_combinations_are_said_with_their_numbers(settings, words):
     assert any(words in problem for problem in problems(config(**settings))), problems(config(**settings))
 
 
-def test_every_known_attention_and_a_class_of_ones_own_are_accepted():
-    for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend"):
-        assert problems(config(train={"attention": name})) == []
-
-
-def test_a_compiler_that_may_be_there_and_a_watchdog_that_is_not_are_no_problem():
-    assert problems(config(async_tp=True, tp=2)) == []
-    assert problems(config(timeout_minutes=1, train={"guards": {"hang_minutes": None}})) == []
-
-
-def test_a_vocabulary_that_was_made_divisible_is_accepted():
-    model = MODEL.model_copy(update={"vocab_size": 514, "heads": 4, "kv_heads": 2})
-    assert problems(config(model=model, tp=2)) == []
+@pytest.mark.parametrize("settings", [
+    *({"train": {"attention": name}} for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend")),
+    {"async_tp": True, "tp": 2}, {"timeout_minutes": 1, "train": {"guards": {"hang_minutes": None}}},
+    {"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 514})}])
+def test_what_can_be_spread_is_accepted(settings):
+    assert problems(config(**settings)) == []
 
 
 @pytest.mark.parametrize(("settings", "ranks", "words"), [
     ({"tp": 2}, 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
     ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
-    ({"train": {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}}, 2, "8 sequences"),
+    ({"train": EIGHT}, 2, "8 sequences"),
     ({"pp": 2, "cp": 2}, 6, "6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard"),
-    ({"pp": 2, "train": {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}}, 2,
+    ({"pp": 2, "train": EIGHT}, 2,
      "as many micro-batches in a step as it has ranks, parallel.pp 2; there are 1 (train.batch_tokens 2048"),
     ({"pp": 2, "pp_schedule": "interleaved", "train": {
         "micro_batch": 1, "sequence_length": 256, "batch_tokens": 256 * 3}}, 2, "(2) divides; there are 3 in a step"),
@@ -93,8 +88,7 @@ def test_ranks_that_cannot_be_laid_out(settings, ranks, words):
 
 
 def test_ranks_of_a_tensor_group_share_their_samples():
-    settings = {"train": {"micro_batch": 8, "sequence_length": 256, "batch_tokens": 256 * 8}}
-    assert rank_problems(config(tp=2, **settings), 2) == []
+    assert rank_problems(config(tp=2, train=EIGHT), 2) == []
 
 
 @pytest.mark.parametrize(("package", "settings"), [

@@ -13,7 +13,6 @@ from pipeline.contract.stages import STAGES
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
 from pipeline.training.resume import past_changes
 from tests.config.files import refusal, write
-from tests.conftest import REPOSITORY
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
 PHASES = [{"until": "10k", "batch_tokens": 2048}, {"until": "40k", "sequence_length": 128, "batch_tokens": 4096},
@@ -167,11 +166,3 @@ def test_other_phases_alone_need_no_force(tmp_path):
     assert not only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "b"}})
     assert not only_phases_differ(old, {"config": train_of([]), "inputs": {"encode": "a"}})
     assert STAGES["train"].may_renew(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
-
-
-def test_the_shipped_example_ramps_lengthens_and_anneals():
-    config = load_config(REPOSITORY / "configs/phases_demo.yaml")
-    found = PhasePlan.of(config.train)
-    first, second, third = (phase.train for phase in found.phases)
-    assert first.batch_tokens < second.batch_tokens and first.sequence_length < second.sequence_length
-    assert third.mixture != second.mixture and planned_rate(config.train.steps - 1, found) == 0

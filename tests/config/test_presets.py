@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from model.presets import PRESETS
 from pipeline.config.loading import dump_config, load_config
+from pipeline.formats.huggingface_config import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
@@ -71,15 +73,10 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
 def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(config, tmp_path, monkeypatch):
     [text] = re.findall(r"```yaml\n(name: longer\n.*?)```", (REPOSITORY / "docs/training.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "models/Llama-3.2-1B"
+    folder, published = tmp_path / "models/Llama-3.2-1B", PRESETS["llama3.2_1b"]
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({  # as it is published
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
-        "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256, "rope_scaling": {
-            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-            "original_max_position_embeddings": 8192}}))
-    found, published = shape(config(text)), PRESETS["llama3.2_1b"]
+    (folder / "config.json").write_text(json.dumps(config_to_json(published, torch.bfloat16)))
+    found = shape(config(text))
     assert found.problems() == [] and found.context_length == 262144
     assert found.rope_scaling == published.rope_scaling.model_copy(update={"factor": 64.0})
     assert (found.parameter_count, found.hidden, found.tied_embeddings, found.vocab_size) == (

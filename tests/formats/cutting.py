@@ -8,7 +8,7 @@ from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 
 
-def cut(shape, cuts, chance: random.Random):
+def cut(shape, cuts, chance):
     """Rectangles (offset, size) that cover `shape`, from that many cuts at random places; some may be empty."""
     found = [((0,) * len(shape), tuple(shape))]
     for _ in range(cuts if shape else 0):
@@ -26,13 +26,13 @@ def part_of(tensor, offset, size):
     return tensor[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
 
 
-def rectangle(shape, chance: random.Random):
+def rectangle(shape, chance):
     """The offset and size of one, empty ones among them."""
     offset = [chance.randint(0, size) for size in shape]
     return offset, [chance.randint(0, size - start) for start, size in zip(offset, shape, strict=True)]
 
 
-def read_alike(weights, model, chance: random.Random):
+def read_alike(weights, model, chance):
     """Assert that an opened folder has a model's names, tensors and any rectangles of them."""
     assert weights.names() == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():

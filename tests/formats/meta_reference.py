@@ -6,7 +6,6 @@ It follows the description of llama-models (the table of reshard_mp) and shares 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
 COLUMNS = ("wo", "w2")
 
 
-def parts_of(state: dict[str, Tensor], parts: int, kv_heads: int, embedding_columns: bool) -> list[dict[str, Tensor]]:
+def parts_of(state, parts, kv_heads, embedding_columns):
     """A state dict by Meta's names, cut up."""
     found: list[dict[str, Tensor]] = [{} for _ in range(parts)]
     for name, tensor in state.items():
@@ -34,7 +33,7 @@ def parts_of(state: dict[str, Tensor], parts: int, kv_heads: int, embedding_colu
     return found
 
 
-def write_folder(folder: Path, parts: list[dict[str, Tensor]], params: dict) -> Path:
+def write_folder(folder, parts, params):
     folder.mkdir(parents=True)
     (folder / "params.json").write_text(json.dumps(params))
     for number, part in enumerate(parts):
@@ -42,6 +41,6 @@ def write_folder(folder: Path, parts: list[dict[str, Tensor]], params: dict) -> 
     return folder
 
 
-def read_folder(folder: Path) -> tuple[list[dict[str, Tensor]], dict]:
+def read_folder(folder):
     return ([torch.load(path, weights_only=True) for path in sorted(folder.glob("consolidated.*.pth"))],
             json.loads((folder / "params.json").read_text()))

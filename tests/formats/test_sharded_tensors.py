@@ -33,26 +33,24 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3)
 def random_bits(shape, dtype, seed=0):
     """Any bit pattern the type has, NaNs among them."""
     generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.randint(2, tuple(shape), generator=generator).bool()
+    most = 2 if dtype == torch.bool else 256
     count = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    return torch.randint(most, (count,), generator=generator, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(one, other)
 
 
 @settings(max_examples=120, deadline=None)
 @given(shape=SHAPES, dtype=st.sampled_from(DTYPES), ranks=st.integers(1, 4), cuts=st.integers(0, 7),
-       seed=st.integers(0))
+       seed=st.integers(0, 2**32 - 1))
 def test_any_rectangle_of_any_pieces_is_read_back(shape, dtype, ranks, cuts, seed):
-    chance, tensor = random.Random(seed), random_bits(shape, dtype, seed % 2**32)
+    chance, tensor = random.Random(seed), random_bits(shape, dtype, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        records = write_checkpoint(folder, {"model.x": tensor}, ranks, cuts, seed)
-        for record in records:
+        for record in write_checkpoint(folder, {"model.x": tensor}, ranks, cuts, seed):
             path = folder / record["path"]
             assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_file(path))
         with CheckpointReader(folder) as reader:
@@ -60,8 +58,8 @@ def test_any_rectangle_of_any_pieces_is_read_back(shape, dtype, ranks, cuts, see
             assert reader.shape("model.x") == tensor.shape and reader.dtype("model.x") == dtype
             assert same(reader.read("model.x"), tensor)
             for _ in range(5):
-                offset, size = rectangle(shape, chance)
-                assert same(reader.read("model.x", offset, size), part_of(tensor, offset, size))
+                part = rectangle(shape, chance)
+                assert same(reader.read("model.x", *part), part_of(tensor, *part))
 
 
 @given(shape=SHAPES, seed=st.integers(0))
@@ -82,9 +80,8 @@ def test_every_way_of_reading_gives_the_same(tmp_path, monkeypatch, block, run):
     tensor, chance = random_bits((13, 6, 11), torch.float32), random.Random(1)
     write_checkpoint(tmp_path, {"x": tensor}, cuts=6)
     with CheckpointReader(tmp_path) as reader:
-        for _ in range(30):
-            offset, size = rectangle(tensor.shape, chance)
-            assert same(reader.read("x", offset, size), part_of(tensor, offset, size))
+        for part in (rectangle(tensor.shape, chance) for _ in range(30)):
+            assert same(reader.read("x", *part), part_of(tensor, *part))
 
 
 def test_a_read_fills_what_it_is_given(tmp_path):
@@ -110,13 +107,12 @@ def test_the_library_reads_the_files(tmp_path):
     """Alone in its file a piece has the tensor's name; types of all widths lie in one file."""
     first = {"model.w": random_bits((4, 3), torch.bfloat16), "flag": torch.tensor([True, False, True]),
              "exp_avg.w": torch.randn(4, 3, dtype=torch.float64), "step": torch.tensor(7), "empty": torch.zeros(0, 5)}
-    write_part(tmp_path / "a.safetensors", {name: whole(tensor) for name, tensor in first.items()})
-    found = load_file(tmp_path / "a.safetensors")
-    assert found.keys() == first.keys() and all(same(found[name], tensor) for name, tensor in first.items())
-    tensor = torch.randn(5, 4)
-    pieces = [piece(tensor, *rectangle) for rectangle in rectangles(tensor.shape, 3, 17)]
-    write_part(tmp_path / "b.safetensors", {"w": pieces})
-    found = load_file(tmp_path / "b.safetensors")
+    path, tensor = tmp_path / "a.safetensors", torch.randn(5, 4)
+    write_part(path, {name: whole(each) for name, each in first.items()})
+    found = load_file(path)
+    assert found.keys() == first.keys() and all(same(found[name], each) for name, each in first.items())
+    write_part(path, {"w": [piece(tensor, *part) for part in rectangles(tensor.shape, 3, 17)]})
+    found = load_file(path)
     assert sorted(found) == ["w@0,3", "w@1,0", "w@4,0"] and torch.equal(found["w@1,0"], tensor[1:4])
 
 
@@ -152,12 +148,10 @@ def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
 def test_holes_and_overlaps_are_refused(shape, cuts, seed):
     chance, tensor = random.Random(seed), torch.zeros(shape)
     pieces = [rectangle for rectangle in cut(shape, cuts, chance) if torch.Size(rectangle[1]).numel()]
-    victim = chance.randrange(len(pieces))
+    victim = pieces.pop(chance.randrange(len(pieces)))
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "part"
-        missing = [entry for number, entry in enumerate(pieces) if number != victim]
-        for wrong in ([*pieces, pieces[victim]], missing, [*missing, missing[0]] if missing else []):
-            part = write_part(path, {"x": [piece(tensor, *entry) for entry in wrong]})
+        for wrong in ([*pieces, victim, victim], pieces, [*pieces, *pieces[:1]]):
+            part = write_part(Path(name) / "part", {"x": [piece(tensor, *entry) for entry in wrong]})
             if part.tensors:
                 with pytest.raises(ValueError, match=r"x .* do not cover it exactly once"):
                     write_index(Path(name), part)
@@ -166,13 +160,12 @@ def test_holes_and_overlaps_are_refused(shape, cuts, seed):
 
 def test_an_overlap_that_hides_a_hole_is_found(tmp_path):
     """The counts add up: rows 0-1 twice, rows 2-3 never."""
-    tensor = torch.zeros(4, 2)
-    parts = [write_part(tmp_path / str(n), {"x": piece(tensor, (0, 0), (2, 2))}) for n in range(2)]
-    with pytest.raises(ValueError, match=r"the element at \[0, 0\] lies in 2 of 2"):
-        write_index(tmp_path, Index.joined(parts))
-    scalars = [write_part(tmp_path / str(n), {"s": whole(torch.tensor(1.0))}) for n in range(2)]
-    with pytest.raises(ValueError, match="lies in 2 of 2"):
-        write_index(tmp_path, Index.joined(scalars))
+    half = piece(torch.zeros(4, 2), (0, 0), (2, 2))
+    for name, each, said in (("x", half, r"the element at \[0, 0\] lies in 2 of 2"),
+                             ("s", whole(torch.tensor(1.0)), "lies in 2 of 2")):
+        parts = [write_part(tmp_path / str(number), {name: each}) for number in range(2)]
+        with pytest.raises(ValueError, match=said):
+            write_index(tmp_path, Index.joined(parts))
 
 
 def test_ranks_that_disagree_are_refused(tmp_path):
@@ -262,9 +255,3 @@ def test_writes_that_come_up_short_are_continued(tmp_path):
     with files_of(2000), pytest.raises(OSError) as caught:
         write_part(tmp_path / "x", {"x": whole(torch.randn(1000))})
     assert caught.value.errno == errno.EFBIG and (tmp_path / "x").stat().st_size == 2000
-
-
-def test_the_same_pieces_give_the_same_bytes(tmp_path):
-    tensors = {"b": torch.randn(6, 4), "a": torch.randn(3)}
-    first, second = (write_checkpoint(tmp_path / name, tensors) for name in ("one", "two"))
-    assert first == second

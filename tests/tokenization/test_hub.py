@@ -1,95 +1,46 @@
-"""A tokenizer by its name on the Hub: the real client against a small server that answers as the Hub does."""
+"""A tokenizer by its name on the Hub: the real client over a cache of its own, without a network."""
 
-import http.server
-import json
-import os
-import subprocess
-import sys
-import threading
 
+import huggingface_hub
 import pytest
 
-from pipeline.tokenization.hub import names_the_hub
-from tests.conftest import REPOSITORY
-
-FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b'{"bos_token": "<s>"}',
-         "model.safetensors": b"x"}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ASK = """
-import sys
 from pipeline.errors import UserError
-from pipeline.tokenization.hub import fetched
-try:
-    folder = fetched("someone/some-model", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-    print(sorted((path.name, path.read_text()) for path in folder.iterdir()))
-except UserError as error:
-    print("refused:", error)
-"""
+from pipeline.tokenization.hub import fetched, names_the_hub
 
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    asked: list[str] = []
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        self.asked.append(self.path)
-        name = self.path.partition("?")[0].rpartition("/")[2]
-        if self.path.startswith("/api/models/someone/some-model/tree/"):
-            body = json.dumps([{"type": "file", "path": file, "size": len(content), "oid": file}
-                               for file, content in FILES.items()]).encode()
-        elif self.path.startswith("/api/models/someone/some-model"):
-            body = json.dumps({"id": "someone/some-model", "sha": COMMIT,
-                               "siblings": [{"rfilename": file} for file in FILES]}).encode()
-        elif "/resolve/" in self.path and name in FILES:
-            body = FILES[name]
-        else:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Type", "application/json" if self.path.startswith("/api") else "text/plain")
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{name}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        """Say nothing."""
+FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
 @pytest.fixture
-def hub():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    Hub.asked = []
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+def cache(tmp_path, monkeypatch):
+    """The library's cache, an empty folder; there is no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "models--someone--some-model"
 
 
-def ask(folder, **variables):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    answer = subprocess.run([sys.executable, "-c", ASK], cwd=REPOSITORY, capture_output=True, text=True, check=False,
-                            env={**environment, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1", **variables})
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.strip()
+def test_what_is_in_the_cache_is_taken_from_there(cache):
+    found = cache / "snapshots" / ("0123456789" * 4)
+    for path, text in ((cache / "refs/main", found.name), (found / FILES[0], "{}")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert fetched("someone/some-model", FILES) == found
 
 
-def test_it_is_fetched_once_and_then_read_from_the_cache(hub, tmp_path):
-    found = ask(tmp_path, HF_ENDPOINT=hub)
-    assert found == str([(name, FILES[name].decode()) for name in ("tokenizer.json", "tokenizer_config.json")])
-    assert not any("safetensors" in path for path in Hub.asked)
-    asked = len(Hub.asked)
-    assert ask(tmp_path, HF_ENDPOINT=hub) == found and len(Hub.asked) == asked
-    assert ask(tmp_path, HF_HUB_OFFLINE="1") == found
+def test_the_hub_is_asked_where_the_cache_has_nothing(cache, monkeypatch):
+    asked, real = [], huggingface_hub.snapshot_download
+
+    def download(name, **wishes):
+        asked.append(wishes)
+        return real(name, **wishes) if wishes.get("local_files_only") else str(cache)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fetched("someone/some-model", FILES) == cache
+    assert asked == [{"allow_patterns": FILES, "local_files_only": True}, {"allow_patterns": FILES}]
 
 
-def test_where_there_is_no_network_it_says_what_to_do(tmp_path):
-    said = ask(tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
-    assert said.startswith("refused: tokenizer.path: nothing lies at someone/some-model")
-    assert "hf download someone/some-model tokenizer.json" in said
+def test_where_there_is_no_network_it_says_what_to_do(cache):
+    with pytest.raises(UserError, match=r"^tokenizer\.path: nothing lies at someone/some-model") as caught:
+        fetched("someone/some-model", FILES)
+    assert "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir" in str(caught.value)
 
 
 def test_what_lies_here_is_never_taken_for_the_hub(tmp_path, monkeypatch):

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-import yaml
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.data.token_shards import TokenShard
+from pipeline.files import read_json
 from pipeline.reporting.corpus import _tokens
 from pipeline.tokenization.kinds import load_tokenizer
 from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
-from tests.conftest import run_stage
 
 
 class Vocabulary:
@@ -54,23 +54,12 @@ def test_they_are_said_and_in_the_report():
     assert rare_ids(older, REPORT) == {} and warnings({}) == [] and len(_tokens({"splits": {}})) == 1
 
 
-@pytest.mark.slow
-def test_encode_counts_them(tmp_path):
-    """The vocabulary of characters is of the training text's first part; the held-out end is Greek."""
-    (tmp_path / "a.txt").write_text("\n\n".join([f"plain text {number} of letters" for number in range(200)]
-                                               + [f"ελληνικά {number} γράμματα" for number in range(60)]))
-    config = tmp_path / "c.yaml"
-    config.write_text(yaml.safe_dump({
-        "name": "mini", "runs_dir": str(tmp_path / "runs"), "launch": {"processes": 1},
-        "shard": {"heldout_share": 0.25, "heldout_rule": "tail", "shard_mb": 0.01, "sources": [
-            {"kind": "files", "name": "a", "paths": [str(tmp_path / "a.txt")], "separator": "\n\n"}]},
-        "tokenizer": {"kind": "char"}}))
-    for stage in ("shard", "tokenizer"):
-        run_stage(stage, config)
-    said = run_stage("encode", config).stdout
-    manifest = read_manifest(tmp_path / "runs/mini/encode")
-    tokenizer = load_tokenizer(tmp_path / "runs/mini/tokenizer")
-    assert manifest.counts["rare_ids"]["fallback_tokens"] == sum(one["fallback_tokens"] for one in manifest.outputs)
-    assert manifest.counts["rare_ids"]["fallback_tokens"] > 100 and tokenizer.byte_fallback_ids
-    assert manifest.counts["rare_ids"]["outliers"] == []  # the report is of this very text
-    assert "warning: heldout" not in said
+def test_encode_counts_them(encoded):
+    run = encoded.parent / "runs/mini"
+    manifest, tokenizer = read_manifest(run / "encode"), load_tokenizer(run / "tokenizer")
+    for record in manifest.outputs:
+        shard = TokenShard(run / "encode" / record["path"], record)
+        counts = rare_counts([shard.tokens(0, shard.token_count)], tokenizer)
+        assert counts == {name: record[name] for name in counts}
+    report = read_json(run / "tokenizer/report.json")
+    assert manifest.counts["rare_ids"] == rare_ids(manifest.outputs, report)["rare_ids"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from copy import copy, deepcopy
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import load_config, save_config
@@ -28,9 +25,9 @@ class Recorded:
     `settings` are overrides of the configuration.
     """
 
-    def __init__(self, folder: Path, encoded: Path, unsound: tuple[int, ...] = (8,),
-                 spikes: tuple[int, ...] = (192, 368), kills: tuple[int, ...] = (18,), stop_after: int = STEPS,
-                 settings: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder, encoded, unsound=(8,),
+                 spikes=(192, 368), kills=(18,), stop_after=STEPS,
+                 settings=()):
         self.folder, self.train = folder, folder / "train"
         config = load_config(encoded, [f"runs_dir={folder.parent}", f"reuse={encoded.parent / 'runs/mini'}",
                                        *settings])
@@ -50,14 +47,7 @@ class Recorded:
             pass
         self.write()
 
-    def copied(self, folder: Path) -> Recorded:
-        """Copy the records into another folder, to be changed there."""
-        other = copy(self)
-        other.folder, other.train = shutil.copytree(self.folder, folder), folder / "train"
-        other.lines = deepcopy(self.lines)
-        return other
-
-    def attempt(self, stop_after: int) -> bool:
+    def attempt(self, stop_after):
         """One start, from the newest checkpoint to the end, a kill or a rollback; whether it got to the end."""
         step = max(self.checkpoints)
         (cursor, skipped), rollbacks = self.checkpoints[step], read_rollbacks(self.train)
@@ -85,7 +75,7 @@ class Recorded:
                 self.checkpoints[step] = (cursor, skipped)
         return True
 
-    def write(self) -> None:
+    def write(self):
         """The files, as they are on the disk of such a run."""
         for name, records in (("metrics", self.lines), ("events", [{"event": event, **self.place}
                                                                    for event in self.events])):

@@ -1,7 +1,5 @@
 """The audit proves a disturbed run, and names what is planted in its records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -15,15 +13,10 @@ from tests.tools.recorded import Recorded
 from tools.audit import _tolerance, audit, main
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, encoded):
-    return Recorded(tmp_path_factory.mktemp("audited") / "mini", encoded)
-
-
 @pytest.fixture
-def recorded(made, tmp_path):
+def recorded(tmp_path, encoded):
     """A run that left out two batches, skipped an update and was killed once; the test may change its records."""
-    return made.copied(tmp_path / "mini")
+    return Recorded(tmp_path / "mini", encoded)
 
 
 def written(recorded, *events):

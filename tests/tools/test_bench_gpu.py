@@ -1,9 +1,6 @@
 """The GPU benchmark's self-test runs every kind of case through the code that a GPU will meet; its figures add up."""
 
-from __future__ import annotations
-
 import json
-import math
 import subprocess
 import sys
 
@@ -17,34 +14,25 @@ SHORT = ("peaks", "attention 8b", "head", "profile", "checkpoint", "decode", "ca
 """Parts of names that cover every kind of case; what is compiled takes longest, and of that there is one."""
 
 
-def numbers(value):
-    """All numbers with a point in a row, however deep."""
-    if isinstance(value, (dict, list)):
-        return [number for part in (value.values() if isinstance(value, dict) else value) for number in numbers(part)]
-    return [value] if isinstance(value, float) else []
-
-
 @pytest.mark.slow
 def test_the_self_test_measures_every_kind_of_case_and_its_figures_add_up(tmp_path):
     done = subprocess.run(["sh", "tools/bench_gpu.sh", "--self-test", "--only", *SHORT], cwd=REPOSITORY, text=True,
                           env={**environment(), "PYTHON": sys.executable, "OUT": str(tmp_path)}, capture_output=True,
                           check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    results, text = ((tmp_path / f"results.{suffix}").read_text() for suffix in ("json", "md"))
+    rows = json.loads(results)["rows"]
     assert {row["kind"] for row in rows if row["status"] == "ok"} == {case.kind for case in CASES}
-    assert all(math.isfinite(number) for number in numbers(rows)) and all(row["case"] in done.stdout for row in rows)
+    assert "NaN" not in results and "Infinity" not in results and all(row["case"] in done.stdout for row in rows)
     parts = {(row["case"], row["part"]): row for row in rows}
     assert parts["attention 8b, causal", "causal, cudnn"]["status"] == "not here"  # and stops nothing
     found = [row["difference"] for row in rows if row["kind"] in ("attention", "head") and "difference" in row]
     assert len(found) > 8 and max(found) < 0.02, "other ways of computing the same agree"
     steps = [row for row in rows if "step_s" in row]
-    assert len(steps) >= 5
-    for row in steps:
-        assert row["flops_causal"] < row["flops_full"] and row["of_matrix_peak_causal"] < row["of_matrix_peak_full"]
-        assert row["mfu_full"] is row["mfu_causal"] is None, "nobody knows this machine's peak"
+    assert len(steps) >= 5 and {row[name] for row in steps for name in ("mfu_full", "mfu_causal")} == {None}
+    assert all(row["flops_causal"] < row["flops_full"] for row in steps)
     compiled = parts["train 8b, causal, compiled", ""]
     assert [compiled[name] for name in ("graphs", "breaks", "recompilations")] == [1, 0, 0]
-    text = (tmp_path / "results.md").read_text()
     assert (text.count("## "), sum(line.startswith("| ") for line in text.splitlines())) == (8, len(rows) + 8)
     assert "kernel" in (tmp_path / "profile.txt").read_text()
 

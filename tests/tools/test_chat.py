@@ -7,6 +7,7 @@ import pytest
 
 from model.generate import generate
 from pipeline.tokenization.base import BOS
+from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools import chat
@@ -88,29 +89,30 @@ def typed(monkeypatch):
     return type_
 
 
+SESSION = ("--interactive", "--temperature", "0", "--max-tokens", "25")
+
+
 def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
     typed("one", "  ", KeyboardInterrupt, "x" * 256, "two")
-    arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "10"]
-    assert main(arguments) == 0
+    assert main(["--model", str(places["run"]), *SESSION]) == 0
     found = capsys.readouterr()
-    assert found.out == f"one{continued(model, 'one', 10)}\n\ntwo{continued(model, 'two', 10)}\n"
+    assert found.out == f"one{continued(model, 'one', 25)}\n\ntwo{continued(model, 'two', 25)}\n"
     assert "leaves no room" in found.err
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
     from model.generation.writer import stream
-    replies = []
+    replies = iter([4, None])
 
     def interrupted(*arguments):
-        replies.append(None)
+        last = next(replies)
         for number, piece in enumerate(stream(*arguments)):
-            if number == 4 and len(replies) == 1:
+            if number == last:
                 raise KeyboardInterrupt
             yield piece
     monkeypatch.setattr("model.generation.writer.stream", interrupted)
     typed("one", "two")
-    arguments = ["--model", str(places["run"]), "--interactive", "--temperature", "0", "--max-tokens", "25"]
-    assert main(arguments) == 0
+    assert main(["--model", str(places["run"]), *SESSION]) == 0
     first, second = capsys.readouterr().out.split("\ntwo")
     assert f"one{continued(model, 'one', 25)}".startswith(first) and 3 < len(first) <= 3 + 4
     assert second == f"{continued(model, 'two', 25)}\n"
@@ -135,7 +137,6 @@ def test_a_conversation_is_written_by_its_template_and_remembered(places, model,
 
 
 def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(model, tmp_path, capsys):
-    from pipeline.tokenization.export import write_hugging_face
     run = write_run(tmp_path / "chatty", {3: model}, TOKENIZER)
     write_hugging_face(TOKENIZER, run / "tokenizer/hf")
     settings = run / "tokenizer/hf/tokenizer_config.json"

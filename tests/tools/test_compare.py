@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
@@ -85,23 +86,23 @@ def test_scores_and_differences_by_the_book(over_time):
     _, results = over_time
     pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
              for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-    names = [f"step-{step:08d}" for step in STEPS]
-    early, late = answers = [bits(for_tokenizer(TOKENIZER, seed=step), pairs) for step in STEPS]
-    size = sum(size for _, size in early)
-    for name, found in zip(names, answers, strict=True):
+    names, answers = [f"step-{step:08d}" for step in STEPS], []
+    for step, name in zip(STEPS, names, strict=True):
+        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), pairs), strict=True)
+        answers.append(torch.tensor(found, dtype=torch.float64))
         assert row(results, model=name, metric="answer_bits_per_byte")["value"] == pytest.approx(
-            sum(one for one, _ in found) / size, rel=1e-5)
-    each = [other - one for (one, _), (other, _) in zip(early, late, strict=True)]
+            sum(found) / sum(sizes), rel=1e-5)
+    each = answers[1] - answers[0]
     apart = row(results, "differences", metric="answer_bits_per_byte")
-    assert apart == {**apart, "difference": pytest.approx(sum(each) / size, rel=1e-4), "first": names[0], "items": 3,
-                     "second": names[1], "higher": sum(value > 0 for value in each),
-                     "lower": sum(value < 0 for value in each)}
+    assert apart == {**apart, "difference": pytest.approx(float(each.sum()) / sum(sizes), rel=1e-4), "items": 3,
+                     "first": names[0], "second": names[1], "higher": int((each > 0).sum()),
+                     "lower": int((each < 0).sum())}
     by_page = row(results, "differences", task="pages", metric="bits_per_byte")
     for metric in ("byte_perplexity", "word_perplexity"):
         first, second = (row(results, model=name, metric=metric)["value"] for name in names)
         apart = row(results, "differences", metric=metric)
-        assert apart["difference"] == pytest.approx(second - first, rel=1e-6) and apart["stderr"] > 0
-        assert [apart[key] for key in ("higher", "lower", "items")] == [by_page["higher"], by_page["lower"], 2]
+        assert apart == {**apart, "difference": pytest.approx(second - first, rel=1e-6), "items": 2,
+                         "higher": by_page["higher"], "lower": by_page["lower"]} and apart["stderr"] > 0
     assert row(results, "differences", task="held-out text of run")["items"] == 3
     assert 0 < row(results, model=names[1], task="held-out text of run")["value"] < 20
 
@@ -125,34 +126,37 @@ def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, mo
         if len(measured) == 2:
             raise KeyboardInterrupt
         return original(self, task_file)
+
+    def again(*more):
+        return compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout",
+                        str(home / "run"), *more)
     monkeypatch.setattr(TaskRunner, "measure", measure)
-    asked = ("--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout", str(home / "run"))
-    assert compared(home, to, *asked) == results and not measured
+    assert again() == results and not measured
     for path in (to / "items").glob("*pages*"):
         path.unlink()
     with pytest.raises(KeyboardInterrupt):
-        compared(home, to, *asked)
-    assert compared(home, to, *asked) == results and measured == ["pages"] * 3, "one, the kill, the other"
+        again()
+    assert again() == results and measured == ["pages"] * 3, "one, the kill, the other"
     task = home / "tasks/pages.yaml"
     before = task.read_text()
     task.write_text(before.replace("1.0", "2.0"))
-    changed = compared(home, to, *asked, "--limit", "2")
+    changed = again("--limit", "2")
     task.write_text(before)
     assert row(changed, model="step-00000007", metric="word_perplexity")["version"] == "2.0"
 
 
 @pytest.mark.slow
 def test_models_of_any_form_in_one_table(home, capsys):
-    to = home / "models"
-    run, last, export = (str(home / name) for name in ("run", "run/train/checkpoints/step-00000002", "hf"))
-    results = compared(home, to, "--models", run, last, export, "--tasks", "capitals")
-    assert [(row["first"], row["second"]) for row in results["differences"] if row["metric"] == "acc"] == [
-        (run, last), (run, export), (last, export)]
-    same = {metric: row(results, "differences", first=run, second=export, metric=metric)
-            for metric in ("acc", "answer_bits_per_byte")}
-    assert same["answer_bits_per_byte"]["difference"] == pytest.approx(0, abs=1e-6) and same["acc"]["p_sign"] == 1.0
+    to, models = home / "models", [str(home / name) for name in (
+        "run", "run/train/checkpoints/step-00000002", "hf")]
+    results = compared(home, to, "--models", *models, "--tasks", "capitals")
+    assert [(row["first"], row["second"]) for row in results["differences"] if row["metric"] == "acc"] == list(
+        combinations(models, 2))
+    of_bits, of_right = (row(results, "differences", first=models[0], second=models[2], metric=metric)
+                         for metric in ("answer_bits_per_byte", "acc"))
+    assert of_bits["difference"] == pytest.approx(0, abs=1e-6) and of_right["p_sign"] == 1.0
     text, shown = (to / "comparison.md").read_text(), capsys.readouterr().out
-    assert f"| {export} |" in text and export in shown and "p (sign test)" in shown and "McNemar" in text
+    assert f"| {models[2]} |" in text and models[2] in shown and "p (sign test)" in shown and "McNemar" in text
     assert not list(to.glob("*.svg"))
 
 

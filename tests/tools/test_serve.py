@@ -8,19 +8,17 @@ import json
 import re
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
-from model.generate import generate
 from pipeline.evaluation.open_model import open_model
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from pipeline.files import append_line
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tests.tools.test_chat import TEMPLATE, spelled
+from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
 from tools import serve
 from tools.serving.asked import Reader
@@ -75,19 +73,19 @@ def run_port(model, tmp_path_factory):
 
 
 def send(port, method, path, body=None, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    """A response, and its bytes."""
     content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request(method, path, content, {"Content-Type": "application/json", **headers})
-    return connection, connection.getresponse()
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request(method, path, content, {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        return response, response.read()
 
 
 def ask(port, path, body=None, expect=200, **headers):
     """The JSON of an answer."""
-    connection, response = send(port, "GET" if body is None else "POST", path, body, **headers)
-    with closing(connection):
-        content = response.read()
-        assert response.status == expect, content
-        return json.loads(content)
+    response, content = send(port, "GET" if body is None else "POST", path, body, **headers)
+    assert response.status == expect, content
+    return json.loads(content)
 
 
 def complete(port, expect=200, **body):
@@ -95,30 +93,18 @@ def complete(port, expect=200, **body):
 
 
 def events(port, path="/v1/completions", **body):
-    connection, response = send(port, "POST", path, {**body, "stream": True})
-    with closing(connection):
-        assert response.status == 200 and response.getheader("Content-Type").startswith("text/event-stream")
-        parts = response.read().decode().split("\n\n")
+    response, content = send(port, "POST", path, {**body, "stream": True})
+    assert response.status == 200 and response.getheader("Content-Type").startswith("text/event-stream")
+    parts = content.decode().split("\n\n")
     assert parts.pop() == "" and parts.pop() == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-def greedy(model, ids, count):
-    return TOKENIZER.decode(generate(model, [ids], count, temperature=0, top_p=1, seed=0, stop_ids=())[0])
-
-
-def continued(model, prompt, count):
-    return greedy(model, [TOKENIZER.bos_id, *prompt.encode()], count)
-
-
-def test_it_says_what_it_has(run_port):
+def test_it_says_what_it_has_and_a_completion_is_what_the_model_writes(run_port, model):
     [found] = ask(run_port, "/v1/models")["data"]
     assert found == {**found, "id": "demo", "object": "model", "context_length": CONTEXT, "chat": False}
     assert ask(run_port, "/health") == {"status": "ok", "model": "demo", "running": 0, "waiting": 0}
     assert ask(run_port, "/samples") == SAMPLES
-
-
-def test_a_completion_is_what_the_model_writes(run_port, model):
     found = complete(run_port, model="demo", prompt="def é", temperature=0)
     assert found == {**found, "object": "text_completion", "model": "demo", "choices": [
         {"index": 0, "logprobs": None, "finish_reason": "length", "text": continued(model, "def é", 16)}],
@@ -138,12 +124,12 @@ def test_a_stream_is_the_same_text_in_pieces(run_port, model):
     assert [choice["text"] for choice in complete(run_port, **body)["choices"]] == texts
 
 
-def names_of(ids):
-    """How the server writes ids, worked out again."""
-    contents = [TOKENIZER.token_bytes(token) for token in ids]
-    special = {token: name for name, token in TOKENIZER.special_tokens.items()}
-    return [content.decode() if content.isascii() and content else special[token] if not content else
-            f"bytes:\\x{content.hex()}" for token, content in zip(ids, contents, strict=True)]
+def name_of(token):
+    """How the server writes an id, worked out again."""
+    content = TOKENIZER.token_bytes(token)
+    if not content:
+        return next(name for name, special in TOKENIZER.special_tokens.items() if special == token)
+    return content.decode() if content.isascii() else f"bytes:\\x{content.hex()}"
 
 
 def id_of(name):
@@ -161,19 +147,18 @@ def test_log_probabilities_are_those_of_one_forward_pass(run_port, model, settin
                          echo=echo)["choices"]
     told, prompt = choice["logprobs"], [TOKENIZER.bos_id, *"def é".encode()]
     ids, first = prompt + list(map(id_of, told["tokens"][-24:])), 0 if echo else len(prompt)
-    assert choice["text"] == TOKENIZER.decode(ids[first:]) and told["tokens"] == names_of(ids[first:])
-    before = [b"".join(map(TOKENIZER.token_bytes, ids[first:place])) for place in range(first, len(ids))]
+    shown = ids[first:]
+    assert choice["text"] == TOKENIZER.decode(shown) and told["tokens"] == list(map(name_of, shown))
+    before = [b"".join(map(TOKENIZER.token_bytes, shown[:count])) for count in range(len(shown))]
     assert told["text_offset"] == [len(codecs.getincrementaldecoder("utf-8")("replace").decode(content))
                                    for content in before]
-    logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
-    for place, own, top in zip(range(first, len(ids)), told["token_logprobs"], told["top_logprobs"], strict=True):
-        if place == 0:
-            assert own is top is None
-            continue
-        best, found = logprobs[place - 1].topk(most), float(logprobs[place - 1, ids[place]])
-        assert own == pytest.approx(found, abs=1e-5)
-        wanted = dict(zip(names_of([*best.indices.tolist(), ids[place]]), [*best.values.tolist(), found], strict=True))
-        assert top == pytest.approx(wanted, abs=1e-5)
+    if echo:
+        assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
+    rows = model(torch.tensor([ids]))[0].log_softmax(-1)[max(first, 1) - 1:-1]
+    for row, token, own, top in zip(rows, ids[-len(rows):], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert own == pytest.approx(float(row[token]), abs=1e-5)
+        likeliest = row.topk(most).indices.tolist()
+        assert top == pytest.approx({name_of(one): float(row[one]) for one in (*likeliest, token)}, abs=1e-5)
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -232,9 +217,8 @@ def test_places_that_are_not_there_are_errors_too(run_port):
     assert "There are GET /v1/models" in ask(run_port, "/v1/engines", expect=404)["error"]["message"]
     assert "GET /v1/completions" in ask(run_port, "/v1/completions", expect=405)["error"]["message"]
     ask(run_port, "/v1/chat/completions", {"messages": []}, expect=404)  # no chat template
-    connection, response = send(run_port, "GET", "/health", Host="elsewhere.example")
-    with closing(connection):
-        assert response.status == 400  # a page from elsewhere that was made to look like this machine's
+    response, _ = send(run_port, "GET", "/health", Host="elsewhere.example")
+    assert response.status == 400  # a page from elsewhere that was made to look like this machine's
 
 
 def endless(port, texts=1, stream=True):
@@ -252,10 +236,9 @@ def test_a_full_queue_refuses_and_clients_that_go_away_free_their_places(run_por
     waiting = [endless(run_port, 2, stream), endless(run_port, 3, stream)]
     try:
         wait_for(lambda: at_work() == [BATCH, QUEUE])
-        connection, response = send(run_port, "POST", "/v1/completions", {"prompt": "x"})
-        with closing(connection):
-            assert response.status == 429 and int(response.getheader("Retry-After")) >= 1
-            assert json.loads(response.read())["error"]["code"] == "queue_full"
+        response, content = send(run_port, "POST", "/v1/completions", {"prompt": "x"})
+        assert response.status == 429 and int(response.getheader("Retry-After")) >= 1
+        assert json.loads(content)["error"]["code"] == "queue_full"
         waiting.pop().close()
         wait_for(lambda: sum(at_work()) <= 3)
     finally:
@@ -264,31 +247,21 @@ def test_a_full_queue_refuses_and_clients_that_go_away_free_their_places(run_por
     wait_for(lambda: at_work() == [0, 0])
 
 
-def test_requests_are_written_together_and_each_gets_its_own(run_port, model):
-    prompts = ["one", "a longer one", "x", "the fourth"]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda prompt: complete(run_port, prompt=prompt, max_tokens=60, temperature=0), prompts))
-    assert [answer["choices"][0]["text"] for answer in found] == [continued(model, each, 60) for each in prompts]
-
-
 def test_a_model_that_fails_is_said_and_the_server_goes_on(run_port, model, monkeypatch, capfd):
     from model.generation.writer import Writer
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "step", lambda self: 1 / 0)
         error = complete(run_port, prompt="x", expect=500)["error"]
         assert "ZeroDivisionError" in error["message"] and error["type"] == "server_error"
-        connection, response = send(run_port, "POST", "/v1/completions", {"prompt": "x", "stream": True})
-        with closing(connection):
-            part = json.loads(response.read().removeprefix(b"data: "))
-        assert part["error"]["type"] == "server_error"
+        _, part = send(run_port, "POST", "/v1/completions", {"prompt": "x", "stream": True})
+        assert json.loads(part.removeprefix(b"data: "))["error"]["type"] == "server_error"
     assert complete(run_port, prompt="x", temperature=0)["choices"][0]["text"] == continued(model, "x", 16)
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_the_page_asks_for_nothing_from_elsewhere(run_port):
-    connection, response = send(run_port, "GET", "/")
-    with closing(connection):
-        page = response.read().decode()
+    response, content = send(run_port, "GET", "/")
+    page = content.decode()
     assert response.status == 200 and "default-src 'none'" in response.getheader("Content-Security-Policy")
     assert not re.search(r"https?://|//[a-z]|@import|src=|innerHTML", page)
     assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/chat/completions", "/v1/models",

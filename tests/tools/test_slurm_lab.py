@@ -1,13 +1,10 @@
 """The Slurm lab: what needs no Slurm always, the rest where Slurm's packages are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installe
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
+def short_folder():
     """A folder whose path leaves room for Slurm's sockets; labs left in it are taken down."""
     folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     yield folder
@@ -33,17 +30,12 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments):
     return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
                           capture_output=True)
 
 
-def ask(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env={**os.environ, **lab.environment()}, cwd=lab.folder, text=True,
-                          capture_output=True)
-
-
-def processes_of(folder: Path) -> list[str]:
+def processes_of(folder):
     """The command lines of all that was started for a lab: they or their environment name its folder."""
     found = []
     for identity in set(process_table()) - {os.getpid()}:
@@ -56,15 +48,13 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def until(path: Path, words: str) -> str:
-    wait_for(lambda: path.exists() and words in path.read_text(), lambda: f"{path} does not say {words!r}")
-    return path.read_text()
-
-
 @pytest.mark.slow
 @needs_slurm
 def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
-    """What happens to jobs on nodes that are lost is tested in tests/slurm."""
+    """What happens to jobs, and on nodes that are lost, is tested in tests/slurm."""
+    def ask(lab, *words):
+        return subprocess.run(words, env={**os.environ, **lab.environment()}, cwd=lab.folder, text=True,
+                              capture_output=True)
     first, second = Lab(short_folder / "a"), Lab(short_folder / "b")
     started = command("up", "2", "--folder", first.folder)
     assert started.stdout == f"export SLURM_CONF={first.folder}/slurm.conf\n", started.stderr
@@ -72,19 +62,18 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
     assert again.stdout == started.stdout and "running already, with 2 nodes" in again.stderr
     second.up(1, accounting=False, requeue=False, cpus=2)
     assert second.node_states() == {"n1": "idle"} and first.node_states() == {"n1": "idle", "n2": "idle"}
-    script = "hostname; scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300"
+    script = "scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300"
     for lab in (first, second):
         submitted = ask(lab, "sbatch", "--requeue", "--open-mode=append", "--output=out", f"--wrap={script}")
         assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
-    assert "Requested operation is presently disabled" in until(second.folder / "out", "refused 1")
+    out = second.folder / "out"
+    wait_for(lambda: out.exists() and "refused 1" in out.read_text())
+    assert "Requested operation is presently disabled" in out.read_text()
     wait_for(lambda: ask(first, "sacct", "--noheader", "--jobs=1").stdout, lambda: "sacct knows no job")
     assert ask(second, "sacct").returncode == 1
-    first.kill_node("n2")
-    assert first.node_states()["n2"].startswith("down") and first.daemons.job_processes(["n2"]) == set()
-    first.start_node("n2")
     with pytest.raises(UserError, match="no node n3; it has n1, n2"):
         first.kill_node("n3")
-    assert "n2             idle" in command("status", "--folder", first.folder).stdout
+    assert "n2             " in command("status", "--folder", first.folder).stdout
     assert len(processes_of(first.folder)) > 4 and command("down", "--folder", first.folder).returncode == 0
     assert processes_of(first.folder) == [] and not first.folder.exists()
     assert second.is_up and len(processes_of(second.folder)) > 4

@@ -1,6 +1,7 @@
 """What a check of a file says where it fails; and seals, by which a record is known to be what was written."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -8,22 +9,18 @@ import yaml
 from pipeline.files import read_sealed, seal_of, sealed_text, write_sealed
 from tools.verify.checks import Check
 
+TEXT, TOKENS = ((Path("run"), {"path": name}, "") for name in ("a.tar", "b.arrow"))
+
 
 @pytest.mark.parametrize("arguments, expected", [
-    ((("run", {"path": "a.tar"}, ""), ("run", {"path": "b.arrow"}, ""), None), ["run/a.tar", "run/b.arrow"]),
-    ((None, ("run", {"path": "b.arrow"}, ""), {"size": 9}), ["run/b.arrow"]),
-    (({"path": "a.tar"}, "shard"), ["a.tar"]), (("run", {"path": "a.tar"}, ""), ["run"])])
+    ((TEXT, TOKENS, None), ["run/a.tar", "run/b.arrow"]), ((None, TOKENS, {"size": 9}), ["run/b.arrow"]),
+    (({"path": "a.tar"}, "shard"), ["a.tar"]), (TEXT, ["run"])])
 def test_what_cannot_be_read_is_named_by_its_path(arguments, expected):
-    def path_first(value):
-        return (Path(value[0]), *value[1:]) if isinstance(value, tuple) else value
-
-    def fails(*_):
-        raise OSError(5, "Input/output error")
-    given = tuple(map(path_first, arguments)) if arguments[0] != "run" else path_first(arguments)
-    assert [problem.file for problem in Check(fails, given)().problems] == expected
+    fails = Mock(side_effect=OSError(5, "Input/output error"))
+    assert [problem.file for problem in Check(fails, arguments)().problems] == expected
 
 
-def test_seals(tmp_path: Path):
+def test_seals(tmp_path):
     """Any byte, also of the seal itself; what was sealed reads back as it was."""
     path, value = tmp_path / "a.json", {"a": [1, {"b": "ä\udce9"}], "seal": "old", "c": {}}
     write_sealed(path, value)

@@ -86,15 +86,6 @@ def test_what_belongs_to_the_weights_goes_with_them(source, tmp_path, capsys):
     assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
 
 
-def test_a_type_may_be_asked_for(source, model, tmp_path, capsys):
-    said = carry(capsys, source, tmp_path / "hf", "hf", "--dtype", "bf16")
-    assert "in fp32" in said and "parameters in bf16" in said
-    with open_weights(tmp_path / "hf") as weights:
-        assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
-    config = read_json(tmp_path / "hf/config.json")
-    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", [257, 265])
-
-
 def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
     said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
     assert "Left behind, as this form has no place for it: chat_template.jinja, generation_config.json" in said
@@ -142,11 +133,13 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
 
 
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
+    """In the type that was asked for."""
     made = tmp_path / "run/train/checkpoints/step-00000005"
-    carry(capsys, source, made, "drover", "--dtype", "bf16")
+    said = carry(capsys, source, made, "drover", "--dtype", "bf16")
+    assert "in fp32" in said and "parameters in bf16" in said
     with open_weights(made) as weights:
         assert weights.form == "drover" and weights.config == SHAPE
-        assert torch.equal(weights.read("norm.weight"), model.norm.weight.bfloat16())
+        assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
         assert load_model(weights, torch.device("cpu"), torch.float32).config == SHAPE
     assert complete_checkpoints(tmp_path / "run/train") == []
     with pytest.raises(UserError, match="is not a complete checkpoint"):

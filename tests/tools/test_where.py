@@ -1,7 +1,5 @@
 """Which documents a step saw: as logged, around what rollbacks left out, and for steps that are still to come."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

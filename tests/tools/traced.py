@@ -1,10 +1,7 @@
 """A small corpus of known documents, as tokens: for the tools that follow and export documents."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 import yaml
 
@@ -18,12 +15,12 @@ WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear",
          "maple", "cedar", "birch", "beech", "larch", "thorn"]
 
 
-def sentence(draw: random.Random, words: int) -> str:
+def sentence(draw, words):
     """So many words."""
     return " ".join(draw.choice(WORDS) for _ in range(words))
 
 
-def make_traced(folder: Path, **settings: object) -> Path:
+def make_traced(folder, **settings):
     """Config of a run whose shard, tokenizer and encode stages are done, in `folder`/runs/mini: two sources, one with
     ids of its own; copies, a short document that a filter drops, a line that is no JSON."""
     draw = random.Random(5)

@@ -1,6 +1,7 @@
 """The saver on one rank: what a failed removal, another form of checkpoint and reused memory come to."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,44 +9,35 @@ import torch
 from pipeline.config.training import CheckpointConfig
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, whole
-from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.records.checkpoints import MARKER, TrainingProgress
 from pipeline.training import async_saver
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
+from tests.training.copies.copying import save
 
 
 @pytest.fixture()
-def make(tmp_path, monkeypatch):
+def make(tmp_path, ranks):
     """From settings to (saver, checkpoints, what was said), on a group of one."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    ranks = start_ranks()
-
     def made(**settings):
         said = []
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, said.append)
         return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append), checkpoints, said
-    yield made
-    stop_ranks()
-
-
-def pieces(value):
-    return {"model.a": [whole(torch.full((3, 5), float(value)))], "model.b": [whole(torch.arange(7) + value)]}
+    return made
 
 
 def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
     monkeypatch.setattr(async_saver, "SLAB_BYTES", 100)  # the two tensors need more than one slab
     saver, checkpoints, _ = make(keep=5)
-    living = pieces(1)
+    living, still = torch.full((3, 5), 1.0), torch.arange(7)
     for step in (1, 2):
-        saver.save(living, TrainingProgress(step=step))
-        living["model.a"][0].tensor.add_(1)  # training goes on at once
+        saver.save({"model.a": [whole(living)], "model.b": [whole(still)]}, TrainingProgress(step=step))
+        living.add_(1)  # training goes on at once
     saver.wait()
     for step in (1, 2):
         with CheckpointReader(checkpoints.path(step)) as reader:
             assert torch.equal(reader.read("model.a"), torch.full((3, 5), float(step)))
-            assert torch.equal(reader.read("model.b"), torch.arange(7) + 1)
+            assert torch.equal(reader.read("model.b"), still)
 
 
 @pytest.mark.parametrize(("part", "error", "logged", "told"), [
@@ -55,12 +47,8 @@ def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
 def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part, error, logged, told):
     """One rank alone would try again, and the others' channel go on without it."""
     saver, checkpoints, said = make(keep=1, attempts=2)
-
-    def fails(*_):
-        raise error
-    monkeypatch.setattr(saver if part == "saved" else checkpoints, part, fails)
-    saver.save(pieces(1), TrainingProgress(step=1))
-    saver.wait()
+    monkeypatch.setattr(saver if part == "saved" else checkpoints, part, Mock(side_effect=error))
+    save(saver, 1)
     assert [saved.event for saved in saver.ended()] == logged
     assert any("warning" in text and told in text for text in said)
     assert checkpoints.newest_valid()[1].step == 1
@@ -68,25 +56,19 @@ def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part, error,
 
 def test_what_a_kill_left_of_a_removal_goes_although_a_newer_checkpoint_is_sound(make):
     saver, checkpoints, said = make(keep=5)
-    for step in (1, 2):
-        saver.save(pieces(step), TrainingProgress(step=step))
-    saver.wait()
+    save(saver, 1, 2)
     (checkpoints.path(1) / MARKER).unlink()
-    found = checkpoints.newest_valid()
-    assert found is not None and found[1].step == 2
+    assert checkpoints.newest_valid()[1].step == 2
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
     assert any("step-00000001 has no COMPLETE.json" in text for text in said)
 
 
 def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     saver, checkpoints, _ = make(attempts=1)
-
-    def broken(*_):
-        raise OSError(5, "Input/output error", "rank-00000.safetensors")
-    monkeypatch.setattr(async_saver, "write_part", broken)
-    saver.save(pieces(1), TrainingProgress(step=1))
+    broken = OSError(5, "Input/output error", "rank-00000.safetensors")
+    monkeypatch.setattr(async_saver, "write_part", Mock(side_effect=broken))
     with pytest.raises(UserError, match=r"Saving failed 1 times: .*Input/output error.*run the same command again"):
-        saver.wait()
+        save(saver, 1)
     assert saver.failed and [saved.event for saved in saver.ended()] == ["checkpoint_failed"]
     assert not list(checkpoints.folder.glob("*"))
 
@@ -94,8 +76,7 @@ def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
 @pytest.mark.parametrize("form", [None, 3])
 def test_a_checkpoint_of_another_form_is_named_and_left_alone(make, form):
     saver, checkpoints, _ = make()
-    saver.save(pieces(1), TrainingProgress(step=1))
-    saver.wait()
+    save(saver, 1)
     marker = checkpoints.path(1) / MARKER
     content = json.loads(marker.read_text())
     del content["format"]

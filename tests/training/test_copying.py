@@ -2,21 +2,17 @@
 
 import json
 import shutil
-from copy import copy
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from pipeline.config.training import CheckpointConfig
 from pipeline.copies.checkpoints import COPY, CopiedCheckpoints
 from pipeline.copies.claim import LOCK, RUN, Lock
 from pipeline.errors import UserError
-from pipeline.formats.sharded_tensors import whole
-from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, checkpoint_name
+from pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
@@ -25,33 +21,27 @@ from pipeline.training.copies.copier import Copier
 from pipeline.training.copies.copying import Copying
 from pipeline.training.data.token_check import SET_ASIDE, _rename
 from pipeline.training.session import Session
+from tests.training.copies.copying import save
 from tests.waiting import wait_for
 
 
 class Run:
     """A train folder and the store that it is copied to; `start` is a start of training."""
 
-    def __init__(self, folder):
-        self.store, self.folder, self.said, self.name = Store(f"file://{folder}/store"), folder / "train", [], "mini"
-        self.copies, self.ranks = CopiedCheckpoints(self.store), start_ranks()
-        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, self.ranks, self.said.append)
-        (self.folder / CHECKPOINTS).mkdir(parents=True)
+    def __init__(self, folder, store, ranks, name="mini"):
+        self.store, self.folder, self.ranks, self.name, self.said = store, folder, ranks, name, []
+        self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=3, copy_to=store.url)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
 
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
         return Copying(work, self.ranks, self.checkpoints, self.said.append)
 
-    def at(self, folder, name):
+    def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
-        other = copy(self)
-        other.folder, other.name, other.said = folder, name, []
-        other.checkpoints = Checkpoints(folder / CHECKPOINTS, self.ranks, other.said.append)
-        return other
-
-    @property
-    def config(self):
-        return CheckpointConfig(keep=3, copy_to=self.store.url)
+        return Run(folder, store or self.store, self.ranks, name)
 
     def train(self, *steps):
         """Save after these steps and copy each; leave the store."""
@@ -59,8 +49,7 @@ class Run:
         copying.begin(copying.newest_valid())
         saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, copying.saved)
         for step in steps:
-            saver.save({"model.a": [whole(torch.full((3, 5), float(step)))]}, TrainingProgress(step=step))
-            saver.wait()
+            save(saver, step)
             wait_for(lambda step=step: step in self.copies.found().whole)
         copying.finish(steps[-1])
 
@@ -70,11 +59,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield Run(tmp_path)
-    stop_ranks()
+def run(tmp_path, ranks):
+    return Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks)
 
 
 @pytest.mark.parametrize("last", ["weights.bin", COPY])
@@ -90,15 +76,16 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
-@pytest.mark.parametrize(("gone", "damaged", "torn", "goes_on", "left"), [
-    ([12], [12], [], 8, [4, 8]), ([4, 8, 12], [12], [8], 4, [4]), ([4, 8, 12], [4, 8, 12], [], None, [4, 8, 12])])
-def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, torn, goes_on, left):
+@pytest.mark.parametrize(("gone", "damaged", "goes_on", "left"), [
+    ([12], {12: MARKER}, 8, [4, 8]), ([4, 8, 12], {12: MARKER, 8: COPY}, 4, [4]),
+    ([4, 8, 12], dict.fromkeys((4, 8, 12), MARKER), None, [4, 8, 12])])
+def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, goes_on, left):
     """Newer ones would count as the newest later. Where there is nothing else, they stay."""
     run.train(4, 8, 12)
     for step in gone:
         run.remove_here(step)
-    for step, name, content in [*((step, MARKER, b"x") for step in damaged), *((step, COPY, b"{") for step in torn)]:
-        run.store.put(f"{checkpoint_name(step)}/{name}", content)
+    for step, name in damaged.items():
+        run.store.put(f"{checkpoint_name(step)}/{name}", b"{")
     copying = run.start()
     if goes_on is None:
         with pytest.raises(UserError, match="Every copy of a checkpoint"):
@@ -120,8 +107,8 @@ def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch
     copying = run.start()
     copying.begin(None)
     assert run.store.head(LOCK) is not None
-    copying.close()
-    copying.close()
+    for _ in range(2):
+        copying.close()
     assert run.store.head(LOCK) is None
 
 
@@ -157,20 +144,16 @@ def test_a_copy_of_what_was_set_aside_is_not_gone_on_from(run, torn):
 def test_a_copy_of_a_living_run_s_folder_does_not_take_its_store(run, tmp_path, monkeypatch):
     monkeypatch.setattr(copying_module, "Lock", partial(Lock, beat_s=0.05, dead_s=1000.0))
     run.train(4)
-    living = run.start()
-    shutil.copytree(run.folder, tmp_path / "copied")
+    living, copied = run.start(), tmp_path / "copied"
+    shutil.copytree(run.folder, copied)
     before = {entry.path: run.store.read(entry.path) for entry in run.store.list() if entry.path != LOCK}
-    trial = run.at(tmp_path / "copied", "trial")
     with pytest.raises(UserError, match="is in use: process"):
-        run.at(tmp_path / "copied", "mini").start()
+        run.at(copied, "mini").start()
     with pytest.raises(UserError, match=r"of the run mini, not of trial\. .*/copied seems to be a copy"):
-        trial.start()
-    trial.store = Store(f"file://{tmp_path}/other")  # one of its own makes it another training
-    trial.copies = CopiedCheckpoints(trial.store)
-    trial.train(8)
-    trial.store = run.store
+        run.at(copied, "trial").start()
+    run.at(copied, "trial", Store(f"file://{tmp_path}/other")).train(8)  # a store of its own: another training
     with pytest.raises(UserError, match="of the run mini, not of trial"):
-        trial.start()
+        run.at(copied, "trial").start()
     assert {path: run.store.read(path) for path in before} == before and living._lock.held()
     living.close()
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from model.config import ModelConfig
 from pipeline.errors import UserError
 from pipeline.training import session
 from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
 
-CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 
 
@@ -22,15 +20,13 @@ def untouched(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is put back, whatever is set meanwhile
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", torch.backends.cudnn.deterministic)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    chosen = inductor.deterministic if hasattr(inductor, "deterministic") else None
+    cudnn = torch.backends.cudnn
+    for owner, name in ((cudnn, "deterministic"), (cudnn, "benchmark"), (inductor, "deterministic"),
+                        (torch.utils.deterministic, "fill_uninitialized_memory")):
+        if hasattr(owner, name):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    if chosen is not None:
-        inductor.deterministic = chosen
 
 
 def test_kernels_and_orders_of_sums_are_fixed():

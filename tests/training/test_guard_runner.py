@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 
@@ -19,20 +18,17 @@ from pipeline.training.guards import Guards
 RANKS = 3
 
 
-class ThreadRanks:
-    """Ranks that are threads of this process, as far as guards need them."""
+class OneAfterAnother:
+    """Ranks each of which runs to its end before the next begins: what rank 0 said is kept for the others."""
 
-    def __init__(self, rank: int, box: list, barrier: threading.Barrier) -> None:
-        self.rank, self.leads, self.box, self.barrier = rank, rank == 0, box, barrier
+    def __init__(self, rank, said):
+        self.rank, self.leads, self.said, self.heard = rank, rank == 0, said, iter(said)
 
     def same(self, value):
-        """Rank 0's value, on every rank; each must come."""
+        """Rank 0's value, on every rank."""
         if self.leads:
-            self.box[:] = [value]
-        self.barrier.wait(60)
-        found = self.box[0]
-        self.barrier.wait(60)
-        return found
+            self.said.append(value)
+        return next(self.heard)
 
 
 @pytest.fixture
@@ -48,31 +44,20 @@ def reads(monkeypatch):
 
 
 def on_all_ranks(results, **guards):
-    """Judge `results` (loss, norm) one after another on every rank; what was said and logged, and how each ended."""
-    box, barrier, told, ends = [], threading.Barrier(RANKS), {}, {}
-
-    def run(rank):
+    """Judge `results` (loss, norm) one after another on every rank; what each said and logged, and how they ended."""
+    shared, told, ends = [], [[] for _ in range(RANKS)], []
+    for rank, said in enumerate(told):
         supervision = GuardRunner.__new__(GuardRunner)
-        supervision.ranks, supervision.data = ThreadRanks(rank, box, barrier), rank
+        supervision.ranks, supervision.data, supervision.say = OneAfterAnother(rank, shared), rank, said.append
         supervision.excluded, supervision.batch_sequences = Excluded(), 8
-        said = told[rank] = []
-        supervision.say = lambda text: said.append(text)
-        config = GuardConfig(**guards)
-        supervision.guards = Guards(config, describe=supervision._described)
+        supervision.guards = Guards(GuardConfig(**guards), describe=supervision._described)
         try:
-            for step, (loss, norm) in enumerate(results, 1):
-                limits = supervision.guards.limits()
-                result = StepResult(loss, norm, limits.allow(loss, norm))
-                supervision.judge(step, result, TrainingProgress(step=step - 1, samples=8 * (step - 1)), True,
+            for step, (loss, norm) in enumerate(results):
+                result = StepResult(loss, norm, supervision.guards.limits().allow(loss, norm))
+                supervision.judge(step + 1, result, TrainingProgress(step=step, samples=8 * step), True,
                                   lambda event, said=said, **details: said.append((event, details["documents"])))
         except UserError as error:
-            ends[rank] = str(error)
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
+            ends.append(str(error))
     return told, ends
 
 
@@ -91,5 +76,5 @@ def test_one_rank_reads_documents_and_tells_and_all_stop_with_the_same_words(rea
     for event, text, (kind, documents) in zip(events, told[0][::2], told[0][1::2], strict=True):
         assert "web/abc (train-0.arrow, document 5)" in text and event == kind
         assert documents[0]["samples"] == [8 * (len(results) - stops) - 8]
-    assert len(ends) == RANKS * stops and len(set(ends.values())) == stops
-    assert all("web/abc" in said for said in ends.values())
+    assert len(ends) == RANKS * stops and len(set(ends)) == stops
+    assert all("web/abc" in said for said in ends)

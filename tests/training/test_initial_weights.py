@@ -18,6 +18,7 @@ from pipeline.training.initial_weights import (
     taken,
     tokenizer_of,
 )
+from tests.formats.cutting import part_of, rectangle
 from tests.formats.exporting import write_model
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=70, context_length=64)
@@ -40,16 +41,12 @@ def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
         values = taken(weights, fresh)
         for name, parameter in Llama(grown).named_parameters():
             shape = tuple(parameter.shape)
-            expected = fresh(name, shape, (0,) * len(shape), shape).clone()
-            old = model.get_parameter(name)
+            everything = (0,) * len(shape), shape
+            expected, old = fresh(name, shape, *everything).clone(), model.get_parameter(name)
             expected[:len(old)] = old.detach()
             assert (len(old) < shape[0]) == (shape[0] == 90)
-            assert torch.equal(values(name, shape, (0,) * len(shape), shape), expected)
-            for _ in range(20):
-                offset = [chance.randint(0, size) for size in shape]
-                size = [chance.randint(0, end - at) for at, end in zip(offset, shape, strict=True)]
-                part = expected[tuple(slice(at, at + count) for at, count in zip(offset, size, strict=True))]
-                assert torch.equal(values(name, shape, offset, size), part), (name, offset, size)
+            for part in (everything, *(rectangle(shape, chance) for _ in range(20))):
+                assert torch.equal(values(name, shape, *part), part_of(expected, *part)), (name, part)
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -77,28 +74,29 @@ def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported
     assert found[2].startswith("rope_scaling None -> ") and found[3].startswith("1,010 new rows")
 
 
-def tokenizer(folder, vocabulary, merges=None, added=()):
+NEW = [(3, "<s>"), (4, "<new>")]
+
+
+def tokenizer(folder, vocabulary=None, merges=("a b",), added=NEW[:1]):
     folder.mkdir(parents=True, exist_ok=True)
-    model = {"vocab": vocabulary, **({"merges": merges} if merges is not None else {})}
+    model = {"vocab": vocabulary or {"a": 0, "b": 1, "ab": 2}, **({"merges": merges} if merges else {})}
     (folder / "tokenizer.json").write_text(json.dumps({
         "model": model, "added_tokens": [{"id": index, "content": text} for index, text in added]}))
     return folder
 
 
-VOCABULARY, ADDED = {"a": 0, "b": 1, "ab": 2}, [(3, "<s>")]
+UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]], "merges": None}
 
 
 @pytest.mark.parametrize(("theirs", "ours", "said"), [
-    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, [["a", "b"]], ADDED), "the same 4 tokens"),
-    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, ["a b"], [*ADDED, (4, "<new>")]), "the same 4 tokens"),
-    (([["a", -1.0], ["b", -2.0]], None, ADDED), ([["a", -1.0], ["b", -2.0]], None, ADDED), "the same tokenizer"),
-    ((VOCABULARY, ["a b"], [*ADDED, (4, "<new>")]), (VOCABULARY, ["a b"], ADDED),
-     UserError(r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*theirs")),
-    ((VOCABULARY, ["a b"], ADDED), ({"b": 0, "a": 1, "ab": 2}, ["a b"], ADDED),
+    ({}, {"merges": [["a", "b"]]}, "the same 4 tokens"), ({}, {"added": NEW}, "the same 4 tokens"),
+    (UNIGRAM, UNIGRAM, "the same tokenizer"),
+    ({"added": NEW}, {}, UserError(r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*theirs")),
+    ({}, {"vocabulary": {"b": 0, "a": 1, "ab": 2}},
      UserError(r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here")),
-    ((VOCABULARY, ["a b"], ADDED), (VOCABULARY, ["b a"], ADDED), UserError("not how text is split"))])
+    ({}, {"merges": ["b a"]}, UserError("not how text is split"))])
 def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, said):
-    folders = tokenizer(tmp_path / "theirs", *theirs), tokenizer(tmp_path / "ours", *ours)
+    folders = tokenizer(tmp_path / "theirs", **theirs), tokenizer(tmp_path / "ours", **ours)
     if isinstance(said, str):
         assert refuse_other_tokenizer(*folders) == said
         return
@@ -107,19 +105,18 @@ def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, 
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is_said(tmp_path):
-    same = tokenizer(tmp_path / "same", VOCABULARY)
-    (same / "torn").mkdir()
-    assert "no tokenizer.json there" in refuse_other_tokenizer(same / "torn", same)
-    (same / "torn/tokenizer.json").write_text("{")
+    same, torn = tokenizer(tmp_path / "same"), tmp_path / "torn"
+    torn.mkdir()
+    assert "no tokenizer.json there" in refuse_other_tokenizer(torn, same)
+    (torn / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be compared"):
-        refuse_other_tokenizer(same / "torn", same)
+        refuse_other_tokenizer(torn, same)
 
 
 def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):
-    run = tmp_path / "run"
-    checkpoint = run / "train/checkpoints/step-00000001"
+    checkpoint = tmp_path / "train/checkpoints/step-00000001"
     checkpoint.mkdir(parents=True)
-    hf = tokenizer(run / "tokenizer/hf", {"a": 0})
+    hf = tokenizer(tmp_path / "tokenizer/hf")
     assert tokenizer_of(checkpoint) is None
-    (run / "config.yaml").write_text("name: run\n")
-    assert tokenizer_of(checkpoint) == tokenizer_of(run) == hf / "tokenizer.json"
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    assert tokenizer_of(checkpoint) == tokenizer_of(tmp_path) == hf / "tokenizer.json"

@@ -1,7 +1,5 @@
 """Ranks that do not run the same thing are refused with who has what; those that do are told in one line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

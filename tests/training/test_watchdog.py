@@ -1,10 +1,8 @@
 """What may take long between two steps is no hang, and a start that texts end is not followed by others: on a clock
 that the tests turn."""
 
-from __future__ import annotations
-
-from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -90,30 +88,14 @@ def test_drawing_a_text_is_watched_token_by_token(watched, use_cache):
         draw()
 
 
-class OneRank:
-    """A single rank, whose others are waited for as long as is said."""
-
-    leads = True
-
-    def __init__(self, waits=lambda: None):
-        self.barrier = waits
-
-    def same(self, value):
-        """The value."""
-        return value
-
-
-def monitor(watched, folder, draw, barrier=lambda: None):
-    """As much of a monitor as draws texts and pauses the watchdog."""
+def monitor(watched, folder, draw=None, barrier=None):
+    """As much of a monitor as draws texts and pauses the watchdog, on one rank; `barrier` is where it waits for
+    others."""
     made = Monitor.__new__(Monitor)
-    made.watchdog, made.ranks, made.engine = watched.dog, OneRank(barrier), None
-    made.samples = SimpleNamespace(draw=draw)
-    made.attempts = SamplingAttempts(folder, made.ranks)
-    made.said, made.texts = [], []
-    made.say, made.work = made.said.append, SimpleNamespace(config=Config(train=TrainConfig(sample_every=10)))
-    made.recorder = SimpleNamespace(looking=nullcontext,
-                                    event=lambda event, **details: made.said.append((event, details)),
-                                    log=SimpleNamespace(sample=lambda *text: made.texts.append(text)))
+    made.watchdog, made.ranks, made.engine = watched.dog, Mock(barrier=barrier, same=lambda value: value), None
+    made.samples, made.attempts = SimpleNamespace(draw=draw), SamplingAttempts(folder, made.ranks)
+    made.work = SimpleNamespace(config=Config(train=TrainConfig(sample_every=10)))
+    made.say, made.recorder = Mock(), MagicMock()
     return made
 
 
@@ -125,27 +107,31 @@ def test_a_hang_while_drawing_is_not_repeated_for_ever(tmp_path):
         made = monitor(start, tmp_path, lambda engine, pulse: draw(start))
         made.draw_samples(step)
         return made
+
+    def hang(start):
+        start.passes(100 * LIMIT)
     for _ in range(MOST_ENDED):
         with pytest.raises(HungError):
-            drawn(lambda start: start.passes(100 * LIMIT), 10)
-    made = drawn(lambda start: start.passes(100 * LIMIT), 10)
-    assert made.texts == [] and "after step 10: 2 starts of training ended while drawing them" in made.said[0]
-    assert made.said[1] == ("samples_left_out", {"step": 10, "ended": 2})
-    assert drawn(lambda start: [("a", "b")], 20).texts == [(20, "a", "b")], "other texts are drawn again"
+            drawn(hang, 10)
+    made = drawn(hang, 10)
+    assert not made.recorder.log.sample.called
+    assert "after step 10: 2 starts of training ended while drawing them" in made.say.call_args.args[0]
+    made.recorder.event.assert_called_once_with("samples_left_out", step=10, ended=2)
+    other = drawn(lambda start: [("a", "b")], 20)
+    other.recorder.log.sample.assert_called_once_with(20, "a", "b")
 
 
 def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(watched, tmp_path):
-    def draw(engine, pulse):
-        raise FloatingPointError("the model's scores are NaN")
     for _ in range(MOST_ENDED + 1):
-        made = monitor(watched, tmp_path, draw)
+        made = monitor(watched, tmp_path, Mock(side_effect=FloatingPointError("the model's scores are NaN")))
         made.draw_samples(10)
-        assert made.said == ["no sample texts after step 10: the model's scores are NaN"]
+        made.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
+        assert not made.recorder.event.called
 
 
 def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(watched, tmp_path):
     """Loading, comparing, copying: all ranks are through before any is watched again."""
-    made = monitor(watched, tmp_path, None, barrier=lambda: watched.passes(4 * LIMIT))
+    made = monitor(watched, tmp_path, barrier=lambda: watched.passes(4 * LIMIT))
     with made.watchdog.paused(made.ranks.barrier):
         watched.passes(4 * LIMIT)
     with pytest.raises(HungError):

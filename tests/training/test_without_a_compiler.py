@@ -1,7 +1,5 @@
 """Only torch.compile needs a compiler: DeepSpeed would build one thing at its first start, which nothing uses."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -2,17 +2,13 @@
 
 import pytest
 
-from pipeline.parallel.ranks import stop_ranks
 from tests.training.copies.copying import Gate, parts_of
 
 
 @pytest.fixture()
-def made(tmp_path, monkeypatch):
+def made(tmp_path, ranks):
     """From a store's address to (saver, copier, copies, said), the saver telling the copier, on a group of one."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield lambda url, lock=None: parts_of(tmp_path, url, lock)
-    stop_ranks()
+    return lambda url, lock=None: parts_of(tmp_path, ranks, url, lock)
 
 
 @pytest.fixture()

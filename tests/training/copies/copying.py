@@ -3,7 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from pipeline.config.training import CheckpointConfig
@@ -11,12 +10,10 @@ from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import LOCK
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import whole
-from pipeline.parallel.ranks import start_ranks
 from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.copies.beside import take_up
 from pipeline.training.copies.copier import Copier
 from tests.waiting import HANG_S, wait_for
 
@@ -39,8 +36,8 @@ class Gate:
         monkeypatch.setattr(Store, "put", gated)
 
 
-def parts_of(tmp_path, url, lock=None):
-    ranks, said = start_ranks(), []
+def parts_of(tmp_path, ranks, url, lock):
+    said = []
     config = CheckpointConfig(keep=1, attempts=2)
     copies = CopiedCheckpoints(Store(url))
     checkpoints = Checkpoints(tmp_path / "train" / CHECKPOINTS, ranks, said.append, lambda step: copier.needs(step))
@@ -73,14 +70,6 @@ def save_copied(saver, copier, *steps):
 
 def kept(saver):
     return sorted(int(path.name[5:]) for path in saver.checkpoints.folder.iterdir())
-
-
-def take_up_of(found, fetched, train):
-    for folder in (fetched, train):
-        folder.mkdir()
-    for name, data in found.items():
-        (fetched / name).write_bytes(data)
-    take_up(fetched, train, lambda text: pytest.fail(text))
 
 
 def store_put_as_another(store):

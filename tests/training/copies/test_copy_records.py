@@ -8,20 +8,23 @@ from pipeline.errors import UserError
 from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
 from pipeline.training.copies import copier as copier_module
 from pipeline.training.copies.beside import take_up, whole_records
-from tests.training.copies.copying import save_copied, save_held, take_up_of
+from tests.training.copies.copying import save_copied, save_held
 
 
 def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_copied(tmp_path):
     lines = [json.dumps({"step": step}).encode() + b"\n" for step in (3, 4, 5, 4, 5, 6)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"st')
-    (tmp_path / "samples.jsonl").write_bytes(lines[2])
-    (tmp_path / "events.jsonl").write_bytes(lines[5] + b"{")
-    (tmp_path / "rollbacks.json").write_bytes(b"{}")
-    found = {record["path"]: data for record, data in whole_records(tmp_path, 5)}
-    assert found == {"metrics.jsonl": b"".join(lines[:4]), "samples.jsonl": b"", "events.jsonl": lines[5],
-                     "rollbacks.json": b"{}"}
-    take_up_of(found, tmp_path / "fetched", tmp_path / "train")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "train").iterdir()} == found
+    here = {"metrics.jsonl": b"".join(lines) + b'{"st', "samples.jsonl": lines[2], "events.jsonl": lines[5] + b"{",
+            "rollbacks.json": b"{}"}
+    expected = {"metrics.jsonl": b"".join(lines[:4]), "samples.jsonl": b"", "events.jsonl": lines[5],
+                "rollbacks.json": b"{}"}
+    fetched, train = tmp_path / "fetched", tmp_path / "train"
+    for folder, contents in ((tmp_path, here), (fetched, expected), (train, {})):
+        folder.mkdir(exist_ok=True)
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    assert {record["path"]: data for record, data in whole_records(tmp_path, 5)} == expected
+    take_up(fetched, train, lambda text: pytest.fail(text))
+    assert {path.name: path.read_bytes() for path in train.iterdir()} == expected
 
 
 @pytest.mark.parametrize(("here", "found", "left", "said"), [

@@ -1,7 +1,5 @@
 """The engine in one process: without FSDP2 where there is nothing for it to do, and equal to the last bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

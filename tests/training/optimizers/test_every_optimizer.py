@@ -40,32 +40,32 @@ def test_a_rejected_update_changes_no_bit_and_is_as_if_it_had_not_been(name, dty
 @every
 def test_gradients_are_divided_by_the_clip(name):
     """By a power of two, which is exact: the same bits as from gradients that are that much smaller."""
-    clipped, expected, unclipped = models = [model_of() for _ in range(3)]
-    one, other, third = (built(model, optimizer=name) for model in models)
-    for number, clip in enumerate((1.0, 4.0, 4.0)):
-        for model in models:
+    def trained(smaller=1.0, clip=1.0):
+        model = model_of()
+        optimizer = built(model, optimizer=name)
+        for number, power in enumerate((0, 1, 1)):
             give(model, number)
-        for parameter in expected.parameters():
-            parameter.grad /= clip
-        step(one, clip=clip)
-        step(other)
-        step(third)
-    assert same(everything(clipped, one), everything(expected, other))
-    assert not same(everything(clipped, one), everything(unclipped, third))
+            for parameter in model.parameters():
+                parameter.grad /= smaller**power
+            step(optimizer, clip=clip**power)
+        return everything(model, optimizer)
+    clipped = trained(clip=4.0)
+    assert same(clipped, trained(smaller=4.0)) and not same(clipped, trained())
 
 
 @every
 def test_learning_rates_of_some_survive_the_schedule(name):
     """A parameter whose factor is 3 moves as all do where the schedule gives 3 times the learning rate."""
-    names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
-    plain, factored, faster = model_of(), model_of(), model_of()
-    optimizers = [built(plain, optimizer=name), built(faster, optimizer=name),
-                  built(factored, optimizer=name,
-                        lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})]
-    for number, lr in enumerate((0.001, 0.01, 0.005)):
-        for model, optimizer, rate in zip((plain, faster, factored), optimizers, (lr, 3 * lr, lr), strict=True):
+    def trained(factor=1, **settings):
+        model = model_of()
+        optimizer = built(model, optimizer=name, **settings)
+        for number, lr in enumerate((0.001, 0.01, 0.005)):
             give(model, number)
-            step(optimizer, lr=rate)
+            step(optimizer, lr=factor * lr)
+        return model
+    names = ("tok_embeddings.weight", "layers.1.feed_forward.w2.weight", "norm.weight")
+    plain, faster = trained(), trained(3)
+    factored = trained(lr_factors={"layers.1.*.w2.weight": 3, "tok*": 3, "norm.weight": 3, "layers.*": 1})
     for parameter, value in factored.named_parameters():
         like = faster if parameter in names else plain
         torch.testing.assert_close(value, like.get_parameter(parameter), rtol=1e-6, atol=1e-8)
@@ -78,21 +78,20 @@ def test_states_are_there_from_the_start_and_carry_it_on(name):
     model, later = model_of(), model_of()
     optimizer = built(model, optimizer=name)
     start = everything(model, optimizer)
-    assert all(not tensor.any() for key, tensor in start.items() if not key.startswith("model."))
+    assert not any(tensor.any() for key, tensor in start.items() if not key.startswith("model."))
     for number in range(3):
         give(model, number)
         step(optimizer)
     other = built(later, optimizer=name)
-    for parameter, value in later.named_parameters():
-        value.data.copy_(model.get_parameter(parameter).detach())
+    later.load_state_dict(model.state_dict())
+    for parameter, _ in later.named_parameters():
         assert other.state(parameter).keys() == set(other.state_names(parameter))
         for kind, place in other.state(parameter).items():
             place.copy_(optimizer.state(parameter)[kind])
     other.resume(3)
-    give(model, 3)
-    give(later, 3)
-    step(optimizer)
-    step(other)
+    for each, stepped in ((model, optimizer), (later, other)):
+        give(each, 3)
+        step(stepped)
     assert same(everything(model, optimizer), everything(later, other))
 
 

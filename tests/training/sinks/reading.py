@@ -1,14 +1,10 @@
 """What TensorBoard, Weights & Biases and MLflow have stored, read back without them as far as that is possible."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +18,13 @@ BLOCK = 32768
 """W&B's file is a LevelDB log: records, in pieces, in blocks of so many bytes."""
 
 
-def python_path(*more: Path) -> str:
+def python_path(*more):
     """PYTHONPATH of a child that finds Drover, these folders, and the packages where this process has them."""
     specs = (importlib.util.find_spec(name) for name in ("wandb", "mlflow"))
     return ":".join(map(str, [REPOSITORY, *more, *(Path(spec.origin).parents[1] for spec in specs if spec)]))
 
 
-def board_points(folder: Path, tag: str) -> list[tuple[int, float]]:
+def board_points(folder, tag):
     """A TensorBoard curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(folder))
@@ -36,13 +32,13 @@ def board_points(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in board.Scalars(tag)]
 
 
-def wandb_rows(run_folder: Path) -> list[dict[str, Any]]:
+def wandb_rows(run_folder):
     """Every row of the offline files in a run folder, in the order in which they were begun."""
     return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             for record in wandb_records(run_folder) if record.WhichOneof("record_type") == "history"]
 
 
-def wandb_records(run_folder: Path) -> Iterator[Any]:
+def wandb_records(run_folder):
     from wandb.proto.wandb_internal_pb2 import Record
     for path in sorted((run_folder / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in _log_records(path.read_bytes()):
@@ -51,7 +47,7 @@ def wandb_records(run_folder: Path) -> Iterator[Any]:
             yield record
 
 
-def _log_records(data: bytes) -> Iterator[bytes]:
+def _log_records(data):
     at, whole = 7, b""  # a header of the file comes first
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
@@ -65,7 +61,7 @@ def _log_records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def mlflow_run(run_folder: Path) -> tuple[Any, Any]:
+def mlflow_run(run_folder):
     """A client of the file store in a run folder, and the one run in it."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -13,38 +14,22 @@ from pipeline.training.sinks.log import TrainingLog
 from tests.waiting import HANG_S, wait_for
 
 
-class Told:
-    """A sink that keeps what it is told, and fails where it is to."""
-
-    def __init__(self, fails="", gate=None):
-        self.calls, self.fails, self.gate = [], fails, gate
-
-    def _note(self, *call):
-        if self.gate is not None:
-            self.gate.wait(HANG_S)
-        if call[0] == self.fails:
-            raise SystemExit("no more of that")  # the worst that a library does
-        self.calls.append(call)
-
-    def step(self, record):
-        self._note("step", record["step"])
-
-    def sample(self, step, prompt, text):
-        self._note("sample", step, prompt, text)
-
-    def event(self, kind, details):
-        self._note("event", kind, details)
-
-    def close(self):
-        self._note("close")
+def told(fails="", gate=None):
+    """A sink that keeps what it is told, fails where it is to, and waits at the gate before it opens."""
+    sink = MagicMock()
+    sink.open.return_value = sink
+    if gate is not None:
+        sink.open.side_effect = lambda: gate.wait(HANG_S)
+    if fails:
+        getattr(sink, fails).side_effect = SystemExit("no more of that")  # the worst that a library does
+    return sink
 
 
 class Given(SinkSettings):
     """The settings of a sink that is open already; one for each kind below."""
 
     def open(self, about):
-        SINKS[self.kind]._note("open")
-        return SINKS[self.kind]
+        return SINKS[self.kind].open()
 
 
 SINKS = {}
@@ -66,20 +51,23 @@ def log(tmp_path):
 
 
 def test_everything_is_told_in_order_and_before_the_end(log):
-    log_ = log(first=(first := Told()), second=(second := Told()))
+    log_ = log(first=(first := told()), second=(second := told()))
     for step in range(50):
         log_.step({"step": step})
     log_.sample(3, "a", "b")
     log_.event("finish", step=50)
     log_.close()
-    assert first.calls == second.calls == [("open",), *(("step", step) for step in range(50)), ("sample", 3, "a", "b"),
-                                           ("event", "finish", {"step": 50}), ("close",)]
+    assert first.mock_calls == second.mock_calls
+    opened, *steps, sample, event, closed = first.mock_calls
+    assert [each.args[0]["step"] for each in steps] == list(range(50)) and {name for name, *_ in steps} == {"step"}
+    assert [opened, sample, event, closed] == [call.open(), call.sample(3, "a", "b"),
+                                               call.event("finish", {"step": 50}), call.close()]
     assert log.said == [] and log.events() == []
 
 
 @pytest.mark.parametrize("fails", ["open", "step", "sample", "event", "close"])
 def test_one_that_fails_is_switched_off_and_said_once(log, fails):
-    log_ = log(bad=Told(fails), good=(good := Told()))
+    log_ = log(bad=told(fails), good=(good := told()))
     for step in range(1, 20):
         log_.step({"step": step})
         log_.sample(step, "a", "b")
@@ -88,30 +76,31 @@ def test_one_that_fails_is_switched_off_and_said_once(log, fails):
     assert log.said == ["warning: the log sink bad is switched off: SystemExit: no more of that. Training goes on; "
                         "metrics.jsonl has everything"]
     assert [(event["sink"], event["error"]) for event in log.events()] == [("bad", "SystemExit: no more of that")]
-    assert len(good.calls) == 3 * 19 + 2 and log.steps() == list(range(1, 20))
+    assert len(good.mock_calls) == 3 * 19 + 2 and log.steps() == list(range(1, 20))
 
 
 def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     monkeypatch.setattr("pipeline.training.sinks.log.CLOSE_S", 0.05)
     gate = threading.Event()
-    log_ = log(slow=(slow := Told(gate=gate)))
+    log_ = log(slow=(slow := told(gate=gate)))
     for step in range(100):
         log_.step({"step": step})
     log_.close()
-    assert log.steps() == list(range(100)) and slow.calls == [] and len(log.events()) == 1
+    assert log.steps() == list(range(100)) and not slow.step.called and len(log.events()) == 1
     assert "it had not taken in everything when training ended" in "".join(log.said)
     gate.set()
 
 
 def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed():
-    sink = Told(gate=threading.Event())
+    sink, gate = MagicMock(), threading.Event()
+    sink.step.side_effect = lambda record: gate.wait(HANG_S)
     behind = BackgroundSink("slow", lambda: sink, most_waiting=5)
     for step in range(20):
         behind.tell("step", {"step": step})
     assert behind.failure == "it is 5 calls behind"
-    sink.gate.set()
-    wait_for(lambda: ("close",) in sink.calls)
-    assert len(sink.calls) <= 2, "what it was working on, and no more"
+    gate.set()
+    wait_for(lambda: sink.close.called)
+    assert len(sink.mock_calls) <= 2, "what it was working on, and no more"
     behind.close(time.monotonic())
 
 
