@@ -141,8 +141,10 @@ def store_problems(config: Config) -> Iterator[str]:
     for key, value in given.items():
         with suppress(UnknownSettingError):
             if (url := value()) is not None:
-                found[key] = f"{url.rstrip('/')}/"
-                yield from unusable_url(key, url)
+                if problems := list(unusable_url(key, url)):
+                    yield from problems  # not compared with the others: a password would be printed
+                else:
+                    found[key] = f"{url.rstrip('/')}/"
     written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
     for key in written:
         for other in written:

@@ -23,7 +23,7 @@ def told(checkpoints=None, export=None, tokens=None):
     ("file://host/folder", "another machine"), ("s3://key:word@bucket/a", "name or password before @"),
     ("s3://bucket/a?X-Amz-Signature=1", "question mark")])
 def test_what_is_no_address_to_copy_to_is_told(url, expected):
-    said = [*told(url), *told(export=url), *told(tokens=url)]
+    said = told(url, url, url)
     for key in ("train.checkpoint.copy_to", "convert.copy_to", "encode.copy_to", "train.tokens_from"):
         assert any(key in problem and expected in problem for problem in said), key
     assert ":word@" not in str(said)
