@@ -1,10 +1,7 @@
 """Hashes of files that several units read: ranges in any cut give the hash of the whole."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +12,7 @@ from tests.block_digests import block_digests
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 640, 1000])
 @pytest.mark.parametrize("cuts", [[], [1], [64], [63, 64, 65], [100, 128, 500]])
-def test_any_cut_gives_the_hash_of_the_whole(tmp_path: Path, size: int, cuts: list[int],
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_cut_gives_the_hash_of_the_whole(tmp_path, size, cuts, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     path, data = tmp_path / "file", bytes(index * 7 % 251 for index in range(size))
     path.write_bytes(data)
@@ -28,7 +24,7 @@ def test_any_cut_gives_the_hash_of_the_whole(tmp_path: Path, size: int, cuts: li
     assert content_hash(path, hash_of_blocks(parts)) == hash_of_blocks(parts)
 
 
-def test_a_file_that_one_unit_reads_has_its_sha256(tmp_path: Path) -> None:
+def test_a_file_that_one_unit_reads_has_its_sha256(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     assert content_hash(path) == content_hash(path, "0" * 64) == hashlib.sha256(b"abc").hexdigest()
