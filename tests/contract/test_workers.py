@@ -75,6 +75,8 @@ def forked(monkeypatch):
     monkeypatch.setattr(module, "_has_threads", lambda: False)
 
 
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("ends", range(PHASES))
 def test_in_every_phase(tmp_path, forked, event, ends):
     stage, done, error, stopped = os.getpid(), [], None, None
     with closing(Workers(2)) as workers, StopRequest() as stop:

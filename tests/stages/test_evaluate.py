@@ -1,9 +1,8 @@
-"""Stages evaluate and report on a small run: text through the real first stages, a model of random weights."""
+"""The stage evaluate on a small run: text through the real first stages, a model of random weights."""
 
 import gzip
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.shard_table import open_shards
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluate import evaluate
-from pipeline.report import report
 from tests.conftest import start_stage
 from tests.stages.small_run import told_of
 from tests.waiting import HANG_S
@@ -132,13 +130,3 @@ def test_tokens_of_another_text_are_refused(copied, capsys, monkeypatch):
     monkeypatch.setattr(TokenShard, "document_bytes", lambda self, index: 1)
     assert stage_main("evaluate", evaluate, copied) == 2
     assert "was made of another text" in capsys.readouterr().err
-
-
-def test_the_report_of_the_run(small_run, evaluated, capsys):
-    assert stage_main("report", report, ["--config", str(small_run)]) == 0
-    run = Run(load_config(small_run))
-    for name in ("report.html", "report.md"):
-        inner, outer = (run.own_folder("report") / name).read_text(), (run.folder / name).read_text()
-        assert inner == outer
-        assert f"{evaluated[1]['heldout']['overall']['bits_per_byte']:.4f}" in outer
-    assert str(Path(run.folder / "report.html").absolute()) in capsys.readouterr().out
