@@ -1,4 +1,5 @@
-"""Training in phases: one curve on any ranks, killed and continued in every phase, and what of a plan may change."""
+"""Training in phases: one curve on any ranks, killed and continued in every phase, packed or not; what is told of it is
+what came of it; and what of a plan may change."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import pytest
 import yaml
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import run_in
+from pipeline.reporting.consumption import consumption_tables
+from pipeline.reporting.course import training_section
+from pipeline.reporting.facts import Facts
 from tests.conftest import run_stage
 from tests.stages.training import (
     THREE_PHASES,
@@ -21,6 +26,7 @@ from tests.stages.training import (
     with_phases,
 )
 from tools.audit import audit
+from tools.verify import __main__ as verify
 from tools.where import __main__ as where
 
 TRAIN = {"steps": None, "precision": "fp64", "phases": THREE_PHASES, "sample_every": 6}
@@ -32,24 +38,76 @@ def phased(tmp_path, two_sources):
     return reusing(two_sources, tmp_path, train=TRAIN)
 
 
-def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased):
-    run_stage("train", phased, "name=whole")
-    for ranks, after, settings in ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"])):
-        train_and_kill(phased, *settings, ranks=ranks, after_step=after, log="events")
-    run_stage("train", phased, ranks=2)
+KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
+"""Ranks, the step after which they are killed, and their layout."""
+
+
+@pytest.mark.parametrize(("packing", "kills"), [
+    ("concatenate", KILLS), ("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]))])
+def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
+    """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
+    settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}
+    said = run_stage("train", phased, "name=whole", *settings).stdout
+    for ranks, after, layout in kills:
+        train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
+    if packing == "best_fit":
+        assert "  of code the epoch has " in said and said.count("  padding: ") == 3
+        assert "they were not planned before" in said and "best-fit packing: " in said
+        plans = {path: path.stat().st_mtime_ns for path in (train / "packing").rglob("*.bins")}
+        damaged = next(path for path in plans if path.parents[1].name == "128")
+        damaged.write_bytes(damaged.read_bytes()[:-8])
+    again = run_stage("train", phased, *settings, ranks=2).stdout
     assert proven(phased) and proven(phased, "whole")
     whole = {record["step"]: record for record in curve(phased, "whole")}
     assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(phased)} == set(whole)
     assert difference(lines(phased), whole) < 1e-12
     for record in lines(phased):
-        assert record["samples"] == whole[record["step"]]["samples"] and record["lr"] == whole[record["step"]]["lr"]
+        assert all(record[key] == whole[record["step"]][key] for key in ("samples", "targets", "lr"))
     assert [record["phase"] for record in lines(phased, "whole")] == [1] * 4 + [2] * 4 + [3] * 4
-    assert [record["tokens"] for record in lines(phased, "whole")] == [
-        *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
     assert lines(phased, "whole")[-1]["lr"] == 0
     counts, whole_counts = (read_manifest(train_folder(phased, name)).counts for name in ("mini", "whole"))
-    assert counts["tokens"] == 20480 and counts["steps"] == 12
-    assert counts["phases"] == whole_counts["phases"] and counts["plan_sha256"] == whole_counts["plan_sha256"]
+    for key in ("phases", "plan_sha256", "packing", "planned", "tokens", "steps"):
+        assert counts.get(key) == whole_counts.get(key)
+    if packing == "concatenate":
+        assert counts["tokens"] == 20480 and [record["tokens"] for record in lines(phased, "whole")] == [
+            *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
+        return
+    assert "planned the best-fit packing of 1 of " in again
+    assert {path for path, time in plans.items() if path.stat().st_mtime_ns != time} == {damaged}
+    assert plans.keys() and all(path.read_bytes() == (train_folder(phased, "whole") / path.relative_to(
+        train)).read_bytes() for path in plans)
+    assert set(counts["packing"]) - {"kind"} == {path.name for path in (train / "packing").iterdir()}
+    as_told(phased, counts)
+    rest = next(path for path in (train / "packing").glob("*-left-*/train/*.bins"))
+    content = rest.read_bytes()
+    rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert verify.main(["--run", str(train.parent), "--processes", "1"]) == 1
+    told = capsys.readouterr().out
+    assert rest.name in told and damaged.name not in told.replace(rest.name, "")
+
+
+def as_told(config, counts):
+    """What is counted of the phases is what the steps counted; what was planned comes to it within a few sequences."""
+    padding = {record["step"]: record["padding_share"] for record in lines(config)}
+    assert all(0 <= share < 0.3 for share in padding.values()) and any(padding.values())
+    [start] = events(config, "start")
+    assert start["packing"] == counts["packing"]
+    assert all(0 < plan["padding_share"] < 0.3 and 0 < plan["documents_cut"] < plan["documents"]
+               for plan in counts["packing"].values() if isinstance(plan, dict))
+    for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
+        learned = sum(size * (1 - padding[step]) for step in range(4 * number + 1, 4 * number + 5))
+        assert phase["learned"] == pytest.approx(learned, abs=0.5)
+        assert sum(phase["tokens"].values()) == pytest.approx(learned, rel=0.05)
+        assert phase["tokens"] == counts["planned"]["tokens"][number], "nothing was left out"
+    assert sum(phase["learned"] for phase in counts["phases"]) == counts["tokens"] < 20480
+    run = run_in(train_folder(config).parent)
+    facts = Facts(run.config, "", {name: run.finished(name) for name in ("encode", "train")},
+                  events=events(config, "start") + events(config, "resume"))
+    [table] = consumption_tables(facts)
+    told = {row[0]: row[1] for one in training_section(facts).tables for row in one.rows if len(row) == 2}
+    assert told["packing 64"].startswith("sequences ") and "planned" not in told
+    sums = [row[4] for row in table.rows if row[1] == "all, without padding"]
+    assert sums == [f"{phase['learned']:,}" for phase in counts["phases"]]
 
 
 def test_what_is_to_come_may_change_and_what_was_may_not(phased):
