@@ -1,7 +1,5 @@
 """The encode stage as users run it: documents come back, counts agree, kills and process counts leave no trace."""
 
-import json
-
 import numpy as np
 import pyarrow.ipc
 import pytest
@@ -15,7 +13,7 @@ from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.encode import chosen_dtype, counted, prove, reconcile
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json
 from pipeline.tokenization import admission, fast, gate
 from pipeline.tokenization.base import joined, reads_back
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
@@ -41,46 +39,43 @@ def copy(encoded, tmp_path):
 def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_text(encoded):
     run = run_folder(encoded)
     vocabulary = load_tokenizer(run / "tokenizer")
+    bounds = vocabulary.bos_id, vocabulary.eos_id
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
-    assert len(tokens.outputs) == len([record for record in text.outputs if record["split"] != "rejected"]) > 1
+    outputs = {record["path"]: record for record in tokens.outputs}
+    assert len(outputs) == len([record for record in text.outputs if record["split"] != "rejected"]) > 1
     for split in ("train", "heldout"):
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
         for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
-            record = next(record for record in tokens.outputs if record["path"] == token_shard.record["path"])
+            record = outputs[token_shard.record["path"]]
             assert (record["input"], record["input_sha256"]) == (source["path"], source["sha256"])
             assert token_shard.record.items() <= record.items()
-            said = pyarrow.ipc.open_file(run / "encode" / token_shard.record["path"]).schema.metadata
-            assert (int(said[b"bos_id"]), int(said[b"eos_id"])) == (vocabulary.bos_id, vocabulary.eos_id)
+            said = pyarrow.ipc.open_file(run / "encode" / record["path"]).schema.metadata
+            assert (int(said[b"bos_id"]), int(said[b"eos_id"])) == bounds
             for number, document in enumerate(read_shard(run / "shard", source)):
-                ids = token_shard.document_tokens(number).tolist()
-                assert (ids[0], ids[-1]) == (vocabulary.bos_id, vocabulary.eos_id)
-                assert ids[1:-1] == vocabulary.encode(document.text)
+                first, *ids, last = token_shard.document_tokens(number).tolist()
+                assert (first, last) == bounds and ids == vocabulary.encode(document.text)
                 assert reads_back(document.text, vocabulary.decode(ids))
                 assert token_shard.document_key(number) == document.key
                 assert token_shard.document_bytes(number) == len(document.text.encode())
-    text, tokens = text.counts, tokens.counts
-    for split in ("train", "heldout"):
-        own = tokens["splits"][split]["code"]
-        assert own["docs"] == text["sources"]["code"][split]
-        assert own["text_bytes"] == text["sources"]["code"]["text_bytes"][split]
-    assert tokens["total"]["tokens"] == sum(own["tokens"] for split in tokens["splits"].values()
-                                            for own in split.values())
-    assert tokens["dtype"] == "uint16" and tokens["vocab_size"] == 768
+        own = tokens.counts["splits"][split]["code"]
+        assert own["docs"] == text.counts["sources"]["code"][split]
+        assert own["text_bytes"] == text.counts["sources"]["code"]["text_bytes"][split]
+    assert tokens.counts["total"]["tokens"] == sum(
+        split["code"]["tokens"] for split in tokens.counts["splits"].values())
+    assert tokens.counts["dtype"] == "uint16" and tokens.counts["vocab_size"] == 768
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes_and_the_ids_not_on_their_type(run, copy, encoded):
     before = read_manifest(run_folder(copy) / "encode").digest
-    run("encode", copy, "--force")
-    assert read_manifest(run_folder(copy) / "encode").digest == before
-    run_stage("encode", copy, "--force", "launch.processes=2")
-    assert read_manifest(run_folder(copy) / "encode").digest == before
+    for again in (run, run_stage):
+        again("encode", copy, "--force")
+        assert read_manifest(run_folder(copy) / "encode").digest == before
     assert "up to date" in run("encode", copy).out
     run("encode", copy, "--force", "encode.dtype=uint32")
     wide, narrow = ([TokenShard(run_folder(config) / "encode" / record["path"], record)
                      for record in read_manifest(run_folder(config) / "encode").outputs] for config in (copy, encoded))
     for two, one in zip(wide, narrow, strict=True):
-        assert two.dtype == np.uint32 and two.tokens(0, two.token_count).tolist() == one.tokens(
-            0, one.token_count).tolist()
+        assert two.dtype == np.uint32 and (two.tokens(0, two.token_count) == one.tokens(0, one.token_count)).all()
 
 
 def test_another_tokenizer_makes_the_tokens_stale(run, copy):
@@ -119,21 +114,20 @@ def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value,
 
 
 def test_counts_that_do_not_agree_stop_the_stage():
-    texts = counted([{"split": "train", "source": "web", "docs": 3, "text_bytes": 30},
-                     {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10}])
-    reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 10, "tokens": 5},
-                              {"split": "train", "source": "web", "docs": 1, "text_bytes": 20, "tokens": 5},
-                              {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10, "tokens": 5}]))
+    def counts(*rows):
+        return counted([{"split": split, "source": "web", "docs": docs, "text_bytes": size, "tokens": 5}
+                        for split, docs, size in rows])
+    texts = counts(("train", 3, 30), ("heldout", 1, 10))
+    reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("heldout", 1, 10)))
     with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
-        reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 30, "tokens": 5}]))
+        reconcile(texts, counts(("train", 2, 30)))
 
 
 def test_a_text_shard_with_other_documents_than_its_record_stops_the_stage(run, copy):
-    manifest = json.loads((run_folder(copy) / "shard/manifest.json").read_text())
-    manifest["outputs"][0]["docs"] += 1
-    write_json(run_folder(copy) / "shard/manifest.json", manifest)
-    told = run("encode", copy, "--force", expect=2)
-    assert "documents instead of" in told.err
+    manifest = read_manifest(run_folder(copy) / "shard")
+    manifest.outputs[0]["docs"] += 1
+    manifest.write(run_folder(copy) / "shard")
+    assert "documents instead of" in run("encode", copy, "--force", expect=2).err
 
 
 def arrows(config):
@@ -239,20 +233,19 @@ def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
     """As in the vocabularies of GPT-2 and Qwen, of which some name it as the unknown token too."""
-    end, path = "<|endoftext|>", tmp_path / "tokenizer.json"
-    letters = {letter: number for number, letter in enumerate(sorted(byte_of_character()))}
-    number = len(letters)
-    ready = byte_level_tokenizer(models.BPE(vocab={**letters, end: number}, merges=[], unk_token=end), LLAMA3_PATTERN)
+    letters, end = sorted(byte_of_character()), "<|endoftext|>"
+    vocab = {letter: number for number, letter in enumerate([*letters, end])}
+    ready = byte_level_tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=end), LLAMA3_PATTERN)
     ready.add_special_tokens([end])
-    ready.save(str(path))
-    run("tokenizer", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force")
-    told = run("encode", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force").out
+    ready.save(str(tmp_path / "tokenizer.json"))
+    settings = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json", "--force"]
+    run("tokenizer", copy, *settings)
     folder = run_folder(copy)
-    assert "unknown ids" not in told and not verify(folder).problems
+    assert "unknown ids" not in run("encode", copy, *settings).out and not verify(folder).problems
     record = read_manifest(folder / "encode").outputs[0]
     vocabulary, file = read_json(folder / "tokenizer/vocabulary.json"), folder / "encode" / record["path"]
-    assert vocabulary["bos_id"] == vocabulary["eos_id"] == number and record["unknown_tokens"] == 0
-    for place, value, problem in ((5, number, "stands inside of a document"), (0, 7, "is missing")):
+    assert vocabulary["bos_id"] == vocabulary["eos_id"] == len(letters) and record["unknown_tokens"] == 0
+    for place, value, problem in ((5, len(letters), "stands inside of a document"), (0, 7, "is missing")):
         tokens = np.memmap(file, record["dtype"], "r+", record["data_offset"], record["tokens"])
         kept, tokens[place] = int(tokens[place]), value
         [told] = token_problems(file, record, vocabulary, mapped=False)
