@@ -12,11 +12,9 @@ import subprocess
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_lines
 from pipeline.records.checkpoints import complete_checkpoints
-from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, run_with_faults, train_folder
+from tests.stages.training import curve, lines, run_with_faults, train_folder
 
 
 def checkpoints(config, name="mini"):
@@ -26,7 +24,7 @@ def checkpoints(config, name="mini"):
 def test_a_run_trains_and_says_so(fresh):
     """Under torch's own agent; and what is logged, measured and saved on the way changes no loss."""
     run_stage("train", fresh, ranks=2, cold=True)
-    metrics, folder = read_metrics(train_folder(fresh) / "metrics.jsonl"), train_folder(fresh)
+    metrics, folder = lines(fresh), train_folder(fresh)
     assert [record["step"] for record in metrics] == list(range(1, 13))
     assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]
     assert [record["samples"] for record in metrics] == [[16 * step, 16 * step + 16] for step in range(12)]
@@ -34,39 +32,34 @@ def test_a_run_trains_and_says_so(fresh):
         assert all(isinstance(record[key], (int, float)) for record in metrics)
     assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
     assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
-    assert {record["step"] for record in read_lines(folder / "samples.jsonl")} == {6, 12}
-    assert [record["event"] for record in read_lines(folder / "events.jsonl")] == \
-        ["start", "checkpoint", "checkpoint", "checkpoint", "finish"]
+    assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
+    assert [record["event"] for record in lines(fresh, log="events")] == ["start", *["checkpoint"] * 3, "finish"]
     assert sorted(path.name for path in checkpoints(fresh).iterdir()) == ["step-00000008", "step-00000012"]
     assert list((folder.parent / "tensorboard").glob("events.out.tfevents.*"))
-    manifest = read_manifest(folder)
-    assert manifest.counts["tokens"] == 12 * 1024 and manifest.counts["restarts"] == 0
+    counts = read_manifest(folder).counts
+    assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
     assert run_stage("train", fresh, ranks=2).stdout.count("up to date") == 1
     run_stage("train", fresh, "name=quiet", "train.heldout_every=1000", "train.sample_every=1000",
               "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
-    assert [record["loss"] for record in curve(fresh)] == [record["loss"] for record in curve(fresh, "quiet")]
+    assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
 
 
 @pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow), "remove", "marker",
                                     pytest.param("torn marker", marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
+    """What was once finished is set aside for the user to look at; only what never was is removed."""
     newest = checkpoints(begun) / "step-00000008"
-    victim = next(newest.glob("*.safetensors"))
+    victim = newest / ("COMPLETE.json" if "marker" in damage else "rank-00000.safetensors")
     if damage == "flip":
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
-    elif damage == "cut":
-        os.truncate(victim, victim.stat().st_size // 2)
-    elif damage == "remove":
-        victim.unlink()
-    elif damage == "torn marker":
-        os.truncate(newest / "COMPLETE.json", 20)
+    elif damage in ("cut", "torn marker"):
+        os.truncate(victim, 20)
     else:
-        (newest / "COMPLETE.json").unlink()
+        victim.unlink()
     result = run_stage("train", begun)
     assert f"checkpoint {newest.name}" in result.stdout and "continuing after step 4 " in result.stdout
-    # What was once finished is set aside for the user to look at; only what never was is removed.
     assert newest.with_name(f"{newest.name}.damaged").is_dir() == (damage != "marker")
     assert curve(begun) == curve(begun, "whole")
 
@@ -128,15 +121,6 @@ def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
     assert (begun.parent / "runs/whole/train.replaced-1/checkpoints/step-00000020/COMPLETE.json").is_file()
 
 
-def test_when_every_checkpoint_is_damaged_training_does_not_silently_start_again(begun):
-    for file in checkpoints(begun).glob("step-*/*.safetensors"):
-        os.truncate(file, 10)
-    for _ in range(2):
-        assert "Every finished checkpoint" in run_stage("train", begun, expect=2).stderr
-    run_stage("train", begun, "--force")
-    assert curve(begun) == curve(begun, "whole")
-
-
 def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(begun):
     """With keep=1 the sound checkpoint must outlive the damaged one that has a higher step number."""
     before, newest = complete_checkpoints(train_folder(begun))
@@ -155,8 +139,7 @@ def test_a_kill_between_checkpoint_and_log_loses_no_line(begun):
     """The checkpoint holds its step's metrics; a log that lacks them gets them, held-out loss and samples included.
     A line that the kill has torn is cut off."""
     path = train_folder(begun) / "metrics.jsonl"
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < 8]
-    path.write_text("".join(line + "\n" for line in lines) + '{"step": 6, "lo')
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines(begun) if line["step"] < 8) + '{"step": 6, "lo')
     assert "cut 15 bytes" in run_stage("train", begun).stdout
     assert curve(begun) == curve(begun, "whole")
 
@@ -184,11 +167,16 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
 
 
 def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(begun):
-    """The file size limit of the process stands in for the disk: writing beyond it fails like a full one."""
+    """The file size limit of the process stands in for the disk: writing beyond it fails like a full one. And where
+    every checkpoint is damaged, training does not start again in silence."""
     result = run_stage("train", begun, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
     assert "full" in result.stderr, result.stdout + result.stderr
     assert [path.name for path in complete_checkpoints(train_folder(begun))] == ["step-00000004", "step-00000008"]
-    run_stage("train", begun)
+    for file in checkpoints(begun).glob("step-*/*.safetensors"):
+        os.truncate(file, 10)
+    for _ in range(2):
+        assert "Every finished checkpoint" in run_stage("train", begun, expect=2).stderr
+    run_stage("train", begun, "--force")
     assert curve(begun) == curve(begun, "whole")
 
 
