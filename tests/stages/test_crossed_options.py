@@ -4,7 +4,6 @@ what one option promises holds beside the others, and the run equals the plain o
 import shutil
 
 import pytest
-import yaml
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
@@ -13,7 +12,7 @@ from pipeline.data.shard_table import ShardTable
 from pipeline.data.stored.opening import used
 from tests.conftest import run_stage
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import events, proven, reusing, run_with_faults, train_folder
+from tests.stages.training import copy_run, events, proven, reusing, run_with_faults, train_folder
 from tests.training.test_tokens_from import ending, metrics, weights
 from tools.copy_tokens import main as copy_tokens
 
@@ -32,13 +31,9 @@ OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OP
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory, two_sources):
     """Config of a run of its own with token shards from two sources, which may be damaged, and a copy of them."""
-    folder = tmp_path_factory.mktemp("crossed")
-    shutil.copytree(two_sources.parent / "runs", folder / "runs")
-    assert copy_tokens(["--run", str(folder / "runs/mini"), "--to", f"file://{folder}/store"]) == 0
-    config = yaml.safe_load(two_sources.read_text())
-    config["train"]["mixture"] = {"code": 3, "more": 1}
-    (folder / "mini.yaml").write_text(yaml.safe_dump({**config, "runs_dir": str(folder / "runs")}))
-    return folder / "mini.yaml"
+    config = copy_run(two_sources, tmp_path_factory.mktemp("crossed"), train={"mixture": {"code": 3, "more": 1}})
+    assert copy_tokens(["--run", str(config.parent / "runs/mini"), "--to", f"file://{config.parent}/store"]) == 0
+    return config
 
 
 @pytest.fixture(scope="module")

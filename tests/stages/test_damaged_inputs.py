@@ -136,25 +136,29 @@ def trained(chain):
 def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
     """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
     training waits."""
-    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    whole, store = read_manifest(trained.parent / "runs/mini/train"), Store(f"file://{tmp_path}/store")
-    assert whole.counts["token_shards_checked"] > len(shards) > 3
-    name = f"copied-{copied}"
+    path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
+    whole, store, name = manifest(trained), Store(f"file://{tmp_path}/store"), f"copied-{copied}"
+    assert whole.counts["token_shards_checked"] > len(list(path.parent.iterdir())) > 3
     here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
     checkpoints = trained.parent / "runs" / name / "train/checkpoints"
-    with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-        hold_back(patch, lambda: not copied or CopiedCheckpoints(store).found().whole)
+
+    def copies():
+        return CopiedCheckpoints(store).found().whole
+    with monkeypatch.context() as patch, flipped(path):
+        hold_back(patch, lambda: not copied or copies())
         refused(capsys, trained, "train", path, *here)
-    assert CopiedCheckpoints(store).found().whole == [] and not list(checkpoints.glob("step-????????"))
+    assert copies() == [] and not list(checkpoints.glob("step-????????"))
     aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
     assert (2 if copied else 0) <= max(aside, default=0) <= 2
-    assert read_manifest(checkpoints.parent) is None
-    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
+    assert manifest(trained, name) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
     assert do(trained, "train", *here) == 0
-    assert curve(trained, name) == curve(trained)
-    assert weights(read_manifest(checkpoints.parent)) == weights(whole)
+    assert curve(trained, name) == curve(trained) and weights(manifest(trained, name)) == weights(whole)
     assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
-    assert CopiedCheckpoints(store).found().whole[-1:] == ([12] if copied else [])
+    assert copies()[-1:] == ([12] if copied else [])
+
+
+def manifest(config, name="mini"):
+    return read_manifest(config.parent / "runs" / name / "train")
 
 
 def hold_back(patch, ready):
@@ -175,7 +179,7 @@ def test_what_was_saved_before_a_later_start_stays(trained, capsys):
     """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
     here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
     assert do(trained, "train", *here, "train.steps=6") == 0
-    path = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))[0]
+    path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
         refused(capsys, trained, "train", path, *here, "--accept-drift")
         assert "sound for certain" not in read_state(folder).reason

@@ -43,13 +43,15 @@ def run(tmp_path_factory):
     return config
 
 
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS},
+                          capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
 def limited(stage, megabytes, config, *overrides, ranks=1):
     """The stage, in processes that may each take so much memory beyond what they import."""
-    start = [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run([*start, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config),
-                           *overrides], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS}, capture_output=True,
-                          text=True, timeout=HANG_S, check=False)
+    agent = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return python(*agent, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config), *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +80,7 @@ def test_an_export_is_proven_in_the_memory_of_a_block(exported):
     assert counts["layers_compared"] == LAYERS and counts["tensors_compared"] == LAYERS * 9 + 3
     assert 0 < counts["transformers_logit_error"] <= 10 * counts["single_precision_logit_error"]
     for way, fits in (("whole", False), ("in blocks", True)):
-        ended = subprocess.run([sys.executable, "-c", WHOLE, str(folder / "hf"), str(CONVERT_MB), way], cwd=REPOSITORY,
-                               env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True, timeout=HANG_S,
-                               check=False)
+        ended = python("-c", WHOLE, str(folder / "hf"), str(CONVERT_MB), way)
         assert (ended.returncode == 0) == fits, ended.stderr
         assert fits or "allocate memory" in ended.stderr
 

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import yaml
 
 import pipeline.tokenizer as stage
 from pipeline.contract.manifest import read_manifest
@@ -13,6 +12,8 @@ from pipeline.files import read_json
 from pipeline.tokenization import fast
 from pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config
+from tests.stages.conftest import halves
+from tests.stages.test_shard import files_source
 from tests.stages.training import copy_run
 from tests.tokenization.conftest import ODD_TEXTS, byte_level, files, texts, vocabularies  # noqa: F401
 
@@ -23,11 +24,8 @@ def sharded(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "odd.jsonl").write_text("".join(json.dumps({"text": f"{text} {number}"}) + "\n"
                                               for number, text in enumerate(ODD_TEXTS * 4)))
-    config = write_config(folder, corpus)
-    settings = yaml.safe_load(config.read_text())
-    settings["shard"]["heldout_share"] = 0.3
-    settings["shard"]["sources"].append({"kind": "files", "name": "odd", "paths": [str(folder / "odd.jsonl")]})
-    config.write_text(yaml.safe_dump(settings))
+    sources = [files_source("code", corpus / "*.txt"), files_source("odd", folder / "odd.jsonl")]
+    config = write_config(folder, corpus, shard={"heldout_share": 0.3, "sources": sources})
     run_stage("shard", config)
     return config
 
@@ -124,13 +122,7 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
 @pytest.fixture
 def many(tmp_path, corpus):
     """Config of a run with many small shards of two sources."""
-    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3})
-    settings = yaml.safe_load(config.read_text())
-    [code] = settings["shard"]["sources"]
-    names = sorted(corpus.glob("*.txt"))
-    settings["shard"]["sources"] = [{**code, "paths": [str(path) for path in names[::2]]},
-                                    {**code, "name": "more", "paths": [str(path) for path in names[1::2]]}]
-    config.write_text(yaml.safe_dump(settings))
+    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3, "sources": halves(corpus)})
     run_stage("shard", config)
     return config
 
