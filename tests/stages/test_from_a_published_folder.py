@@ -22,10 +22,6 @@ from tests.tokenization.test_ready_folders import TEMPLATE
 
 NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
-HOSTILE = ["", " ", "  two  spaces\n\n\tdef f():", "<|eot_id|>", "a<|begin_of_text|>b", "\0x", "e\u0301 \u00e9 \ufb01",
-           "\U0001f3f3\ufe0f\u200d\U0001f308\U0001f1e9\U0001f1ea", "\r\n\r\n \n", "1234567 12", "I'LL don't 'S",
-           "\u2581 \u2581", "\ufeffx", "a" * 3000, " " * 3000, "\u202eabc", "<|python_tag|>f()", "hello .",
-           "\u0131 \u0130 \u00df"]
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}
 FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=1",
@@ -119,10 +115,8 @@ def test_everything_that_it_came_with_goes_out_again(further, source):
     config, told = further
     out = config.parent / "runs/mini/convert/hf"
     theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (source, out))
-    for sample in HOSTILE:
-        assert ours(sample, verbose=False).input_ids == theirs(sample, verbose=False).input_ids, sample
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.chat_template == theirs.chat_template == TEMPLATE
     assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 512
     before, after = (read_json(place / "generation_config.json") for place in (source, out))
     for mine in ("transformers_version", "_from_model_config"):

@@ -1,10 +1,6 @@
 """A model that is larger than what a rank may take is exported, proven and evaluated, under a limit that the kernel
 keeps; taken whole, neither can be done under it."""
 
-from __future__ import annotations
-
-import json
-import math
 import subprocess
 import sys
 
@@ -13,6 +9,7 @@ import pytest
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
+from pipeline.files import read_json
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
@@ -95,8 +92,4 @@ def test_two_ranks_evaluate_what_neither_could_hold(exported):
     assert "weights sharded over 2 ranks (FSDP2, gathered block by block)" in ended.stdout
     folder = exported.parent / "runs/mini/evaluate"
     assert read_manifest(folder).counts["dp_shard"] == 2
-    results = json.loads((folder / "results.json").read_text())
-    # Random weights know nothing: log2 of the vocabulary for each token, and what logits of variance 1 add to it.
-    total = results["heldout"]["overall"]
-    assert total["bits_per_byte"] * total["bytes"] / total["targets"] == pytest.approx(9 + 0.5 / math.log(2), rel=0.1)
-    assert [entry["tokens"] for entry in results["continuations"]] == [3, 3]
+    assert [entry["tokens"] for entry in read_json(folder / "results.json")["continuations"]] == [3, 3]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 
 import pytest
@@ -93,15 +92,12 @@ def test_what_a_begun_run_cannot_become_is_refused(begun):
 
 def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
     longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-drift"]
-    shutil.copytree(train_folder(begun).parent, train_folder(begun, "spread").parent)
     assert "continuing after step 8 " in run_stage("train", begun, *longer).stdout
     assert set(read_manifest(train_folder(begun)).drift[0]["differences"]) == {
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
-    run_stage("train", begun, "name=spread", *longer, "parallel.tp=2", ranks=2)
-    one, spread, short = (curve(begun, name)[8:] for name in ("mini", "spread", "whole"))
-    assert [record["loss"] for record in spread] == pytest.approx([record["loss"] for record in one], rel=1e-12)
-    assert one[0]["loss"] != pytest.approx(short[0]["loss"], rel=1e-6)
+    longer_loss, short_loss = (curve(begun, name)[8]["loss"] for name in ("mini", "whole"))
+    assert longer_loss != pytest.approx(short_loss, rel=1e-6) and longer_loss == pytest.approx(short_loss, rel=0.1)
     marker = json.loads((checkpoints(begun) / "step-00000016/COMPLETE.json").read_text())
     assert marker["config"]["model"]["context_length"] == 256 and marker["progress"]["precision"] == "fp64"
 
