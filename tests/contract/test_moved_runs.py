@@ -92,28 +92,22 @@ def test_a_reused_run_that_moved_along_is_found_beside(fresh, tmp_path, encoded,
     assert "proven" in capsys.readouterr().out
 
 
-def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path):
+@pytest.mark.parametrize(("first", "again", "changes", "expected"), [
+    (4, {3: 47.0, 4: 46.0, 5: 45.0}, [], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0, 5: 45.0}),
+    (5, {3: 47.0, 4: 46.0}, [0, 2], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0}),
+    (5, {3: 47.0, 4: 46.0}, [0, 2, 3], {1: 4.0, 2: 3.0, 3: 47.0}), (0, {}, [], {})])
+def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path, first, again, changes,
+                                                                                expected):
     """Steps done again, by a restart and by a rollback, and the torn line of a kill; and what was logged beyond the
     step from which a start went on along another plan, whatever the clocks say."""
-    path, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
-
-    def log(first, *again, **more):
-        records = [{"step": step, "loss": 5.0 - step, "time": 90} for step in range(1, first + 1)]
-        records += [{"step": step, "loss": 50.0 - step, "time": 80, **more} for step in again]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 6, "lo')
-
-    def found():
-        return [(record["step"], record["loss"]) for record in read_metrics(str(path))]
-
-    def changed(step, **more):
-        with open(events, "a") as file:
-            file.write(json.dumps({"event": "plan_changed", "step": step, **more}) + "\n")
-    assert read_metrics(path) == []
-    log(4, 3, 4, 5)
-    assert found() == [(1, 4.0), (2, 3.0), (3, 47.0), (4, 46.0), (5, 45.0)]
-    log(5, 3, 4, plan_changes=1)
-    changed(0)
-    changed(2, number=1)
-    assert found() == [(1, 4.0), (2, 3.0), (3, 47.0), (4, 46.0)] and plan_changes(tmp_path) == 1
-    changed(3, number=2)
-    assert [step for step, _ in found()] == [1, 2, 3] and plan_changes(tmp_path) == 2
+    records = [*({"step": step, "loss": 5.0 - step, "time": 90} for step in range(1, first + 1)),
+               *({"step": step, "loss": loss, "time": 80, "plan_changes": min(len(changes), 1)}
+                 for step, loss in again.items())]
+    if records:
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 6')
+    (tmp_path / "events.jsonl").write_text("".join(
+        json.dumps({"event": "plan_changed", "step": step, **({"number": number} if number else {})}) + "\n"
+        for number, step in enumerate(changes)))
+    found = read_metrics(str(tmp_path / "metrics.jsonl"))
+    assert {record["step"]: record["loss"] for record in found} == expected and len(found) == len(expected)
+    assert plan_changes(tmp_path) == max(len(changes) - 1, 0)
