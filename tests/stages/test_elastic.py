@@ -1,7 +1,5 @@
 """One run on changing ranks, layouts and engines: the curve is that of the run that nobody disturbed."""
 
-from __future__ import annotations
-
 import math
 import random
 import signal

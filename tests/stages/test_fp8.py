@@ -1,7 +1,5 @@
 """The train stage in fp8: as near to bf16 as it is said to be, looked at layer by layer, begun and left at a save."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.contract.manifest import read_manifest

@@ -1,7 +1,5 @@
 """What goes wrong while training is noticed and dealt with: faults are injected into real runs."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

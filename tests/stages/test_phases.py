@@ -1,8 +1,6 @@
 """Training in phases: one curve on any ranks, killed and continued in every phase, packed or not; what is told of it is
 what came of it; and what of a plan may change."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Training as users run it: what it says, kill and continue, damaged checkpoints, changed settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
