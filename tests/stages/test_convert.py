@@ -112,8 +112,7 @@ def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys, 
 
 def test_a_damaged_part_stops_the_stage(spread, capsys):
     config = spread()
-    folder = config.parent / "runs/mini"
-    victim = next((folder / "train/checkpoints/step-00000003").glob("*.safetensors"))
+    victim = next((config.parent / "runs/mini/train/checkpoints/step-00000003").glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-4])
     assert run_convert(config) == 2
-    assert victim.name in capsys.readouterr().err and read_manifest(folder / "convert") is None
+    assert victim.name in capsys.readouterr().err and read_manifest(config.parent / "runs/mini/convert") is None

@@ -85,8 +85,8 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
     assert told_of(told, "held-out text") == told_of(told, "baselines") == "measured"
     assert told_of(told, "task words") == told_of(told, "continuations") == "kept"
     results = read_json(folder / "results.json")["heldout"]
-    for source in ("code", "prose"):
-        entry, whole = results["sources"][source], evaluated[1]["heldout"]["sources"][source]
+    for source, entry in results["sources"].items():
+        whole = evaluated[1]["heldout"]["sources"][source]
         shards = open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "heldout", source)
         chosen = [bytes(ids[1:-1].astype("uint8")) for ids in ChosenDocuments(shards, choose(shards, limit))]
         assert entry["documents"] == len(chosen) < entry["of_documents"] == whole["documents"]

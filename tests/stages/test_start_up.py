@@ -126,15 +126,14 @@ def test_command_lines_that_differ_are_told_apart():
 
 
 def test_the_first_rank_of_a_node_hashes_the_code_for_those_in_the_same_folder():
-    def member(node, code, folder="/a"):
-        return Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="",
-                      world=None, folder=folder)
-    alike = with_code([member("n0", "x"), member("n0", ""), member("n1", "x"), member("n1", "")])
-    assert [found.code for found in alike] == ["x"] * 4 and not RankAgreement(alike).problem()
-    other = RankAgreement(with_code([member("n0", "x"), member("n0", ""), member("n1", "y"), member("n1", "")]))
-    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in other.problem()
-    elsewhere = RankAgreement(with_code([member("n0", "x"), member("n0", "", "/b")]))
-    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in elsewhere.problem()
+    def problem(*members):
+        return RankAgreement(with_code([
+            Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="", world=None,
+                   folder=folder) for node, code, folder in members])).problem()
+    here, there = [("n0", "x", "/a"), ("n0", "", "/a")], [("n1", "x", "/a"), ("n1", "", "/a")]
+    assert not problem(*here, *there)
+    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in problem(*here, ("n1", "y", "/a"), there[1])
+    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in problem(here[0], ("n0", "", "/b"))
 
 
 class Alone:

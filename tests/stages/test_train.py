@@ -102,16 +102,18 @@ def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
 
 def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
     victim, loss = checkpoints(begun, "whole") / "step-00000016/rank-00000.safetensors", curve(begun, "whole")
+
+    def said(*settings):
+        return run_stage("train", begun, "name=whole", *settings).stdout
     victim.unlink()
-    said = run_stage("train", begun, "name=whole").stdout
-    assert "making it again" in said and "is damaged" in said and victim.is_file() and curve(begun, "whole") == loss
-    longer = ["name=whole", "train.steps=20"]
-    assert "continuing after step 16" in run_stage("train", begun, *longer, "--accept-drift").stdout
+    told = said()
+    assert "making it again" in told and "is damaged" in told and victim.is_file() and curve(begun, "whole") == loss
+    assert "continuing after step 16" in said("train.steps=20", "--accept-drift")
     assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
     manifest = read_manifest(train_folder(begun, "whole"))
     assert manifest.counts["steps"] == 20 and "train.steps: 16 -> 20" in manifest.drift[0]["differences"]
-    assert "up to date" in run_stage("train", begun, *longer).stdout
-    run_stage("train", begun, "name=whole", "train.steps=2", "train.warmup_steps=1", "--force")
+    assert "up to date" in said("train.steps=20")
+    said("train.steps=2", "train.warmup_steps=1", "--force")
     assert (begun.parent / "runs/whole/train.replaced-1/checkpoints/step-00000020/COMPLETE.json").is_file()
 
 
@@ -144,11 +146,10 @@ def test_what_only_one_rank_knows_is_heard(fresh):
             "def body(work):\n    from pipeline.parallel.ranks import start_ranks\n    ranks = start_ranks()\n"
             "    if ranks.rank == 1:\n        raise UserError('the cable of rank 1 is loose')\n    ranks.barrier()\n"
             "sys.exit(stage_main('train', body))\n")
-    script = fresh.parent / "script.py"
-    script.write_text(code)
-    command = stage_command("train", fresh, ranks=2)
-    command[command.index("pipeline.train") - 1:command.index("pipeline.train") + 1] = [str(script)]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
+    (fresh.parent / "script.py").write_text(code)
+    *agent, _, _, flag, config = stage_command("train", fresh, ranks=2)
+    result = subprocess.run([*agent, str(fresh.parent / "script.py"), flag, config], cwd=REPOSITORY, env=environment(),
+                            capture_output=True, text=True, check=False)
     assert result.returncode != 0 and "train stops here on rank 1: the cable of rank 1 is loose" in result.stderr
 
 
