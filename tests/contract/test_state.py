@@ -20,24 +20,24 @@ def test_the_state_says_how_a_stage_ended(place, monkeypatch):
         seen.append(state(place))
         copy_corpus(work)
 
-    def raising(error):
+    def raising(error, *arguments):
         def body(work):
-            raise error
+            raise error(*arguments)  # a new one each time: it holds on to its frames, and so to the lock
         return body
 
     def stopped(work):
         write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
     for body, status, found, reason in (
-            (raising(UserError("the corpus is in Latin-1")), 2, ("failed", None), "the corpus is in Latin-1"),
-            (raising(OSError(28, "No space left on device", "x")), 2, ("failed", None), "is full"),
-            (raising(KeyboardInterrupt()), 130, ("preempted", None), ""), (stopped, 130, ("preempted", 4), ""),
+            (raising(UserError, "the corpus is in Latin-1"), 2, ("failed", None), "the corpus is in Latin-1"),
+            (raising(OSError, 28, "No space left on device", "x"), 2, ("failed", None), "is full"),
+            (raising(KeyboardInterrupt), 130, ("preempted", None), ""), (stopped, 130, ("preempted", 4), ""),
             (look, 0, ("done", None), "")):
         assert call(place, "shard", body) == status and state(place) == found
         assert reason in read_state(shard).reason
     assert seen == [("running", None)] and read_state(shard).job == "77"
     assert "STATE.json" not in [record["path"] for record in read_manifest(shard).outputs]
     with pytest.raises(ZeroDivisionError):
-        call(place, "shard", raising(ZeroDivisionError()), "--force")
+        call(place, "shard", raising(ZeroDivisionError), "--force")
     assert state(place) == ("running", None)  # whoever finds this knows that it crashed
 
 
