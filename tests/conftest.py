@@ -106,7 +106,9 @@ def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of warm processes before the workers are forked, so that they share it."""
+    """Keep torch to one thread, and start the server of warm processes, before the workers are forked and share it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # threads of several workers on the same cores spin while they wait for each other
     if session.config.option.workers and not session.config.option.collectonly:
         warm_server()
 

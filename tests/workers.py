@@ -24,7 +24,7 @@ import pytest
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
-CLUSTERS = {"test_chain.py": "a", "test_queueing.py": "a", "test_fake_slurm.py": "a", "test_one_job.py": "b"}
+CLUSTERS = {"test_chain.py": "a", "test_one_job.py": "b"}
 """Files of tests/slurm by the lab that they share. All others share a third lab. They mostly wait."""
 SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""

@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.contract.stages import REPOSITORY, STAGES
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
@@ -76,7 +76,6 @@ class House:
     root: Path
     work: Path
     pids: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -92,8 +91,7 @@ class House:
         kept = {key: value for key, value in os.environ.items()
                 if not key.startswith(("SLURM_", "OMP_NUM", "PYTHONPATH", "RANK", "WORLD_SIZE"))}
         # No Slurm and no GPU, whatever this machine has.
-        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "",
-                **self.environment, **more}
+        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **more}
 
     def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the launcher to its end."""
@@ -109,6 +107,10 @@ class House:
     def started(self) -> list[str]:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
+
+    def wait_for_bodies(self, stage: str, ranks: int) -> None:
+        """Wait until the bodies of a stage, a slow or a stubborn one, are at work."""
+        wait_for(lambda: len(list(self.pids.glob(f"{stage}-?.ready"))) == ranks)
 
     def alive(self) -> list[str]:
         """Started bodies whose process still exists."""
@@ -126,31 +128,15 @@ def runs(note: Path) -> bool:
 def build_house(folder: Path) -> House:
     """Make the copy and its working folder under `folder`."""
     root, work, pids = folder / "house", folder / "a folder", folder / "pids"
-    for place in (root / "pipeline", root / "model", work, pids):
-        place.mkdir(parents=True)
-    for room in ("launch", "pipeline/config", "pipeline/contract", "pipeline/records", "pipeline/training/sinks",
-                 "pipeline/data/filters", "pipeline/data/sampling", "pipeline/stores"):
+    for room in ("launch", "pipeline", "model"):
         shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (REPOSITORY / "pipeline").glob("*.py"):
-        if path.stem not in STAGES:
-            shutil.copy(path, root / "pipeline")
-    (root / "pipeline/training/__init__.py").touch()
-    for path in (REPOSITORY / "pipeline/data").glob("*.py"):  # filters take in how records are read
-        shutil.copy(path, root / "pipeline/data")
-    (root / "pipeline/parallel").mkdir()
-    for name in ("__init__.py", "stages.py"):
-        shutil.copy(REPOSITORY / "pipeline/parallel" / name, root / "pipeline/parallel")
-    (root / "model/attention").mkdir()
-    for name in ("__init__.py", "config.py", "presets.py", "attention/__init__.py"):
-        shutil.copy(REPOSITORY / "model" / name, root / "model" / name)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         for given in filter(None, (stage.files, stage.unit_files)):
-            name, _, function = given.partition(":")
-            module = root / (name.replace(".", "/") + ".py")
-            module.parent.mkdir(exist_ok=True)
-            (module.parent / "__init__.py").touch()
-            module.write_text(f"def {function}(config):\n    return []\n")
+            module, _, function = given.partition(":")
+            (root / f"{module.replace('.', '/')}.py").write_text(f"def {function}(config):\n    return []\n")
+    work.mkdir()
+    pids.mkdir()
     (work / "config.yaml").write_text("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
                                       "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
     return House(root, work, pids)

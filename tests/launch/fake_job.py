@@ -1,23 +1,20 @@
-"""A running job for a machine without Slurm: its runner in this process with starts that a test plays, or as a process
-with real ranks under a stand-in for srun."""
+"""A running job for a machine without Slurm: its runner in this process, with starts that a test plays."""
 
 from __future__ import annotations
 
 import io
-import json
 import math
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.slurm.chain import Chain, ChainJob
 from launch.slurm.job import runner, starts
 from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.preflight import Found
@@ -26,75 +23,9 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import JobInfo
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import PARTS, last_word_file
-from pipeline.contract.state import STATE, StageState, log_attempt, read_attempts, read_state, write_state
+from pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.files import write_json, write_text
-from tests.launch.fake_house import runs
-from tests.waiting import HANG_S
 
-ROOT = Path(__file__).resolve().parents[2]
-
-SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys, time
-with open(os.path.join(os.path.dirname(sys.argv[0]), "srun.calls"), "a") as file:
-    file.write(" ".join(sys.argv[1:]) + "\\n")
-options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
-first = next(number for number, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
-tasks, per = int(options["ntasks"]), int(options["ntasks-per-node"])
-running = {{}}
-for task in range(tasks):
-    environment = {{**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": str(tasks),
-                   "SLURM_LOCALID": str(task % per), "SLURM_NODEID": str(task // per),
-                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{{1 + task // per}}"}}
-    running[task] = subprocess.Popen(sys.argv[first:], env=environment,
-                                     stdout=open(options["output"].replace("%t", str(task)), "wb"),
-                                     stderr=open(options["error"].replace("%t", str(task)), "wb"))
-def end(*_):
-    for process in running.values():
-        process.kill()
-signal.signal(signal.SIGTERM, end)
-worst = 0
-while running:
-    for task, process in list(running.items()):
-        status = process.poll()
-        if status is None:
-            continue
-        del running[task]
-        if status:
-            worst = worst or 143
-            how = signal.strsignal(-status) if status < 0 else f"Exited with exit code {{status}}"
-            print(f"srun: error: n{{1 + task // per}}: task {{task}}: {{how}}", file=sys.stderr, flush=True)
-            end()
-    time.sleep(0.02)
-sys.exit(worst)
-"""
-
-STAGE = '''
-"""A stage for tests: what each of its starts does stands in a file."""
-import os, signal, sys, time
-from pathlib import Path
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.state import write_state
-folder, plan = Path(sys.argv[1]), Path(sys.argv[2]).read_text().split()
-rank, attempt = int(os.environ["RANK"]), int(os.environ["DROVER_ATTEMPT"])
-what = plan[min(attempt, len(plan) - 1)]
-pids = folder.parent / "pids"
-pids.mkdir(parents=True, exist_ok=True)
-print("rank", rank, "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_PORT"], flush=True)
-if rank == 0:
-    write_state(folder, "running")
-(pids / f"{attempt}-{rank}").write_text(str(os.getpid()))
-if what == "crash" and rank == 1:
-    print("this rank says why", file=sys.stderr, flush=True)
-    while not (pids / f"{attempt}-0").exists():
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGKILL)
-if what != "work":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(3600)
-if rank == 0:
-    Manifest(folder.name, {}, [], {"steps": 1}, "").write(folder)
-    write_state(folder, "done")
-'''
 KILLED = "srun: error: n2: task 1: Killed\n"
 NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"
 
@@ -140,12 +71,17 @@ class Slurm:
 
 @dataclass
 class Job:
-    """A job in a folder of its own: its spec, and Slurm's answers."""
+    """A job in a folder of its own: its spec, and Slurm's answers.
+
+    commands, environments: of its starts. handlers: of signals.
+    """
 
     folder: Path
     spec: JobSpec
     slurm: Slurm = field(default_factory=Slurm)
     commands: list[str] = field(default_factory=list)
+    environments: list[dict[str, str]] = field(default_factory=list)
+    handlers: dict[int, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -155,9 +91,7 @@ class Job:
     def stage(self) -> Path:
         return self.spec.folder
 
-    # ---- in this process
-
-    def go(self, *plan: str | Callable[[Callable[[], bool]], StepEnd], job: str = "12", restart: int = 0,
+    def go(self, *plan: Any, job: str = "12", restart: int = 0,
            element: int | None = None, trial: Found | None = None, **changes: Any) -> tuple[int, str]:
         """Run the job to its end; its exit status and log. plan: what each start does (`play`).
 
@@ -167,7 +101,7 @@ class Job:
         with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
             made = self.runner(patch, iter(plan), job, restart, element)
             patch.setattr(runner, "run_preflight", lambda *_: trial or Found({}, ["all is well"]))
-            patch.setattr(signal, "signal", lambda *_: None)
+            patch.setattr(signal, "signal", self.handlers.__setitem__)
             return made.run(), said.getvalue()
 
     def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
@@ -178,9 +112,9 @@ class Job:
         patch.setattr(runner, "PAUSE_S", 0.0)
         patch.setattr(starts, "STEP_PAUSE_S", 0.0)
 
-        def start(command: list[str], environment: dict[str, str], folder: Path, each: Callable[[], bool],
-                  *more: Any) -> StepEnd:
+        def start(command, environment, folder, each, *more):
             self.commands.append(" ".join(command))
+            self.environments.append(environment)
             what = next(plan)
             return what(each) if callable(what) else self.play(what, folder, element, more)
 
@@ -192,18 +126,15 @@ class Job:
 
     def play(self, what: str, folder: Path, element: int | None, more: tuple[Any, ...]) -> StepEnd:
         """What a start leaves, and how its processes end."""
-        where = (self.stage, STATE) if element is None else (
-            self.stage / PARTS, last_word_file(self.spec.phase, element, self.spec.parts))
-
-        def say(status: Any, **words: Any) -> None:
-            write_state(where[0], status, file=where[1], **words)
-
-        if what in ("silent", "import", "refuse", "no step", "abandoned"):
+        say = partial(write_state, self.stage) if element is None else partial(
+            write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
+        if what == "no step":
+            return StepEnd(1, NO_STEP)
+        if what == "abandoned":
+            return StepEnd(137, abandoned=True)
+        if what == "refuse":
             (folder / "rank0.err").write_text("there is nothing to train on\n")
-            exited = "srun: error: n1: task 0: Exited with exit code "
-            return {"silent": StepEnd(0), "import": StepEnd(143, f"{exited}1\n"), "no step": StepEnd(1, NO_STEP),
-                    "refuse": StepEnd(143, f"{exited}2\n") if self.spec.ranks else StepEnd(2),
-                    "abandoned": StepEnd(137, abandoned=True)}[what]
+            return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n") if self.spec.ranks else StepEnd(2)
         if what == "work":
             if element is None:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
@@ -211,13 +142,9 @@ class Job:
             else:
                 write_json(self.stage / PARTS / f"{self.spec.phase}.{element}-of-{self.spec.parts}.json", {})
             return StepEnd(0)
-        if element is None:
-            say("running")
-        if what.startswith("save") or what in ("asked", "cancelled"):
-            step = int(what.removeprefix("save") if what.startswith("save") else 120)
-            write_json(self.stage / f"checkpoints/step-{step:08d}/COMPLETE.json", {})
-        if what in ("asked", "cancelled"):
-            say("preempted", step=120, reason="time limit", again=what == "asked")
+        if what == "asked":
+            write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
+            say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
         if what == "units":  # a stage without ranks: ended, or warned of the time limit
             ends, warns = more
@@ -227,51 +154,12 @@ class Job:
         if what == "failed":
             say("failed", reason="the third record is broken")
             return StepEnd(143)
+        if element is None:
+            say("running")
+        if what.startswith("save"):
+            write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
         write_text(folder / ("rank1.err" if self.spec.ranks else "rank0.err"), "this rank says why\n")
         return StepEnd(143, KILLED) if self.spec.ranks else StepEnd(137)
-
-    # ---- as processes
-
-    def start(self, *plan: str) -> subprocess.Popen[str]:
-        """The runner as a process, with real ranks."""
-        (self.folder / "plan").write_text(" ".join(plan))
-        self.spec.save(self.folder / "spec.json")
-        return subprocess.Popen([sys.executable, "-m", "launch.slurm.job.runner", str(self.folder / "spec.json")],
-                                env=self.environ(), cwd=self.folder, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT)
-
-    def run_it(self, *plan: str) -> tuple[int, str]:
-        """Run it to its end; its exit status and log."""
-        process = self.start(*plan)
-        try:
-            out, _ = process.communicate(timeout=HANG_S)
-        finally:
-            process.kill()
-        return process.returncode, out
-
-    def environ(self, **more: str) -> dict[str, str]:
-        """The environment of a job, with the stand-in for srun on PATH."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "DROVER", "RANK"))}
-        return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-                "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", **more}
-
-    def notes(self) -> list[Path]:
-        """Files with the process ids of the ranks that were started."""
-        return [path for path in sorted((self.run / "pids").glob("*")) if path.read_text()]
-
-    def alive(self) -> list[Path]:
-        """Those of ranks that still run."""
-        return list(filter(runs, self.notes()))
-
-    def kill_all(self) -> None:
-        for note in self.alive():
-            os.kill(int(note.read_text()), signal.SIGKILL)
-
-    # ---- what is left
-
-    def calls(self) -> list[str]:
-        """What srun was called with."""
-        return (self.folder / "bin/srun.calls").read_text().splitlines()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
@@ -298,23 +186,14 @@ class Job:
 
 def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     """A job of two ranks on two nodes, the second job (12) of the chain `c`."""
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin/srun").write_text(SRUN)
-    for name in ("scontrol", "squeue", "sinfo", "sacct"):  # Slurm does not answer, whatever this machine has
-        (folder / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
-    for path in (folder / "bin").iterdir():
-        path.chmod(0o755)
-    (folder / "stage.py").write_text(STAGE)
     run = folder / "runs" / "trial"
     (run / "launch").mkdir(parents=True)
-    spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2, command=(
-        sys.executable, str(folder / "stage.py"), str(run / stage), str(folder / "plan")))
+    spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2,
+                   command=("python", "-m", f"pipeline.{stage}"))
     return Job(folder, replace(spec, **changes))
 
 
 def chain_of(job: Job, *ids: str) -> None:
     """Record a chain of links for the job's stage."""
-    (job.run / "launch/chain.json").write_text(json.dumps({
-        "id": "c", "submitted": "", "command": [], "git": {}, "config": "", "config_sha256": "", "code": "",
-        "cluster": None, "jobs": [{"name": job.spec.name, "stage": job.spec.stage, "kind": "link", "id": number,
-                                   "elements": None, "dependencies": [], "log": "", "spec": ""} for number in ids]}))
+    Chain("c", "", (), {}, "", "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, "link", id) for id in ids)
+          ).write(job.run)

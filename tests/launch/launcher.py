@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm.chain import Chain, read_chain
 from launch.slurm.submit import request
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from launch.submit import main
@@ -102,6 +103,25 @@ class Launcher:
     def submit(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call it with the configuration."""
         return self.call("--config", "config.yaml", *arguments, **variables)
+
+    def accepted(self, *arguments: str, **variables: str) -> str:
+        """Call it with what it does; what it printed."""
+        result = self.submit(*arguments, **variables)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def refused(self, *arguments: str, **variables: str) -> str:
+        """Call it with what it refuses; its complaint."""
+        result = self.submit(*arguments, **variables)
+        assert result.returncode == 2, result.stdout
+        return result.stderr
+
+    @property
+    def chain(self) -> Chain:
+        """The newest submission of the run."""
+        chain = read_chain(self.run)
+        assert chain is not None
+        return chain
 
     def done(self, *stages: str) -> None:
         """Stages that are done as the configuration asks for them."""

@@ -14,7 +14,6 @@ LONG = ["train.sequence_length=131072", "model.context_length=131072", "parallel
 
 @pytest.mark.parametrize("name, ranks, overrides, groups, accumulation", [
     ("llama3_70b", 1024, [], 32, 16),
-    ("llama3_405b", 8192, [], 64, 32),
     ("llama3_405b", 16384, [], 128, 16),
     ("llama3_405b", 16384, LONG, 8, 16),
 ])

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +21,7 @@ from launch.plan import Machine, local_ranks
 from pipeline.config.tree import Config
 from tests.launch.fake_house import runs
 from tests.waiting import wait_for
+from tools.slurm_processes import process_table
 
 
 def test_a_chain(ready):
@@ -57,22 +58,18 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
     if forced:
         launcher.done("shard", "tokenizer")
 
-    class Played:
-        def __init__(self, job, log):
-            assert log == Path(f"runs/trial/logs/{job.stage}.log")
+    def run(interruptions, stage):
+        what = left.pop(0)
+        interruptions.count += "request" in what
+        if "done" in what or what == "late":
+            launcher.done(stage)
+        return {"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137, "15": 143}.get(what, 0)
 
-        def run(self, interruptions, stage):
-            what = left.pop(0)
-            interruptions.count += "request" in what
-            if "done" in what or what == "late":
-                launcher.done(stage)
-            ends = {"fail": 2, "late": 3, "stopped": 130, "request": 143}
-            return 128 + int(what) if what.isdigit() else ends.get(what, 0)
-
-    monkeypatch.setattr(local, "_start", Played)
+    logs = []
+    monkeypatch.setattr(local, "_start", lambda job, log: logs.append(str(log)) or SimpleNamespace(run=run))
     result = launcher.submit("--stage", "shard,tokenizer", "--cluster", "local", *["--force"] * forced)
     assert result.returncode == status and words in result.stdout + result.stderr, result.stderr
-    assert not left
+    assert not left and logs[0] == "runs/trial/logs/shard.log"
 
 
 ENDS_AT_TERM = "signal.signal(2, signal.SIG_IGN); signal.signal(15, lambda *_: os._exit(7))"
@@ -106,14 +103,17 @@ def test_requests_to_stop(tmp_path, script, requests, patience_s, status, said):
 def test_requests_are_counted(number):
     before = signal.getsignal(number)
     with Interruptions() as interruptions:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert interruptions.count == 1
     assert signal.getsignal(number) == before
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+
+def test_after_nohup_a_closed_terminal_is_no_request():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Interruptions() as interruptions:
-        os.kill(os.getpid(), signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
         assert interruptions.count == 0
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, before)
 
 
 # ---- ranks under the agent
@@ -126,8 +126,7 @@ def test_a_failed_rank_speaks_for_itself(ready):
     assert ranks.stderr.count("train stops here: the third record of corpus.txt is broken. Mend it.") == 1
     for noise in ("ChildFailedError", "Traceback", "torch.distributed.elastic", "Root Cause"):
         assert noise not in ranks.stderr + ranks.stdout
-    log = (ready.run / "logs" / "train.log").read_text()
-    assert "train stops here" in log and "Root Cause" in log, "the agent's account is kept"
+    assert "Root Cause" in (ready.run / "logs" / "train.log").read_text(), "the agent's account is kept"
 
 
 def test_a_killed_rank_is_named(ready):
@@ -138,7 +137,7 @@ def test_a_killed_rank_is_named(ready):
 
 def test_a_request_to_stop_lets_ranks_save(ready):
     launcher = ready.start("--stage", "train,convert", FAKE_train="slow")
-    wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
+    ready.wait_for_bodies("train", 2)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate()
     assert launcher.returncode == 130
@@ -147,11 +146,10 @@ def test_a_request_to_stop_lets_ranks_save(ready):
     assert "stopped in train; the same command continues" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("stage", ["shard", pytest.param("train", marks=pytest.mark.slow)])
-def test_a_killed_launcher_leaves_no_orphans(ready, stage):
+@pytest.mark.parametrize(("stage", "ranks"), [("shard", 1), pytest.param("train", 2, marks=pytest.mark.slow)])
+def test_a_killed_launcher_leaves_no_orphans(ready, stage, ranks):
     launcher = ready.start("--stage", stage, "--force", **{f"FAKE_{stage}": "slow"})
-    ranks = 2 if stage == "train" else 1
-    wait_for(lambda: len(list(ready.pids.glob(f"{stage}-?.ready"))) == ranks)
+    ready.wait_for_bodies(stage, ranks)
     launcher.kill()
     wait_for(lambda: not ready.alive())
     launcher.communicate()
@@ -160,9 +158,9 @@ def test_a_killed_launcher_leaves_no_orphans(ready, stage):
 @pytest.mark.slow
 def test_a_killed_agent_leaves_no_orphans(ready):
     launcher = ready.start("--stage", "train", FAKE_train="stubborn")
-    wait_for(lambda: len(list(ready.pids.glob("train-?.ready"))) == 2)
-    stat = Path("/proc", (ready.pids / "train-0").read_text(), "stat").read_text()
-    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    ready.wait_for_bodies("train", 2)
+    agent = process_table()[int((ready.pids / "train-0").read_text())].parent
+    os.kill(agent, signal.SIGKILL)
     _, errors = launcher.communicate()
     assert launcher.returncode == 137 and "killed by signal 9" in errors
     wait_for(lambda: not ready.alive())
@@ -192,8 +190,7 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
 def test_a_closed_output_does_not_end_the_run(house):
     launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard,tokenizer"), cwd=house.work,
                                 env=house.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not launcher.stdout.readline().startswith(b"shard rank"):
-        pass
+    assert any(line.startswith(b"shard rank") for line in launcher.stdout)
     launcher.stdout.close()
     launcher.stderr.close()
     assert launcher.wait() == 0

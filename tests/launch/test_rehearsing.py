@@ -80,22 +80,19 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
 def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch):
     config, options = given()
 
-    def said(*jobs):
-        rehearse_training(config, list(jobs) or [job()], options)
+    def said(answer="", script="", stage="train", config=config):
+        rehearsal(answer, script)
+        rehearse_training(config, [job(stage=stage)], options)
         return capsys.readouterr().out
-    assert "no training is to be submitted" in said(job(stage="convert"))
-    rehearsal(json.dumps({"failed": "a shape is not known"}))
-    assert "not done: a shape is not known. The job is submitted nevertheless" in said()
-    rehearsal("", "echo 'first' >&2; echo 'no such file' >&2; exit 3")
-    assert "not done: it failed (no such file)" in said()
-    rehearsal("", "exit 3")
-    assert "not done: it failed (it ended with status 3)" in said()
-    rehearsal("", "exec sleep 3600")
+    assert "no training is to be submitted" in said(stage="convert")
+    unknown_shape = said('{"failed": "a shape is not known"}')
+    assert "not done: a shape is not known. The job is submitted nevertheless" in unknown_shape
+    assert "not done: it failed (no such file)" in said(script="echo 'first' >&2; echo 'no such file' >&2; exit 3")
+    assert "not done: it failed (it ended with status 3)" in said(script="exit 3")
     monkeypatch.setattr(rehearsing, "LIMIT_S", 0.5)
-    assert "not done: it took longer than 0 s" in said()
+    assert "not done: it took longer than 0 s" in said(script="exec sleep 3600")
     unknown, _ = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    rehearse_training(unknown, [job()], options)
-    assert "not done: the vocabulary's size is known once" in capsys.readouterr().out
+    assert "not done: the vocabulary's size is known once" in said(config=unknown)
     monkeypatch.setattr(rehearsing.importlib.util, "find_spec", lambda name: None)
     assert "torch is not installed here" in said()
 

@@ -46,28 +46,28 @@ def count(tokens):
     return tokens.stop - tokens.start
 
 
-def attended(q, k, v, pairs, scale, window):
-    """pairs: `documents`, each causal from the last query and key on, and window[0] keys back."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (whole.repeat_interleave(group, 1) for whole in (k, v))
-    outputs = []
-    for own, seen in pairs:
-        scores = torch.einsum("qhd,khd->hqk", q[own], k[seen]) * (scale or q.shape[-1] ** -0.5)
-        more = count(seen) - count(own)
-        visible = torch.ones(scores.shape[1:], dtype=torch.bool).tril(more)
-        visible = visible if window[0] < 0 else visible.triu(more - window[0])
-        scores = scores.masked_fill(~visible, -torch.inf)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[seen]))
-    return torch.cat(outputs)
+def weights(q, k, scale, window):
+    """softmax(q k^T) of one document, causal from the last query and key on, and window[0] keys back: (heads, queries,
+    keys), and its log-sum-exp."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    more = len(k) - len(q)
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(more)
+    seen = seen if window[0] < 0 else seen.triu(more - window[0])
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1), scores.logsumexp(-1)
 
 
 def forward(q, k, v, edges, edges_k, longest, longest_k, is_causal=False, scale=None, window_size=None, *others,
             **named):
-    """Of torch_attn::_varlen_attn: output; log-sum-exp (heads, tokens), which our backward does not read; state of
-    random numbers."""
+    """Of torch_attn::_varlen_attn: output, log-sum-exp (heads, tokens), state of random numbers."""
     CALLS["forward"] += 1
-    out = attended(q, k, v, documents(edges, edges_k, longest, longest_k, window_size), scale, window_size)
-    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+    group = q.shape[1] // k.shape[1]
+    out, normaliser = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
+        keys, values = (whole[seen].repeat_interleave(group, 1) for whole in (k, v))
+        shares, normaliser[:, own] = weights(q[own], keys, scale, window_size)
+        out[own] = torch.einsum("hqk,khd->qhd", shares, values)
+    return out, normaliser, torch.zeros(2, dtype=torch.uint64)
 
 
 def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longest_k, is_causal, state, scale=None,
@@ -75,11 +75,18 @@ def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longes
     """Of torch_attn::_varlen_attn_backward: gradients of q, k, v. Those of keys in no document are what a kernel may
     leave there: anything."""
     CALLS["backward"] += 1
-    pairs = documents(edges, edges_k, longest, longest_k, window_size)
-    _, pull = torch.func.vjp(lambda *three: attended(*three, pairs, scale, window_size), q, k, v)
-    found = pull(gradient)
-    for whole in found[1:]:
-        whole[edges_k[-1]:] = torch.nan
+    group = q.shape[1] // k.shape[1]
+    found = tuple(torch.full_like(whole, torch.nan) for whole in (q, k, v))
+    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
+        queries, keys, values = q[own], *(whole[seen].repeat_interleave(group, 1) for whole in (k, v))
+        shares, _ = weights(queries, keys, scale, window_size)
+        upstream = gradient[own]
+        towards = torch.einsum("qhd,khd->hqk", upstream, values)
+        scores = shares * (towards - (towards * shares).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
+        found[0][own] = torch.einsum("hqk,khd->qhd", scores, keys)
+        for total, part in ((found[1], torch.einsum("hqk,qhd->khd", scores, queries)),
+                            (found[2], torch.einsum("hqk,qhd->khd", shares, upstream))):
+            total[seen] = part.unflatten(1, (-1, group)).sum(2)
     return found
 
 

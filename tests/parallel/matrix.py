@@ -286,7 +286,7 @@ def few(cases: Sequence[Case]) -> list[Case]:
     """Those for `make test`: of all that are given, any two options that meet are met in one of them. None that make
     machine code (inductor), which takes a minute; aot_eager traces the same graphs."""
     return covering([case for case in cases if case.settings.get("backend") != "inductor"], met,
-                    lambda case: case.ranks + 1)
+                    lambda case: (case.ranks + 1) * (2 if case.settings.get("backend") == "aot_eager" else 1))
 
 
 def met(case: Case) -> list[tuple[str, str]]:
@@ -295,7 +295,8 @@ def met(case: Case) -> list[tuple[str, str]]:
     for known in ("parallel", "train", "steps"):
         named.pop(known, None)
     named["accumulation"] = named.get("accumulation", 1) > 1
-    named["sharded"] = case.ranks > math.prod(named.get(axis, 1) for axis in ("pp", "cp", "tp", "dp_replicate"))
+    axes = {axis: named.get(axis, 1) for axis in ("pp", "cp", "tp", "dp_replicate")}
+    named |= {"sharded": case.ranks > math.prod(axes.values()), **{axis: ranks > 1 for axis, ranks in axes.items()}}
     return sorted((name, str(value)) for name, value in named.items() if value and value != "always")
 
 

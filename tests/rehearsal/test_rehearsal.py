@@ -109,6 +109,7 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
         assert not any(config.model.vocab_size in item.shape for item in one.peak.items), "of words, a part is held"
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_that_the_command_makes(capsys):
     """Its heading and first row are made again; the others take minutes (`python -m tools.rehearse --table`)."""
     page = (REPOSITORY / "docs/training.md").read_text()

@@ -63,6 +63,7 @@ def resumed(copied, *settings, **options):
                      **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["moto_server", pytest.param("google", marks=pytest.mark.soak),
                                 pytest.param("azurite", marks=pytest.mark.soak)])
 def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
@@ -137,6 +138,7 @@ def test_a_wrong_secret_is_told_at_the_start(fresh, seaweed):
     assert not list((train_folder(fresh)).glob("checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_refused_by_name(copied):
     before = {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
     other = resumed(copied, "name=other", expect=2).stderr
@@ -151,6 +153,7 @@ def test_checkpoints_of_another_run_are_refused_by_name(copied):
     assert {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     place = copied[1].parent / "elsewhere"
     run_stage("train", copied[0], *SETTINGS)

@@ -48,7 +48,8 @@ def logits(model, vocab_size):
 
 @pytest.mark.parametrize("dtype, changes", [
     ("bfloat16", {"tied_embeddings": True}),
-    ("float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2}),
+    pytest.param("float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2},
+                 marks=pytest.mark.slow),
     ("float32", {"tied_embeddings": True, "no_rope_layer_interval": 2, "sliding_window": 16})],
     ids=["tied", "Qwen3", "SmolLM3"])
 def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, changes):
@@ -57,7 +58,7 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, cha
     assert run_convert(config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}") == 0
     folder, out = config.parent / "runs/mini", config.parent / "runs/mini/convert/hf"
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert len(list(out.glob("*.safetensors"))) > 2
+    assert len(list(out.glob("*.safetensors"))) > 1
     ours, theirs = (logits(model, exported.config.vocab_size) for model in (training_model(folder), exported))
     assert ours.std() > 0.01 and (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
     counts = read_manifest(folder / "convert").counts
@@ -72,7 +73,9 @@ def test_what_transformers_has_no_name_for_is_not_exported(spread, capsys):
     assert "no class of transformers computes: it can be trained, but not exported" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("changes", [{}, {"no_rope_layer_interval": 3, "sliding_window": 16}], ids=["Llama", "SmolLM3"])
+@pytest.mark.parametrize("changes", [
+    {}, pytest.param({"no_rope_layer_interval": 3, "sliding_window": 16}, marks=pytest.mark.slow)],
+    ids=["Llama", "SmolLM3"])
 def test_of_a_model_that_does_not_fit_all_layers_are_compared(spread, capsys, changes):
     config = spread(layers=4, **changes)
     assert run_convert(config, "convert.check_memory_gb=1e-6") == 0
@@ -97,7 +100,7 @@ def swapped(original):
     return stream
 
 
-@pytest.mark.parametrize("memory", [1, 1e-6])
+@pytest.mark.parametrize("memory", [pytest.param(1, marks=pytest.mark.slow), 1e-6])
 def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys, memory):
     """A layout mistake must be found by the stage itself, also where transformers does not load the model."""
     import pipeline.formats.huggingface as huggingface

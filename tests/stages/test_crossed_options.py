@@ -69,10 +69,10 @@ def lose(config, copies):
     (copies / LOCK).unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "read", "lost"), [
-    pytest.param("phases", "shards", True, marks=pytest.mark.slow), ("packed-phases", "shards", True),
-    pytest.param("packing", "parts", True, marks=pytest.mark.slow),
-    pytest.param("packed-phases", "parts", False, marks=pytest.mark.slow)])
+    ("phases", "shards", True), ("packed-phases", "shards", True), ("packing", "parts", True),
+    ("packed-phases", "parts", False)])
 def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, option,
                                                                    read, lost):
     """Killed on the way, its folder lost or not, and with rollbacks that have the reading ahead begin anew."""
@@ -93,7 +93,8 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     if option != "phases":
         ours, theirs = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bins")}
                         for folder in (run / "train/packing", plain(option) / "train/packing"))
-        assert ours == theirs != {}
+        # A run whose folder was lost plans only what is left to read.
+        assert ours and (ours.items() <= theirs.items() if lost else ours == theirs)
 
 
 @pytest.mark.slow

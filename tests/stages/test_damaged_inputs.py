@@ -132,7 +132,8 @@ def trained(chain):
     return chain
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["early", "late and copied"])
+@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True],
+                         ids=["early", "late and copied"])
 def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
     """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
     training waits."""
@@ -175,6 +176,7 @@ def weights(manifest):
     return [record["sha256"] for record in manifest.outputs if record["path"].endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_a_later_start_stays(trained, capsys):
     """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
     here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
@@ -200,6 +202,7 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
     assert str(path) in read_state(trained.parent / "runs/two/train").reason
 
 
+@pytest.mark.slow
 def test_what_convert_and_evaluate_read(trained, capsys):
     """A checkpoint, vocabulary and held-out tokens; then the export, held-out text and tokens, vocabulary and task."""
     run = trained.parent / "runs/mini"

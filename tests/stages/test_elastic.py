@@ -105,6 +105,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
 FOUR_LAYERS = ["train.precision=fp64", "model.layers=4", "train.micro_batch=2", "train.checkpoint.every_steps=2"]
 
 
+@pytest.mark.slow
 def test_guards_judge_for_all_stages_of_a_pipeline(fresh):
     """What is NaN on one stage is skipped on all; a spike takes all of them back. The schedule has zero bubbles."""
     guards = ["train.guards.spike=rollback", "train.guards.spike_min_history=4", "parallel.pp_schedule=zbv",

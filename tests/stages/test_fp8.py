@@ -59,6 +59,7 @@ def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh, settings, sk
             assert (record[f"fp8_{factor}_amax"], record[f"fp8_{factor}_zeros"]) == (max(amax), max(zeros))
 
 
+@pytest.mark.slow
 def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):
     """What each start computed in is said and recorded; `auto` stays in it."""
     steps = ["train.steps=24", "train.checkpoint.every_steps=4", "train.checkpoint.background=false"]

@@ -94,6 +94,7 @@ def own_loss(folder, config, shard, samples):
     return torch.cat(losses).mean().item()
 
 
+@pytest.mark.slow
 def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     from tools.where.__main__ import main as where
     config, told = further

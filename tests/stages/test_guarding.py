@@ -78,6 +78,7 @@ def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
     assert proven(fresh)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     """Of three copies two agree. Nothing of it was saved: the same command goes on as if it had not been."""
     settings = ["parallel.dp_replicate=3", "train.batch_tokens=768", "train.micro_batch=4",

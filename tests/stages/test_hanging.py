@@ -4,6 +4,8 @@ import os
 import subprocess
 import time
 
+import pytest
+
 from pipeline.records.hangs import HUNG_STATUS, hang_folder, judge_hang, read_hang
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, train_folder
@@ -19,6 +21,7 @@ def patience(config, *settings, ranks, least_s):
     return f"train.guards.hang_minutes={max(least_s, 2 * (time.monotonic() - began)) / 60}"
 
 
+@pytest.mark.slow
 def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on(fresh):
     """Under the agent of the launcher, whose exit status is a rank's own."""
     settings = [*SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6)]

@@ -17,6 +17,7 @@ def first(tmp_path_factory, encoded):
     return train_folder(path, "first").parent
 
 
+@pytest.mark.slow
 def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh, first):
     settings = [f"train.init_from={first}", "train.precision=fp64", "model.context_length=256", "model.rope_theta=1e6",
                 "train.sequence_length=128"]

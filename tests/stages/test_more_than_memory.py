@@ -71,6 +71,7 @@ assert logits.shape == (1, 8, 512) and not absent
 """
 
 
+@pytest.mark.slow
 def test_an_export_is_proven_in_the_memory_of_a_block(exported):
     folder = exported.parent / "runs/mini/convert"
     counts = read_manifest(folder).counts
@@ -82,6 +83,7 @@ def test_an_export_is_proven_in_the_memory_of_a_block(exported):
         assert fits or "allocate memory" in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_what_neither_could_hold(exported):
     """The limit decides by itself that the weights are sharded. That results are those of one process is a test of the
     stage's own."""

@@ -20,6 +20,7 @@ LAST = 8
 """The step of the last checkpoint before the kill, which is in step 11."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["seaweed", pytest.param("google", marks=pytest.mark.soak),
                                   pytest.param("azurite", marks=pytest.mark.soak)])
 def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local_one(corpus, encoded, fresh, kind,

@@ -41,7 +41,8 @@ KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
 
 
 @pytest.mark.parametrize(("packing", "kills"), [
-    ("concatenate", KILLS), ("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]))])
+    ("concatenate", KILLS), pytest.param("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]),
+                                         marks=pytest.mark.slow)])
 def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
     """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
     settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}

@@ -94,6 +94,7 @@ def test_time_that_has_passed_saves_too(fresh):
     assert stalls == pytest.approx({event["step"]: event["stall_s"] for event in events(fresh, "checkpoint")}, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_changed_settings_of_the_optimizer_take_effect_on_resume_and_are_logged(begun):
     """Each alone changes what follows the first step, whose loss is of the checkpoint's weights."""
     whole = [record["loss"] for record in curve(begun, "whole")]

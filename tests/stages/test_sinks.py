@@ -50,6 +50,7 @@ class Told:
 '''.replace("\\\\", "\\")
 
 
+@pytest.mark.slow
 def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tmp_path):
     (tmp_path / "my_sinks.py").write_text(OWN)
     run = run_stage("train", fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,

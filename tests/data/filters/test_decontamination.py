@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline import shard
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.comparable_words import comparable_words
 from pipeline.data.documents import Document
@@ -219,7 +218,7 @@ def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp
         assert "up to date" in capsys.readouterr().out
     else:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-            patch.setattr(shard, "gather_contamination", stop)
+            patch.setattr("pipeline.data.filters.decontamination.gather_contamination", stop)
             run(corpus)
     with next(tmp_path.glob("*/set.jsonl")).open("ab") as file:
         file.write(lines([{"question": "document 1 2 of a corpus without any question", "answer": "1"}]))

@@ -6,6 +6,7 @@ from typing import Any
 
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import RunStatus, judge
+from launch.run_status.stage_status import Row
 from launch.slurm.scheduler import JobInfo
 from launch.status import show
 from tests.launch.run_folders import NOW, HandMade
@@ -15,6 +16,11 @@ DEPENDENTS = {id: JobInfo(id, "PENDING", "Dependency") for id in ("17", "18", "1
 
 def standing(run: HandMade, jobs: dict[str, JobInfo] | None) -> RunStatus:
     return judge(read_run(run.folder), jobs, NOW)
+
+
+def row_of(run: HandMade, jobs: dict[str, JobInfo] | None, stage: str = "train") -> Row:
+    """A stage's row."""
+    return next(row for row in standing(run, jobs).rows if row.stage == stage)
 
 
 def states(run: HandMade, jobs: dict[str, JobInfo] | None) -> dict[str, str]:

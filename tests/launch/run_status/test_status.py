@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import judge, wanted_ids
+from launch.run_status.run_status import wanted_ids
+from launch.slurm.nodes import add_strike
 from launch.slurm.scheduler import JobInfo
 from pipeline.contract.state import STOP
 from pipeline.files import append_line, write_json, write_text
-from tests.launch.run_folders import NOW, SETTINGS, HandMade, ago
-from tests.launch.run_status.judged import DEPENDENTS, standing, states, text, training
+from tests.launch.run_folders import SETTINGS, HandMade, ago
+from tests.launch.run_status.judged import DEPENDENTS, row_of, standing, states, text, training
 
 RUNNING = """\
 run       runs/demo, submitted 2026-11-21 11:10 UTC from commit 61ec0478c8 with changes
@@ -133,33 +134,32 @@ def test_array_with_a_failed_element(run):
     jobs = {"11": JobInfo("11", "FAILED"), **elements}
     assert text(run, jobs) == ARRAY
     jobs |= {"11": JobInfo("11", "RUNNING", nodes="n1", elapsed_s=30), "11_2": JobInfo("11_2", "RUNNING")}
-    [row] = [row for row in standing(run, jobs).rows if row.stage == "shard"]
+    row = row_of(run, jobs, "shard")
     assert (row.state, row.progress, row.nodes, row.elapsed_s) == ("running", "3/4 done", "n1", 30)
 
 
 def test_arrays_of_several_phases(run):
-    phases = ("read", "sort", "write")
-    arrays = [run.job(f"2{number}", "shard", "array", (0, 1), (), parts=2, name=f"demo-shard-{phase}", phase=phase)
-              for number, phase in enumerate(phases)]
+    arrays = [run.job(id, "shard", "array", (0, 1), (), parts=2, name=f"demo-shard-{phase}", phase=phase)
+              for id, phase in (("20", "read"), ("21", "sort"), ("22", "write"))]
     run.submitted(*arrays, run.job("23", "shard", "finalise"))
     run.begun("shard")
-    for index in (0, 1):
-        run.part("shard", "read", index, 2)
-    run.part("shard", "sort", 1, 2)
+    for phase, index in (("read", 0), ("read", 1), ("sort", 1)):
+        run.part("shard", phase, index, 2)
 
-    def shown(**jobs):
-        infos = {id[1:]: JobInfo(id[1:], *state.split()) for id, state in jobs.items()}
-        [row] = [row for row in standing(run, infos).rows if row.stage == "shard"]
-        return row.job, row.state, row.progress
-    waiting = {"_22": "PENDING Dependency", "_23": "PENDING Dependency"}
-    assert shown(_20="COMPLETED", _21="RUNNING", **waiting) == ("21 x2", "running", "sort 1/2 done")
-    ended = {"_21_0": "FAILED", "_21_1": "COMPLETED", "_22": "CANCELLED", "_23": "CANCELLED"}
-    assert shown(_20="COMPLETED", _21="FAILED", **ended) == ("21 x2", "failed", "sort 1/2 done, 1 failed (element 0)")
-    assert "element 0 of sort ended FAILED" in text(run, {id[1:]: JobInfo(id[1:], state) for id, state in {
-        "_20": "COMPLETED", "_21": "FAILED", **ended}.items()})
+    def infos(**ended):
+        """By the jobs' ids, after a letter."""
+        return {id[1:]: JobInfo(id[1:], *state.split()) for id, state in {"_20": "COMPLETED", **ended}.items()}
+
+    row = row_of(run, infos(_21="RUNNING", _22="PENDING Dependency", _23="PENDING Dependency"), "shard")
+    assert (row.job, row.state, row.progress) == ("21 x2", "running", "sort 1/2 done")
+    failed = infos(_21="FAILED", _21_0="FAILED", _21_1="COMPLETED", _22="CANCELLED", _23="CANCELLED")
+    row = row_of(run, failed, "shard")
+    assert (row.job, row.state, row.progress) == ("21 x2", "failed", "sort 1/2 done, 1 failed (element 0)")
+    assert "element 0 of sort ended FAILED" in text(run, failed)
     for phase, index in (("sort", 0), ("write", 0), ("write", 1)):
         run.part("shard", phase, index, 2)
-    assert shown(_20="COMPLETED", _21="COMPLETED", _22="COMPLETED", _23="RUNNING")[2] == "write 2/2 done"
+    ended = infos(_21="COMPLETED", _22="COMPLETED", _23="RUNNING")
+    assert row_of(run, ended, "shard").progress == "write 2/2 done"
 
 
 def test_local_run(run, tmp_path):
@@ -185,7 +185,7 @@ def test_done_chain(run):
     run.attempt("job", "train", "16", seconds=465)
     seen = standing(run, {})
     assert seen.outcome == "done" and {row.state for row in seen.rows} == {"done"} and not seen.remarks
-    assert [row.elapsed_s for row in seen.rows if row.stage == "train"] == [365], "over all of its starts"
+    assert row_of(run, {}).elapsed_s == 365, "over all of its starts"
     assert wanted_ids(read_run(run.folder)) == [], "Slurm need not be asked"
 
 
@@ -194,7 +194,7 @@ def test_links_of_training(run):
     run.state("train", "preempted", job="21", again=True)
     jobs = {"21": JobInfo("21", "COMPLETED"), "22": JobInfo("22", "RUNNING", elapsed_s=5),
             "23": JobInfo("23", "PENDING", "Dependency")}
-    [row] = [row for row in standing(run, jobs).rows if row.stage == "train"]
+    row = row_of(run, jobs)
     assert (row.job, row.state, row.elapsed_s) == ("22 (2/3)", "starting", 5)
 
 
@@ -203,7 +203,7 @@ def test_units_of_encode_are_counted_against_the_text_shards(run):
     run.begun("encode")
     run.units("encode", "encode", 5)
     run.units("encode", "parts", 2)
-    [row] = [row for row in standing(run, {}).rows if row.stage == "encode"]
+    row = row_of(run, {}, "encode")
     assert (row.state, row.progress) == ("stopped", "5/7 shards")
 
 
@@ -216,20 +216,16 @@ def test_reused_stages(run):
 
 def test_time_to_go_counts_what_lies_between_the_steps(run):
     training(run)
-    jobs = {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}
-    [row] = [row for row in standing(run, jobs).rows if row.stage == "train"]
-    assert row.eta_s == pytest.approx(180 * 600 / 320), "320 steps took 600 s, though each of them says 1 s"
+    jobs = {"16": JobInfo("16", "RUNNING")}
+    assert row_of(run, jobs).eta_s == pytest.approx(180 * 600 / 320), "320 steps took 600 s, though each says 1 s"
     append_line(run.folder / "train/events.jsonl", {"event": "resume", "time": ago(3), "step": 318})
-    [row] = [row for row in standing(run, jobs).rows if row.stage == "train"]
-    assert row.eta_s == pytest.approx(180), "two steps after a restart say little: what steps themselves took"
+    assert row_of(run, jobs).eta_s == pytest.approx(180), "two steps say little: what steps themselves took"
 
 
 def test_nodes_and_stop_request(run):
     training(run)
-    from pipeline.contract.state import now
     for number in range(2):
-        append_line(run.folder / "launch/nodes.jsonl", {
-            "node": "n3", "at": now(), "job": f"16.0.{number}", "reason": "was late"})
+        add_strike(run.folder, "n3", f"16.0.{number}", "was late")
     write_text(run.folder / STOP, "maintenance\n")
     said = text(run, {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}, 1000)
     assert said.count("node n3") == 1 and "was late; it is left out of the next submission" in said
@@ -245,9 +241,8 @@ def test_half_written_files(run, path, content):
     training(run)
     write_text(run.folder / path, content)
     shown = text(run, {})
-    assert "train " in shown and "Traceback" not in shown
-    if path == "train/manifest.json":
-        assert states(run, {})["train"] == "damaged" and "written by another version" in shown
+    assert "train " in shown
+    assert path != "train/manifest.json" or ("damaged" in shown and "written by another version" in shown)
 
 
 def test_a_loss_that_is_no_number(run):
@@ -256,7 +251,6 @@ def test_a_loss_that_is_no_number(run):
     assert " nan" in text(run, {"16": JobInfo("16", "RUNNING"), **DEPENDENTS}, 160)
 
 
-def test_empty_run_folder(tmp_path):
-    (tmp_path / "launch").mkdir()
-    seen = judge(read_run(tmp_path), {}, NOW)
-    assert {row.state for row in seen.rows} == {"to do"} and seen.outcome is None
+def test_empty_run_folder(run):
+    (run.folder / "config.yaml").unlink()
+    assert set(states(run, {}).values()) == {"to do"} and standing(run, {}).outcome is None

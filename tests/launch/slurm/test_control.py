@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
 
+from launch.slurm import control
 from launch.slurm.chain import add_job, read_chain
 from launch.slurm.control import cancel, logs, stop
-from pipeline.contract.stages import REPOSITORY
 from pipeline.contract.state import STOP
 from pipeline.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm
 from tests.launch.run_folders import HandMade
-from tests.waiting import wait_for
 
 GO_ON = "to go on: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
 
@@ -56,28 +51,26 @@ def test_cancel_begins_at_the_end_of_the_chain(run, slurm, capsys):
         "cancelled 30 (demo-evaluate-step-00000100)", f"what is finished is kept; {GO_ON}"]
 
 
-def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm):
+def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, monkeypatch):
     slurm.queue(("16", "RUNNING"), ("31", "PENDING"))
+    scheduler = slurm.scheduler()
+    honest = scheduler.cancel
 
-    def submit_one():
-        wait_for(lambda: slurm.calls("scancel"))
-        _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
-        (run.folder / "added").touch()
+    def cancel_16(ids):
+        if ids == ["16"]:  # which is still ending
+            _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
+        return honest(ids)
 
-    slurm.do("scancel", f"until [ -e {run.folder}/added ]; do sleep 0.05; done")  # training is still ending
-    thread = threading.Thread(target=submit_one)
-    thread.start()
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    thread.join()
+    monkeypatch.setattr(scheduler, "cancel", cancel_16)
+    assert cancel(run.folder, scheduler) == 0
     assert slurm.calls("scancel") == ["scancel 16", "scancel 31"]
 
 
 def test_nothing_to_cancel(run, slurm, tmp_path, capsys):
     slurm.queue(("11_0", "COMPLETED"))
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    assert "is in the queue any more" in capsys.readouterr().out
-    assert cancel(HandMade(tmp_path / "local").folder, slurm.scheduler()) == 0
-    assert "nothing to cancel" in capsys.readouterr().out
+    for folder, said in ((run.folder, "is in the queue any more"), (tmp_path / "local", "nothing to cancel")):
+        assert cancel(folder, slurm.scheduler()) == 0
+        assert said in capsys.readouterr().out
     assert slurm.calls("scancel") == []
 
 
@@ -127,15 +120,13 @@ def two_starts(run):
     (run.folder / "logs/train/latest").symlink_to("16.1")
 
 
-@pytest.mark.parametrize("arguments, shown", [
-    ({}, "16.1 0"), ({"rank": 1}, "16.1 1"), ({"start": "16.0"}, "16.0 0"), ({"rank": 1, "start": "16.0"}, "16.0 1")])
-def test_logs(run, capsys, arguments, shown):
+@pytest.mark.parametrize("given, start, rank", [({}, "16.1", 0), ({"rank": 1, "start": "16.0"}, "16.0", 1)])
+def test_logs(run, capsys, given, start, rank):
     two_starts(run)
-    assert logs(run.folder, "train", **arguments) == 0
-    start, rank = shown.split()
-    folder = run.folder / "logs/train" / start
-    assert capsys.readouterr().out == (f"==> {folder}/rank{rank}.out <==\noutput {shown}\n"
-                                       f"==> {folder}/rank{rank}.err <==\nerrors {shown} \N{SNOWMAN}\n")
+    assert logs(run.folder, "train", **given) == 0
+    path = f"{run.folder}/logs/train/{start}/rank{rank}"
+    assert capsys.readouterr().out == (f"==> {path}.out <==\noutput {start} {rank}\n"
+                                       f"==> {path}.err <==\nerrors {start} {rank} \N{SNOWMAN}\n")
 
 
 def test_log_of_a_local_run(run, capsys):
@@ -163,36 +154,26 @@ def test_logs_that_are_not_there(run, arguments, said):
         logs(run.folder, **arguments)
 
 
-FOLLOW = "import sys; from pathlib import Path; from launch.slurm.control import logs; " \
-         "sys.exit(logs(Path(sys.argv[1]), 'train', follow=True))"
-
-
-def test_following_over_a_restart(run, tmp_path):
+def test_following_over_a_restart(run, capsys, monkeypatch):
     """What is there, what is added, and the next start's, until Ctrl-C; before there is anything, too."""
-    shown = tmp_path / "shown"
+    latest = run.folder / "logs/train/latest"
 
-    def wait(text):
-        wait_for(lambda: text in shown.read_text(), lambda: f"{text!r} was not shown, but: {shown.read_text()}")
+    def began(start, words):
+        run.log(f"train/{start}/rank0.out", words)
+        latest.with_name("new").symlink_to(start)
+        latest.with_name("new").replace(latest)
 
-    # A suite in the background of a script has SIGINT ignored, and what it starts would inherit that.
-    with open(shown, "w") as out, subprocess.Popen(
-            [sys.executable, "-c", FOLLOW, run.folder], stdout=out, cwd=REPOSITORY,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
-        try:
-            first, latest = run.log("train/16.0/rank0.out", "one\n"), run.folder / "logs/train/latest"
-            latest.symlink_to("16.0")
-            wait("one\n")
-            with open(first, "a") as file:
-                file.write("two\n")
-            wait("two\n")
-            run.log("train/16.1/rank0.out", "three\n")
-            with open(first, "a") as file:
-                file.write("last words\n")
-            latest.with_name("new").symlink_to("16.1")
-            latest.with_name("new").replace(latest)
-            wait("three\n")
-        finally:
-            process.send_signal(signal.SIGINT)
-    assert process.returncode == 130
-    text = shown.read_text()
-    assert [text.count(words) for words in ("one", "two", "three", "last words", "rank0.out <==")] == [1, 1, 1, 1, 2]
+    def said(words):
+        with open(run.folder / "logs/train/16.0/rank0.out", "a") as file:
+            file.write(words)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    happens = iter([lambda: began("16.0", "one\n"), lambda: said("two\n"),
+                    lambda: (said("last words\n"), began("16.1", "three\n")), interrupt])
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: next(happens)())
+    assert logs(run.folder, "train", follow=True) == 130
+    shown = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert shown == [f"==> {latest.parent}/16.0/rank0.out <==", "one", "two", "last words",
+                     f"==> {latest.parent}/16.1/rank0.out <==", "three"]

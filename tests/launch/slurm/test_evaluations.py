@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,23 +46,20 @@ def result(run, step):
 
 def test_what_is_owed(tmp_path):
     assert owed(tmp_path, 20) == []
-    for step in (20, 40, 50, 60, 80):
+    for step in (20, 40, 50, 80):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 100, complete=False)
     (tmp_path / "train/checkpoints/step-00000120.damaged").mkdir()
-    assert owed(tmp_path, 20) == [20, 40, 60, 80]
     result(tmp_path, 40)
-    assert owed(tmp_path, 20) == [20, 60, 80]
-    assert owed(tmp_path, 20, final_step=80) == [20, 60]
-    assert owed(tmp_path, 60) == [60]
+    assert owed(tmp_path, 20) == [20, 80] and owed(tmp_path, 10, final_step=80) == [20, 50]
     Manifest("train", {}, [], {"steps": 80}, "").write(tmp_path / "train")
-    assert owed(tmp_path, 20) == [20, 60], "the last one is evaluated by the chain"
+    assert owed(tmp_path, 20) == [20], "the last one is evaluated by the chain"
 
 
 @pytest.fixture
 def queued(monkeypatch):
     """Names of the jobs in the queue."""
-    names: list[str] = []
+    names = []
 
     class Queue:
         def named(self, asked):
@@ -110,7 +108,7 @@ def submitted(monkeypatch, submit):
 def test_it_never_holds_training_up(job, monkeypatch):
     release = threading.Event()
     submitted(monkeypatch, lambda step: str(release.wait()))
-    said: list[str] = []
+    said = []
     found = Evaluations(job.spec, said.append)
     for _ in range(20):
         found.look()  # held up, this would hang
@@ -128,7 +126,7 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
         tried(job, step)
         return "78"
     submitted(monkeypatch, submit)
-    said: list[str] = []
+    said = []
     found = Evaluations(job.spec, said.append)
     for _ in range(3):
         found.look()
@@ -141,7 +139,7 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
 
 
 def test_a_submission_inherits_nothing_of_the_job(job, monkeypatch):
-    seen: dict[str, str] = {}
+    seen = {}
 
     def run(command, **options):
         seen.update(options["env"])
@@ -176,13 +174,12 @@ def test_where_there_are_no_hard_links(job, monkeypatch):
     assert not target.is_symlink() and (source / "inner/piece").exists(), "the checkpoint itself stays"
 
 
-@pytest.mark.parametrize("ends", ["well", "in convert", "by a signal", "without a result"])
-def test_what_is_evaluated_and_cleared(job, monkeypatch, ends):
+@pytest.mark.parametrize(("ends", "status"), [
+    ("well", 0), ("in convert", 1), ("by a signal", 137), ("without a result", 1)])
+def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     """The stages themselves are played."""
-    Manifest("tokenizer", {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(
-        job.run / "tokenizer")
-    for stage in ("shard", "encode"):
-        Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {}, "").write(job.run / stage)
+    for stage in ("shard", "tokenizer", "encode"):
+        Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
     monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
     folder = evaluation_folder(job.run, 20)
     done = "from pathlib import Path; from pipeline.contract.manifest import Manifest; import os; " \
@@ -193,31 +190,29 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, ends):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setattr(evaluations, "commands", lambda config, path: played)
     source, linked = (place / "checkpoints/step-00000020" for place in (job.run / "train", folder / "train"))
-    status = evaluate(job.run, 20, keep=ends == "without a result")
-    assert status == {"well": 0, "in convert": 1, "by a signal": 137, "without a result": 1}[ends]
+    assert evaluate(job.run, 20, keep=ends == "without a result") == status
     config = load_config(folder / "config.yaml")
     assert (config.name, config.reuse, config.convert.copy_to) == (folder.name, str(job.run), None)
-    made = read_manifest(folder / "train")
+    made, model = read_manifest(folder / "train"), config.model.model_copy(update={"vocab_size": 512})
     assert made.counts == {
         "checkpoint": "checkpoints/step-00000020", "steps": 20, "tokens": 512, "samples": 8, "precision": "fp32",
-        "ranks": 2, "vocab_size": 512, "parameters": config.model.model_copy(
-            update={"vocab_size": 512}).parameter_count}
+        "ranks": 2, "vocab_size": 512, "parameters": model.parameter_count}
     assert [record["path"] for record in made.outputs] == [f"checkpoints/step-00000020/{name}"
                                                            for name in ("inner/piece", "COMPLETE.json")]
-    assert linked.exists() == (ends != "well"), "the weights are cleared once there is a result"
-    if linked.exists():
+    if ends != "well":
         assert all((source / name).samefile(linked / name) for name in ("inner/piece", "COMPLETE.json"))
         return
+    assert not linked.exists(), "the weights are cleared once there is a result"
     assert evaluation_record(job.run, 20).exists() and not (folder / "convert/hf").exists() and source.exists()
     played[0] = ["false"]
     assert evaluate(job.run, 20) == 0, "a second job for it does nothing"
 
 
-def test_stages_of_an_evaluation(tmp_path):
-    path = tmp_path / "config.yaml"
-    for processes in (1, 2):
-        config = Config(launch=LaunchConfig(processes=processes))
-        convert, measure = commands(config, path)
-        assert convert == [sys.executable, "-m", "pipeline.convert", "--config", str(path)]
-        assert measure[-4:] == ["-m", "pipeline.evaluate", "--config", str(path)]
-        assert (measure[2:-4] == []) == (processes == 1) and ("2" in measure) == (processes == 2)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stages_of_an_evaluation(processes):
+    path = Path("/evaluations/step/config.yaml")
+    end, agent = ["--config", str(path)], ["launch.agent", f"{path.parent}/agent.log", "--standalone",
+                                           "--nproc-per-node", "2", "-m"]
+    assert commands(Config(launch=LaunchConfig(processes=processes)), path) == [
+        [sys.executable, "-m", "pipeline.convert", *end],
+        [sys.executable, "-m", *(agent if processes == 2 else []), "pipeline.evaluate", *end]]

@@ -54,8 +54,7 @@ def test_what_the_user_set_stays():
     assert found["TRITON_CACHE_DIR"].endswith("triton-gpu010-5")
 
 
-def rank(*arguments):
-    command = [sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG"]
+def rank(*arguments, command=(sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG")):
     return [sys.executable, "-m", "launch.slurm.job.rank", *arguments, "--", *command]
 
 
@@ -64,31 +63,27 @@ def environment(**more):
 
 
 @pytest.mark.parametrize(("stage", "blocked"), [
-    ("train", {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT}),
-    ("evaluate", {signal.SIGUSR1, signal.SIGUSR2})])
+    ("train", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]),
+    ("evaluate", [signal.SIGUSR1, signal.SIGUSR2])])
 def test_it_becomes_the_command(stage, blocked):
     process = subprocess.Popen(rank("--stage", stage), env=environment(), stdout=subprocess.PIPE, text=True)
-    out, _ = process.communicate()
-    found = ast.literal_eval(out)
-    assert found["RANK"] == "13" and found["NCCL_DEBUG"] == "WARN"
-    assert set(found["mask"]) == blocked
-    assert found["pid"] == process.pid, "no process stays in between"
+    found = ast.literal_eval(process.communicate()[0])
+    assert found == {"RANK": "13", "NCCL_DEBUG": "WARN", "mask": blocked, "pid": process.pid}, "no process in between"
 
 
-def test_a_refusal_is_one_sentence_and_exit_status_2():
-    result = subprocess.run(rank("--stage", "train"), env=environment(DROVER_RANKS="8"), capture_output=True, text=True,
-                            check=False)
-    assert result.returncode == 2 and result.stderr.startswith("rank 13: Slurm started 32 ranks") and not result.stdout
-    absent = subprocess.run([*rank()[:4], "/no/such/program"], env=environment(), capture_output=True, text=True,
-                            check=False)
-    assert absent.returncode == 2 and "/no/such/program cannot be started" in absent.stderr
+@pytest.mark.parametrize(("command", "variables", "said"), [
+    (["true"], {"DROVER_RANKS": "8"}, "rank 13: Slurm started 32 ranks"),
+    (["/no/such/program"], {}, "/no/such/program cannot be started")])
+def test_a_refusal_is_one_sentence_and_exit_status_2(command, variables, said):
+    result = subprocess.run(rank("--stage", "train", command=command), env=environment(**variables),
+                            capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stderr.startswith(said) and not result.stdout
 
 
 def test_it_ends_with_its_parent(tmp_path):
     """A slurmstepd that is killed must not leave its rank at work, whatever signals the rank blocks."""
     note = tmp_path / "pid"
-    sleeper = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(3600)"
-    command = [sys.executable, "-m", "launch.slurm.job.rank", "--stage", "train", "--", sys.executable, "-c", sleeper]
+    command = rank("--stage", "train", command=["sh", "-c", f"echo $$ > {note}; exec sleep 3600"])
     parent = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"],
                               env=environment())
     wait_for(lambda: note.exists() and note.read_text())
@@ -99,12 +94,10 @@ def test_it_ends_with_its_parent(tmp_path):
 
 
 def test_a_job_becomes_the_runner(monkeypatch):
-    called: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execvp", lambda *arguments: called.append(arguments))
-    pickle.loads(pickle.dumps(RunJob("/run/launch/jobs/train.json", "/usr/bin/python3")))()
-    program, arguments = called[0]
-    assert program == "/usr/bin/python3"
-    assert arguments[1:] == ["-m", "launch.slurm.job.runner", "/run/launch/jobs/train.json"]
+    called = []
+    monkeypatch.setattr(os, "execvp", lambda *arguments: called.extend(arguments))
+    pickle.loads(pickle.dumps(RunJob("/run/launch/jobs/train.json", "python3")))()
+    assert called == ["python3", ["python3", "-m", "launch.slurm.job.runner", "/run/launch/jobs/train.json"]]
 
 
 def test_the_stages_that_save_when_they_are_asked_to_end_are_those_with_checkpoints():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,66 +13,46 @@ from launch.slurm.job import joblock, runner, starts
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
-from tests.waiting import wait_for
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
-# ---- as processes
 
-
-def test_a_killed_rank_is_started_again_in_the_allocation(job):
-    status, log = job.run_it("crash", "work")
-    assert status == 0, log
-    assert job.ends() == [RESTART, DONE]
+def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
+    status, log = job.go("crash", "work")
+    assert (status, job.ends()) == (0, [RESTART, DONE]), log
     assert job.events("ended")[0]["reason"] == "rank 1 on n2: killed"
-    assert "rank 1: this rank says why" in log, "the job's log tells what the rank said"
-    assert not job.alive(), "the other rank has ended before the next start"
-    assert [(event["job"], event["restart"], event["start"], event["ranks"], event["from"])
-            for event in job.events("attempt")] == [("12", 0, 0, 2, None), ("12", 0, 1, 2, None)]
+    assert [(event["job"], event["restart"], event["start"], event["ranks"]) for event in job.events("attempt")] == [
+        ("12", 0, 0, 2), ("12", 0, 1, 2)]
     assert job.events("job")[0]["nodes"] == ["n1", "n2"]
-    logs = job.run / "logs/train"
-    assert (logs / "latest").readlink() == Path("12.1")
-    assert (logs / "latest/rank1.out").read_text().startswith("rank 1 of 2 at 2")
-    ports = [(logs / f"12.{start}/rank0.out").read_text().split()[-1] for start in (0, 1)]
-    assert len(set(ports)) == 2 and all(20000 <= int(port) < 30000 for port in ports)
+    assert (job.run / "logs/train/latest").readlink() == Path("12.1")
     assert not (job.run / "launch/train.lock").exists()
-    line = job.calls()[1]
+    line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
     assert "--export=ALL" in line and "rank%t.err" in line and "-m launch.slurm.job.rank --stage train -- " in line
+    assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
+        "localhost", "2", "1", "c"]
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
 
 
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     """The signals before the time limit do not concern it."""
-    process = job.start("wait", "work")
-    wait_for(lambda: len(job.notes()) == 2)
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        process.send_signal(number)
-    time.sleep(1)
-    assert process.poll() is None, "it waits for its step"
-    job.kill_all()  # what Slurm does after KillWait
-    assert process.wait() == 143
+    def waits(each):
+        assert job.handlers[signal.SIGUSR1] == job.handlers[signal.SIGUSR2] == signal.SIG_IGN
+        job.handlers[signal.SIGTERM](signal.SIGTERM, None)
+        assert each(), "it waits for its step"
+        return StepEnd(143)
+
+    assert job.go(waits)[0] == 143
     assert len(job.events("attempt")) == 1 and job.ends() == [("preempted", "stop")]
     assert not (job.run / "launch/train.lock").exists()
-
-
-def test_a_killed_runner_leaves_no_rank(job):
-    process = job.start("wait")
-    wait_for(lambda: len(job.notes()) == 2)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not job.alive())
 
 
 # ---- the decisions' effects, with starts that are played
 
 
 @pytest.mark.parametrize(("plan", "changes", "slurm", "status", "ends", "requeued", "words"), [
-    ("work", {}, {}, 0, [DONE], 0, "train is done"),
-    ("crash work", {}, {}, 0, [RESTART, DONE], 0, "crashed: rank 1 on n2: killed; starting again in this allocation"),
     ("crash work", {}, {}, 0, [RESTART, DONE], 0, "  rank 1: this rank says why"),
     ("save10 save20 save30 work", {"max_restarts": 1}, {}, 0, [RESTART] * 3 + [DONE], 0, "train is done"),
     ("asked", {}, {}, 0, [("preempted", "requeue")], 1, "asked to stop (time limit) after step 120; queueing this job"),
@@ -81,9 +61,9 @@ def test_a_killed_runner_leaves_no_rank(job):
      "same command again"),
     ("asked", {"links": 2}, {"refusal": "no"}, 0, [("preempted", "requeue")], 1, "the next job of the chain goes on"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
-    ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0, "train is done"),
-    ("crash work", {"ranks": 0, "nodes": 1}, {"left_s": 9}, 0, [RESTART, DONE], 0, "killed by SIGKILL; starting again"),
-    ("crash work", {"ranks": 0, "nodes": 1}, {}, 0, [RESTART, DONE], 0, "  rank 0: this rank says why"),
+    ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0,
+     "crashed: rank 1 on n2: killed; starting again in this allocation"),
+    ("crash work", {"ranks": 0, "nodes": 1}, {"left_s": 9}, 0, [RESTART, DONE], 0, "  rank 0: this rank says why"),
     ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
     ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
@@ -123,12 +103,6 @@ def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_agai
     assert len(job.commands) == 6 and len(job.events("attempt")) == 2
 
 
-def test_an_old_manifest_does_not_make_a_broken_start_a_done_one(job):
-    Manifest("train", {}, [], {"steps": 1}, "").write(job.stage)
-    assert job.go("import", "import", max_restarts=1)[0] == 1 and job.ends()[-1] == ("crashed", "stop")
-    assert job.go("silent", restart=1, job="13")[0] == 0, "a stage that is up to date says nothing and ends well"
-
-
 def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
     def full(*_, **more):
         raise OSError(28, "No space left on device")
@@ -148,9 +122,8 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
 
 def test_other_code_is_not_started(job, monkeypatch):
     """The copy is compared before each start, the second one too."""
-    said = iter([[], ["The code is not what was submitted."]])
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(starts, "code_problems", lambda *given, owners: asked.append((*given, owners)) or next(said))
+    said, asked = [["The code is not what was submitted."], []], []
+    monkeypatch.setattr(starts, "code_problems", lambda *given, owners: asked.append((*given, owners)) or said.pop())
     status, log = job.go("crash", code="/code", code_sha256="5e", trusted_group="us", check_owners=False)
     assert status == 1 and "is not what was submitted" in log and job.ends() == [RESTART]
     assert job.state().status == "failed" and asked == [(Path("/code"), "5e", "us", False)] * 2
@@ -190,28 +163,21 @@ def test_the_start_that_nobody_saw_the_end_of(job):
     assert [strike["node"] for strike in read_lines(job.run / "launch/nodes.jsonl")] == ["n2", "n2"]
 
 
-@pytest.mark.parametrize("how", ["node", "runner", "outside"])
-def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(job, how):
+@pytest.mark.parametrize(("how", "told"), [
+    ("node", "lost n2 (down*)"), ("runner", "its runner was killed"), ("outside", "")])
+def test_deaths_of_nodes_and_runners_without_progress_stop_the_stage_for_good(job, how, told):
     job.crashed(0)
     job.unseen(1)
-    if how == "node":
-        job.slurm.down = {"n2": "down*"}
+    job.slurm.down = {"n2": "down*"} if how == "node" else {}
     if how == "runner":
         (job.run / "launch/killed.12.1").touch()  # by the job's script
-    status, log = job.go(*["work"] * (how == "outside"), max_restarts=1, restart=2)
+    status, log = job.go("work", max_restarts=1, restart=2)
     if how == "outside":  # a requeue from outside is no crash
         assert status == 0 and job.ends() == [("crashed", "requeue"), ("requeued", "requeue"), DONE]
         return
     assert status == 1 and len(job.events("attempt")) == 2 and job.ends()[-1] == ("crashed", "stop"), log
-    assert job.state().status == "failed" and "2 starts in a row without a new checkpoint" in job.state().reason
-    assert ("lost n2 (down*)" if how == "node" else "its runner was killed") in job.state().reason
-
-
-def test_a_runner_that_was_killed_before_its_first_start(job):
-    log_attempt(job.run, "job", stage="train", job="12", restart=0, start=0, chain="c", nodes=["n1", "n2"])
-    (job.run / "launch/killed.12.0").touch()
-    status, log = job.go(max_restarts=0, restart=1)
-    assert status == 1 and job.ends() == [("crashed", "stop")] and not job.events("attempt"), log
+    assert job.state().status == "failed" and told in job.state().reason
+    assert "2 starts in a row without a new checkpoint" in job.state().reason
 
 
 def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
@@ -240,7 +206,6 @@ def test_elements_of_an_array(tmp_path):
     status, log = job.go("crash", "work", element=2)
     assert status == 0 and "part 2 of 4 of texts" in log, log
     assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--part 2/4 --phase texts")
-    assert (job.stage / "units/parts/texts.2-of-4.json").exists() and not (job.stage / "STATE.json").exists()
     assert (job.run / "logs/shard/20_2.1").is_dir() and not list((job.run / "launch").glob("*.lock"))
     assert job.go("refuse", element=1)[0] == 1
     job.unseen(3, "20_3")
@@ -250,8 +215,7 @@ def test_elements_of_an_array(tmp_path):
 
 
 @pytest.mark.parametrize(("element", "requeue", "warned", "word"), [
-    (None, True, True, "SIGUSR2"), (None, False, True, "SIGUSR2"), (2, True, True, "SIGUSR2"),
-    (None, True, False, "?")])
+    (None, False, True, "SIGUSR2"), (2, True, True, "SIGUSR2"), (None, True, False, "?")])
 def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job(
         tmp_path, element, requeue, warned, word):
     job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", warned=warned, signal_s=60)
@@ -261,23 +225,14 @@ def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job
     assert job.ends() == [("preempted", "requeue" if requeue else "stop")]
     assert job.slurm.requeued == ["12" if element is None else "20_2"] * requeue
     job.slurm.left_s = 61
-    status, log = job.go("units", "work", element=element, restart=1)
-    assert "asked to stop (?: 3 of 4 units)" in log and job.go("work", element=element, restart=2)[0] == 0
+    assert "asked to stop (?: 3 of 4 units)" in job.go("units", element=element, restart=1)[1]
 
 
 def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
-    asked: list[str] = []
-
-    class Evaluations:
-        def look(self):
-            asked.append("look")
-
-        def finish(self):
-            asked.append("finish")
-
-    there = job.runner(monkeypatch, iter(["work", "work"]))
+    asked = []
+    there = job.runner(monkeypatch, iter(["work"]))
     assert there.evaluations is None
-    there.evaluations = Evaluations()
+    there.evaluations = SimpleNamespace(look=partial(asked.append, "look"), finish=partial(asked.append, "finish"))
     assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
     there.stopping = True
     assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]

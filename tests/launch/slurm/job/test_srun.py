@@ -1,13 +1,17 @@
 """The processes of a start: what srun's words mean, when a step is ended, what a stage without ranks is told."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from launch.slurm.job import srun
 from launch.slurm.job.srun import StepEnd, run_child, run_step
+from pipeline.contract.stages import REPOSITORY
+from tests.launch.fake_house import runs
 from tests.launch.fake_job import KILLED, NO_STEP
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 LOST = "srun: error: Node failure on n3\nsrun: error: Task launch for StepId=1.0 failed on node n4: Socket timed out\n"
 VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io error with missing step on node 1\n"
@@ -64,3 +68,15 @@ def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(tmp_path
                     lambda: ends and ready(), lambda: warns)
     assert end == StepEnd(status)
     assert [(tmp_path / f"rank0.{name}").read_text() for name in ("out", "err")] == ["out\n", "err\n"]
+
+
+def test_what_a_runner_started_ends_with_it(tmp_path):
+    note = tmp_path / "pid"
+    code = "import os, sys; from pathlib import Path; from launch.slurm.job.srun import run_child; run_child(['sh', " \
+           "'-c', 'echo $$ > pid; exec sleep 3600'], os.environ, Path(), lambda: True, lambda: False)"
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    wait_for(lambda: note.exists() and note.read_text())
+    runner.kill()
+    runner.wait()
+    wait_for(lambda: not runs(note), lambda: "the process outlived the runner")

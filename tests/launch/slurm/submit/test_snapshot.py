@@ -32,15 +32,21 @@ def files(folder):
             if path.is_file() and path.name != "snapshot.json"}
 
 
-def test_a_clean_checkout(checkout, tmp_path):
-    assert not (tmp_path / "run").exists() and planned_snapshot(tmp_path / "run", checkout)
+def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
+    planned, _ = planned_snapshot(tmp_path / "run", checkout)
     assert not (tmp_path / "run").exists(), "planning writes nothing"
     copy = take_snapshot(tmp_path / "run", checkout)
-    assert copy == planned_snapshot(tmp_path / "run", checkout)[0]
+    assert copy == planned
     assert files(copy) == {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n"}
     record = read_json(copy / "snapshot.json")
-    head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert record["commit"] == head.strip() and record["changed"] is False
+    before = (copy / "launch/a.py").stat().st_ino
+    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "launch/a.py").stat().st_ino == before
+    (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
+    (copy / "launch/a.py").unlink()
+    take_snapshot(tmp_path / "run", checkout)
+    assert (copy / "launch/a.py").read_text() == "A = 1\n"
 
 
 def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
@@ -59,16 +65,6 @@ def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
     (checkout / "launch/a.py").write_text("A = 3\n")
     assert files(copy)["launch/a.py"] == "A = 2\n", "what is edited later does not reach it"
     assert take_snapshot(tmp_path / "run", checkout) != copy
-
-
-def test_the_same_code_is_copied_once(checkout, tmp_path):
-    copy = take_snapshot(tmp_path / "run", checkout)
-    before = (copy / "launch/a.py").stat().st_ino
-    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "launch/a.py").stat().st_ino == before
-    (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
-    (copy / "launch/a.py").unlink()
-    take_snapshot(tmp_path / "run", checkout)
-    assert (copy / "launch/a.py").read_text() == "A = 1\n"
 
 
 def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path):
