@@ -95,7 +95,7 @@ def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
     longer_loss, short_loss = (curve(begun, name)[8]["loss"] for name in ("mini", "whole"))
-    assert longer_loss != pytest.approx(short_loss, rel=1e-6) and longer_loss == pytest.approx(short_loss, rel=0.1)
+    assert longer_loss != pytest.approx(short_loss, rel=1e-6) and longer_loss == pytest.approx(short_loss, rel=0.2)
     marker = json.loads((checkpoints(begun) / "step-00000016/COMPLETE.json").read_text())
     assert marker["config"]["model"]["context_length"] == 256 and marker["progress"]["precision"] == "fp64"
 
