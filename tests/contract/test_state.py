@@ -14,42 +14,31 @@ from tests.stand_ins import call, copy_corpus, count_bytes, never, state
 
 def test_the_state_says_how_a_stage_ended(place, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    seen = []
+    seen, shard = [], place / "runs/a/shard"
 
     def look(work):
         seen.append(state(place))
         copy_corpus(work)
-    assert call(place, "shard", look) == 0 and seen == [("running", None)] and state(place) == ("done", None)
-    assert read_state(place / "runs/a/shard").job == "77"
-    assert "STATE.json" not in [record["path"] for record in read_manifest(place / "runs/a/shard").outputs]
 
-    def refuse(work):
-        raise UserError("the corpus is in Latin-1")
-    assert call(place, "tokenizer", refuse) == 2
-    assert state(place, "tokenizer") == ("failed", None)
-    assert read_state(place / "runs/a/tokenizer").reason == "the corpus is in Latin-1"
-    assert call(place, "tokenizer", count_bytes) == 0 and state(place, "tokenizer") == ("done", None)
-
-
-def test_the_state_of_a_stage_that_ends_otherwise(place):
-    def full(work):
-        raise OSError(28, "No space left on device", str(work.folder / "x"))
-
-    def broken(work):
-        raise ZeroDivisionError
-
-    def interrupted(work):
-        raise KeyboardInterrupt
+    def raising(error, *arguments):
+        def body(work):
+            raise error(*arguments)  # a new one each time: it holds on to its frames, and so to the lock
+        return body
 
     def stopped(work):
         write_state(work.folder, "preempted", step=4, reason="time limit", again=True)
-    assert call(place, "shard", full) == 2 and state(place) == ("failed", None)
-    assert "is full" in read_state(place / "runs/a/shard").reason
+    for body, status, found, reason in (
+            (raising(UserError, "the corpus is in Latin-1"), 2, ("failed", None), "the corpus is in Latin-1"),
+            (raising(OSError, 28, "No space left on device", "x"), 2, ("failed", None), "is full"),
+            (raising(KeyboardInterrupt), 130, ("preempted", None), ""), (stopped, 130, ("preempted", 4), ""),
+            (look, 0, ("done", None), "")):
+        assert call(place, "shard", body) == status and state(place) == found
+        assert reason in read_state(shard).reason
+    assert seen == [("running", None)] and read_state(shard).job == "77"
+    assert "STATE.json" not in [record["path"] for record in read_manifest(shard).outputs]
     with pytest.raises(ZeroDivisionError):
-        call(place, "shard", broken)
+        call(place, "shard", raising(ZeroDivisionError), "--force")
     assert state(place) == ("running", None)  # whoever finds this knows that it crashed
-    assert call(place, "shard", interrupted) == 130 and state(place) == ("preempted", None)
-    assert call(place, "shard", stopped) == 130 and state(place) == ("preempted", 4)
 
 
 def test_the_state_of_a_finished_stage_is_made_right(place):

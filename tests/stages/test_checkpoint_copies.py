@@ -1,11 +1,8 @@
 """Checkpoints copied to an object store while training goes on, and training that goes on from them elsewhere."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -30,133 +27,82 @@ from tests.waiting import wait_for
 SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
 
 
-def copies(url: str) -> CopiedCheckpoints:
-    return CopiedCheckpoints(Store(url))
+def copies(url):
+    """What is in a store of checkpoints."""
+    return CopiedCheckpoints(Store(url)).found()
 
 
-@pytest.mark.slow
-def test_what_a_kill_left_of_a_copy_does_not_count_and_goes(fresh, moto_server):
-    url = moto_server.url_of("runs/mini")
-    run_stage("train", fresh, "name=whole", *SETTINGS)
-    hanging = moto_server.fail("delay", 1, method="PUT", path="step-00000008/index.json", seconds=5)
-    process = start(fresh, *SETTINGS, f"train.checkpoint.copy_to={url}", faults="wait:rank=0,step=11")
-    try:
-        wait_for(lambda: hanging.met and len(copies(url).found().unfinished.get(8, [])), of=process)
-    finally:
-        kill(process)
-    found = copies(url).found()
-    assert found.whole == [4] and list(found.unfinished) == [8] and Store(url).head(LOCK) is not None
-    shutil.rmtree(train_folder(fresh) / "checkpoints")
-    said = run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={url}").stdout
-    assert "copied in part" in said and "step-00000008" in said and "continuing after step 4" in said
-    assert_equal_to_the_bit(fresh)
-    assert copies(url).found().whole == [12, 16] and not copies(url).found().unfinished and proven(fresh)
+@pytest.fixture(scope="module")
+def once(tmp_path_factory, encoded):
+    """Config of a run that is done, copied into the folder `store` beside it: steps 8 and 16 of one rank."""
+    path = reusing(encoded, tmp_path_factory.mktemp("copied"))
+    run_stage("train", path, *SETTINGS, "train.checkpoint.keep=1", "train.checkpoint.permanent_every=8",
+              f"train.checkpoint.copy_to=file://{path.parent}/store")
+    assert copies(f"file://{path.parent}/store").whole == [8, 16]
+    assert sorted(found.name for found in (train_folder(path) / "checkpoints").iterdir()) == [
+        "step-00000008", "step-00000016"]
+    return path
+
+
+@pytest.fixture
+def fresh(once, encoded, tmp_path):
+    """Config of the same run before train; the one that is done is beside it, as `whole`."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/whole").symlink_to(once.parent / "runs/mini")
+    return reusing(encoded, tmp_path)
+
+
+@pytest.fixture
+def copied(fresh, once):
+    """The same, and the folder that is its store."""
+    return fresh, Path(shutil.copytree(once.parent / "store", fresh.parent / "store"))
+
+
+def resumed(copied, *settings, **options):
+    return run_stage("train", copied[0], *SETTINGS, f"train.checkpoint.copy_to=file://{copied[1]}", *settings,
+                     **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["moto_server", pytest.param("google", marks=pytest.mark.soak),
                                 pytest.param("azurite", marks=pytest.mark.soak)])
-def test_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
+def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
     """Answers 500 and 503, and connections that are cut, while it is copied and while it is fetched."""
     bucket = request.getfixturevalue(of)
     url = bucket.url_of("runs/mini")
-    run_stage("train", fresh, "name=whole", *SETTINGS)
-    faults = [bucket.fail("error", 3, method="PUT", path="step-0"),
-              bucket.fail("slow down", 3, method="PUT", path="step-0")]
-    process = start(fresh, *SETTINGS, f"train.checkpoint.copy_to={url}", faults="wait:rank=0,step=11")
+    copying = [*SETTINGS, f"train.checkpoint.copy_to={url}"]
+    faults = [bucket.fail("error", 3, method="PUT", path="step-00000004"),
+              bucket.fail("slow down", 3, method="PUT", path="step-00000004"),
+              bucket.fail("delay", 1, method="PUT", path="step-00000008/index.json", seconds=5)]
+    process = start(fresh, *copying, faults="wait:rank=0,step=11")
     try:
-        wait_for(lambda: 8 in copies(url).found().whole, of=process)
+        wait_for(lambda: faults[-1].met and len(copies(url).unfinished.get(8, [])), of=process)
     finally:
-        kill(process, signal.SIGTERM)
-    assert not (train_folder(fresh) / "manifest.json").exists() and Store(url).head(LOCK) is None
-    shutil.rmtree(train_folder(fresh))
+        kill(process)
+    assert copies(url).whole == [4] and list(copies(url).unfinished) == [8] and Store(url).head(LOCK) is not None
+    shutil.rmtree(train_folder(fresh) / "checkpoints")
     faults += [bucket.fail("cut", 2, method="GET", path="safetensors"),
                bucket.fail("error", 2, method="GET", path="safetensors")]
-    run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={url}")
-    assert all(fault.met == fault.times for fault in faults)
+    said = run_stage("train", fresh, *copying).stdout
+    assert "copied in part" in said and "step-00000008" in said and "continuing after step 4" in said
+    assert all(fault.met == fault.times for fault in faults) and not events(fresh, "checkpoint_copy_failed")
     assert_equal_to_the_bit(fresh)
-    assert not events(fresh, "checkpoint_copy_failed")
+    assert copies(url).whole == [12, 16] and not copies(url).unfinished and proven(fresh)
+    assert Store(url).head(LOCK) is None
 
 
-def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
-    url, copying = moto_server.url_of("runs/mini"), [*SETTINGS, "train.checkpoint.attempts=1"]
-    run_stage("train", fresh, "name=whole", *SETTINGS)
-    moto_server.fail("refuse", 1000, method="PUT", path="step-0000000[48]/rank")
-    last = moto_server.fail("refuse", 1000, method="PUT", path="step-000000(12|16)/copy.json")
-    result = run_stage("train", fresh, *copying, f"train.checkpoint.copy_to={url}", expect=2)
-    assert "step-00000004 could not be copied" in result.stdout and "Training goes on" in result.stdout
-    assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
-    assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
-    assert curve(fresh) == curve(fresh, "whole") and read_manifest(train_folder(fresh)) is None
-    assert not copies(url).found().whole
-
-    last.times = 0
-    moto_server.server.faults.clear()
-    result = run_stage("train", fresh, *copying, f"train.checkpoint.copy_to={url}")
-    assert copies(url).found().whole == [16] and not copies(url).found().unfinished
-    assert read_manifest(train_folder(fresh)) is not None
-    assert_equal_to_the_bit(fresh)
-
-
-@pytest.mark.parametrize("of", ["seaweed", pytest.param("google", marks=pytest.mark.slow),
-                                pytest.param("azurite", marks=pytest.mark.slow)])
-def test_a_wrong_secret_is_told_at_the_start(fresh, of, request, monkeypatch):
-    bucket = request.getfixturevalue(of)
-    name, wrong = bucket.key
-    monkeypatch.setenv(name, wrong)
-    url = bucket.url_of("runs/mini")
-    result = run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={url}", ranks=2, expect=2)
-    assert result.stderr.count("stops here") == 1 and bucket.url in result.stderr and name in result.stderr
-    assert wrong not in result.stdout + result.stderr
-    assert not list((train_folder(fresh)).glob("checkpoints/*"))
-
-
-@pytest.fixture(scope="module")
-def once(tmp_path_factory, encoded) -> tuple[Path, str]:
-    """Config of a run that is done, and where its checkpoints were copied to: steps 8, 12, 16 of one rank."""
-    folder = tmp_path_factory.mktemp("copied")
-    path = reusing(encoded, folder)
-    run_stage("train", path, "name=whole", *SETTINGS)
-    run_stage("train", path, *SETTINGS, "train.checkpoint.keep=1", "train.checkpoint.permanent_every=8",
-              f"train.checkpoint.copy_to=file://{folder}/store")
-    assert copies(f"file://{folder}/store").found().whole == [8, 16]
-    assert sorted(found.name for found in (train_folder(path) / "checkpoints").iterdir()) == [
-        "step-00000008", "step-00000016"]
-    return path, str(folder / "store")
-
-
-@pytest.fixture
-def copied(once, encoded, tmp_path) -> tuple[Path, Path]:
-    """The same for a test alone: config of a run without a train folder, and the folder that is its store."""
-    shutil.copytree(once[1], tmp_path / "store")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/whole").symlink_to(once[0].parent / "runs/whole")
-    return reusing(encoded, tmp_path), tmp_path / "store"
-
-
-def resumed(copied: tuple[Path, Path], *settings: str, **options):
-    url = f"file://{copied[1]}"
-    return run_stage("train", copied[0], *SETTINGS, f"train.checkpoint.copy_to={url}", *settings, **options)
-
-
-def test_a_damaged_copy_is_named_and_the_one_before_it_is_fetched_if_there_is_one(copied):
+def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
+    """Also after a disk that filled up while a copy was fetched."""
+    result = resumed(copied, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
+    assert "full" in result.stderr and "step-00000016.tmp" in result.stderr
+    assert not list((train_folder(copied[0]) / "checkpoints").iterdir())
     part = copied[1] / "step-00000016/rank-00000.safetensors"
     data = bytearray(part.read_bytes())
     data[-5] ^= 1
     part.write_bytes(data)
-    (copied[1] / "step-00000008/index.json").rename(copied[1].parent / "index.json")
-    result = resumed(copied, expect=2)
-    assert "Every copy of a checkpoint" in result.stderr and "index.json is missing" in result.stdout
-    assert not list((train_folder(copied[0]) / "checkpoints").iterdir())
-    (copied[1].parent / "index.json").rename(copied[1] / "step-00000008/index.json")
     said = resumed(copied).stdout
     assert "the copy of step-00000016 is damaged" in said and "other content" in said
     assert "continuing after step 8" in said
-    assert_equal_to_the_bit(copied[0])
-
-
-def test_a_sound_copy_takes_the_place_of_a_damaged_checkpoint(copied):
-    resumed(copied)
     (train_folder(copied[0]) / "manifest.json").unlink()
     (train_folder(copied[0]) / "checkpoints/step-00000016/index.json").write_text("{}")
     said = resumed(copied).stdout
@@ -164,11 +110,32 @@ def test_a_sound_copy_takes_the_place_of_a_damaged_checkpoint(copied):
     assert_equal_to_the_bit(copied[0])
 
 
-def test_a_disk_that_fills_up_while_a_copy_is_fetched_is_named(copied):
-    result = resumed(copied, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
-    assert "full" in result.stderr and "step-00000016.tmp" in result.stderr
-    assert not list((train_folder(copied[0]) / "checkpoints").iterdir())
-    assert "continuing after step 16" in resumed(copied).stdout
+def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
+    url = moto_server.url_of("runs/mini")
+    copying = [*SETTINGS, "train.checkpoint.attempts=1", f"train.checkpoint.copy_to={url}"]
+    moto_server.fail("refuse", 1000, method="PUT", path="step-0000000[48]/rank")
+    moto_server.fail("refuse", 1000, method="PUT", path="step-000000(12|16)/copy.json")
+    result = run_stage("train", fresh, *copying, expect=2)
+    assert "step-00000004 could not be copied" in result.stdout and "Training goes on" in result.stdout
+    assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
+    assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
+    assert curve(fresh) == curve(fresh, "whole") and read_manifest(train_folder(fresh)) is None
+    assert not copies(url).whole
+
+    moto_server.server.faults.clear()
+    run_stage("train", fresh, *copying)
+    assert copies(url).whole == [16] and not copies(url).unfinished
+    assert read_manifest(train_folder(fresh)) is not None
+    assert_equal_to_the_bit(fresh)
+
+
+def test_a_wrong_secret_is_told_at_the_start(fresh, seaweed):
+    name, wrong = seaweed.key
+    result = run_stage("train", fresh, *SETTINGS, f"train.checkpoint.copy_to={seaweed.url_of('runs/mini')}", ranks=2,
+                       expect=2, **{name: wrong})
+    assert result.stderr.count("stops here") == 1 and seaweed.url in result.stderr and name in result.stderr
+    assert wrong not in result.stdout + result.stderr
+    assert not list((train_folder(fresh)).glob("checkpoints/*"))
 
 
 @pytest.mark.slow
@@ -193,9 +160,9 @@ def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     (train_folder(copied[0]) / "manifest.json").unlink()
     url = f"train.checkpoint.copy_to=file://{place}"
     run_stage("train", copied[0], *SETTINGS, url)
-    assert copies(f"file://{place}").found().whole == [16]
+    assert copies(f"file://{place}").whole == [16]
     run_stage("train", copied[0], url, "train.steps=20", "--accept-drift")
-    assert copies(f"file://{place}").found().whole == [16, 20]
+    assert copies(f"file://{place}").whole == [16, 20]
     drift = read_manifest(train_folder(copied[0])).drift
     shutil.rmtree(train_folder(copied[0]))
     run_stage("train", copied[0], url, "train.steps=20")

@@ -1,12 +1,7 @@
 """Conversion: what transformers loads computes what was trained, in both export types, and nothing half counts."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import torch
-import yaml
 
 from model.llama import Llama
 from pipeline.config.loading import load_config
@@ -15,24 +10,18 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
 from pipeline.convert import PREFIX, convert
 from pipeline.formats.sharded_tensors import CheckpointReader
-from tests.conftest import write_config
 from tests.stages.small_run import fake_training
+from tests.stages.training import reusing
 
 
 @pytest.fixture
 def spread(tmp_path, encoded):
     """Function: config of a run whose checkpoint holds random weights in pieces of three ranks."""
     def make(**model):
-        config = reusing(tmp_path, encoded, model=model)
+        config = reusing(encoded, tmp_path, model=model)
         fake_training(Run(load_config(config)))
         return config
     return make
-
-
-def reusing(folder, encoded, **changes):
-    sources = yaml.safe_load(encoded.read_text())["shard"]["sources"]
-    return write_config(folder, encoded.parent, reuse=str(encoded.parent / "runs/mini"),
-                        shard={"sources": json.loads(json.dumps(sources))}, **changes)
 
 
 def run_convert(config, *overrides):
@@ -67,18 +56,16 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, cha
     from transformers import AutoModelForCausalLM, AutoTokenizer
     config = spread(**changes)
     assert run_convert(config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}") == 0
-    folder = config.parent / "runs/mini"
-    exported = AutoModelForCausalLM.from_pretrained(folder / "convert/hf", dtype=torch.float32)
-    assert len(list((folder / "convert/hf").glob("*.safetensors"))) > 1
-    size = exported.config.vocab_size
-    ours = logits(training_model(folder), size)
-    assert ours.std() > 0.01 and (ours - logits(exported, size)).abs().max() < (1e-5 if dtype == "float32" else 0.1)
+    folder, out = config.parent / "runs/mini", config.parent / "runs/mini/convert/hf"
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    ours, theirs = (logits(model, exported.config.vocab_size) for model in (training_model(folder), exported))
+    assert ours.std() > 0.01 and (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
     counts = read_manifest(folder / "convert").counts
-    assert counts["largest_logit_difference"] < 1e-5
-    assert counts["layers_compared"] == 2 and counts["tensors_compared"] == (11 if "qk_norm" in changes else 9) * 2 + (
-        2 if "tied_embeddings" in changes else 3)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "convert/hf")
-    assert tokenizer("def f():").input_ids[0] == exported.config.bos_token_id
+    assert counts["largest_logit_difference"] < 1e-5 and counts["layers_compared"] == 2
+    assert counts["tensors_compared"] == 2 * (9 + 2 * ("qk_norm" in changes)) + 3 - ("tied_embeddings" in changes)
+    bos = AutoTokenizer.from_pretrained(out)("def f():").input_ids[0]
+    assert bos == exported.config.bos_token_id
 
 
 def test_what_transformers_has_no_name_for_is_not_exported(spread, capsys):
@@ -92,15 +79,15 @@ def test_what_transformers_has_no_name_for_is_not_exported(spread, capsys):
 def test_of_a_model_that_does_not_fit_all_layers_are_compared(spread, capsys, changes):
     config = spread(layers=4, **changes)
     assert run_convert(config, "convert.check_memory_gb=1e-6") == 0
-    counts = read_manifest(config.parent / "runs/mini/convert").counts
+    counts, told = read_manifest(config.parent / "runs/mini/convert").counts, capsys.readouterr().out
     assert counts["layers_compared"] == 4 and counts["tensors_compared"] == 4 * 9 + 3
     assert counts["largest_logit_difference"] < 1e-5
-    told = capsys.readouterr().out
-    assert "transformers computes it block by block (4 layers)" in told
-    for key in ("transformers_logit_error", "training_logit_error", "single_precision_logit_error"):
-        assert f"{counts[key]:.1e}" in told
-    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens" in told
-    assert f"{max(counts['training_loss_error'], counts['transformers_loss_error']):.1e} nats" in told
+    for text in ("transformers computes it block by block (4 layers)",
+                 *(f"{counts[key]:.1e}" for key in ("transformers_logit_error", "training_logit_error",
+                                                    "single_precision_logit_error")),
+                 f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens",
+                 f"{max(counts['training_loss_error'], counts['transformers_loss_error']):.1e} nats"):
+        assert text in told
 
 
 def swapped(original):
@@ -128,8 +115,7 @@ def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys, 
 
 def test_a_damaged_part_stops_the_stage(spread, capsys):
     config = spread()
-    folder = config.parent / "runs/mini"
-    victim = next((folder / "train/checkpoints/step-00000003").glob("*.safetensors"))
+    victim = next((config.parent / "runs/mini/train/checkpoints/step-00000003").glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-4])
     assert run_convert(config) == 2
-    assert victim.name in capsys.readouterr().err and read_manifest(folder / "convert") is None
+    assert victim.name in capsys.readouterr().err and read_manifest(config.parent / "runs/mini/convert") is None

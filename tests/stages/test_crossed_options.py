@@ -1,13 +1,9 @@
 """Phases and packing, each and both, with token shards or checkpoints in a store, damage, rollbacks and skipped steps:
 what one option promises holds beside the others, and the run equals the plain one to the last bit."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
@@ -16,7 +12,7 @@ from pipeline.data.shard_table import ShardTable
 from pipeline.data.stored.opening import used
 from tests.conftest import run_stage
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import events, proven, reusing, run_with_faults, train_folder
+from tests.stages.training import copy_run, events, proven, reusing, run_with_faults, train_folder
 from tests.training.test_tokens_from import ending, metrics, weights
 from tools.copy_tokens import main as copy_tokens
 
@@ -33,15 +29,11 @@ OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OP
 
 
 @pytest.fixture(scope="module")
-def short_documents(tmp_path_factory, two_sources) -> Path:
+def short_documents(tmp_path_factory, two_sources):
     """Config of a run of its own with token shards from two sources, which may be damaged, and a copy of them."""
-    folder = tmp_path_factory.mktemp("crossed")
-    shutil.copytree(two_sources.parent / "runs", folder / "runs")
-    assert copy_tokens(["--run", str(folder / "runs/mini"), "--to", f"file://{folder}/store"]) == 0
-    config = yaml.safe_load(two_sources.read_text())
-    config["train"]["mixture"] = {"code": 3, "more": 1}
-    (folder / "mini.yaml").write_text(yaml.safe_dump({**config, "runs_dir": str(folder / "runs")}))
-    return folder / "mini.yaml"
+    config = copy_run(two_sources, tmp_path_factory.mktemp("crossed"), train={"mixture": {"code": 3, "more": 1}})
+    assert copy_tokens(["--run", str(config.parent / "runs/mini"), "--to", f"file://{config.parent}/store"]) == 0
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +41,7 @@ def plain(short_documents):
     """Trains with an option from the files, nothing else being set, once; its run's folder."""
     done = {}
 
-    def train(option: str) -> Path:
+    def train(option):
         if option not in done:
             settings, faults = OPTIONS[option]
             run_with_faults(short_documents, faults, f"name={option}", f"reuse={short_documents.parent}/runs/mini",
@@ -66,12 +58,12 @@ def plain(short_documents):
 
 
 @pytest.fixture
-def fresh(tmp_path, short_documents) -> Path:
+def fresh(tmp_path, short_documents):
     """Config of a new run that reuses the shards."""
     return reusing(short_documents, tmp_path)
 
 
-def lose(config: Path, copies: Path) -> None:
+def lose(config, copies):
     """Lose the train folder, long enough ago that nobody waits any more for whoever copied from it."""
     shutil.rmtree(train_folder(config))
     (copies / LOCK).unlink(missing_ok=True)
@@ -109,15 +101,12 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
 def test_phases_to_come_may_change_where_the_folder_is_lost_too(fresh, tmp_path):
     first, second = PHASES
     copying = ["train.steps=null", "train.packing=best_fit", f"train.checkpoint.copy_to=file://{tmp_path}/copies"]
-
-    def phases(*given: dict) -> str:
-        return f"train.phases={list(given)}"
-    run_stage("train", fresh, phases(first, second), *copying)
-    changed = phases(first, {**second, "until": 24576})
+    changed = f"train.phases={[first, {**second, 'until': 24576}]}"
+    run_stage("train", fresh, f"train.phases={PHASES}", *copying)
     run_stage("train", fresh, "name=whole", *copying[:2], changed)
     lose(fresh, tmp_path / "copies")
-    for settings, told in (([phases({**first, "until": "5k"}, second)], "cannot be planned anew"),
-                           ([changed, "train.lr=0.1"], "train.lr: 0.01 -> 0.1")):
+    refused = [f"train.phases={[{**first, 'until': '5k'}, second]}"]
+    for settings, told in ((refused, "cannot be planned anew"), ([changed, "train.lr=0.1"], "train.lr: 0.01 -> 0.1")):
         assert told in run_stage("train", fresh, *settings, *copying, expect=2).stderr
         lose(fresh, tmp_path / "copies")
     assert "plan changed: " in run_stage("train", fresh, changed, *copying).stdout
@@ -129,13 +118,13 @@ def test_phases_to_come_may_change_where_the_folder_is_lost_too(fresh, tmp_path)
 
 def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
     table = ShardTable.of(read_manifest(short_documents.parent / "runs/mini/encode").outputs)
-    settings = ["train.steps=null", "train.mixture={code: 1, more: 0}", "train.warmup_steps=1"]
-    alone = load_config(fresh, [settings[1]])
-    later = load_config(fresh, [*settings, "train.phases=[{until: 2k}, {until: 4k, mixture: {code: 0, more: 1}}]"])
-    never = load_config(fresh, [*settings, "train.phases=[{until: 2k}, {until: 4k, lr_end: 0}]"])
-    whole = load_config(fresh, [])
-    assert used(later, table).sum() == used(whole, table).sum() > used(alone, table).sum()
-    assert used(never, table).tolist() == used(alone, table).tolist()
+
+    def shards(*overrides):
+        return used(load_config(fresh, ["train.warmup_steps=1", *overrides]), table).tolist()
+    alone = ["train.steps=null", "train.mixture={code: 1, more: 0}"]
+    later = shards(*alone, "train.phases=[{until: 2k}, {until: 4k, mixture: {code: 0, more: 1}}]")
+    never = shards(*alone, "train.phases=[{until: 2k}, {until: 4k, lr_end: 0}]")
+    assert sum(later) == sum(shards()) > sum(never) and never == shards(*alone[1:])
 
 
 @pytest.mark.slow
@@ -144,13 +133,13 @@ def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_docum
     settings, _ = OPTIONS["packed-phases"]
     run_stage("train", fresh, "name=whole", *settings)
     encode = short_documents.parent / "runs/mini/encode"
-    record = next(record for record in read_manifest(encode).outputs
-                  if (record["split"], record["source"]) == ("train", "code"))
+    [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
     with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
         told = run_stage("train", fresh, *settings, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
     run_stage("train", fresh, *settings)
-    run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
-    assert metrics(run) == metrics(whole) and weights(run) == weights(whole)
-    indexes = [path.relative_to(whole) for path in (whole / "train/packing").rglob("index.json")]
-    assert len(indexes) == 3 and all((run / path).read_bytes() == (whole / path).read_bytes() for path in indexes)
+    run, whole = (train_folder(fresh, name) for name in ("mini", "whole"))
+    assert metrics(run.parent) == metrics(whole.parent) and weights(run.parent) == weights(whole.parent)
+    ours, theirs = (sorted(path.read_bytes() for path in (folder / "packing").rglob("index.json"))
+                    for folder in (run, whole))
+    assert ours == theirs and len(theirs) == 3

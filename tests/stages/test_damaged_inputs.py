@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import pipeline.contract.input_check
+from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import read_state
@@ -54,12 +55,13 @@ def do(config, stage, *arguments, body=None):
 def flipped(path, at=None):
     """One bit of the file is another one; size and time are not."""
     stat, whole = path.stat(), path.read_bytes()
-    place = len(whole) // 2 if at is None else at
+    changed = bytearray(whole)
+    changed[len(whole) // 2 if at is None else at] ^= 1
 
     def write(data):
         path.write_bytes(data)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    write(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+    write(changed)
     try:
         yield path
     finally:
@@ -73,9 +75,12 @@ def refused(capsys, config, stage, path, *arguments):
     said = capsys.readouterr().err
     assert said.count("stops here") == 1 and "Traceback" not in said
     assert str(path) in said and " -> " in said and "goes on" in said
-    name = next((argument.removeprefix("name=") for argument in arguments if argument.startswith("name=")), "mini")
-    state = read_state(config.parent / "runs" / name / stage)
+    state = read_state(load_config(config, [text for text in arguments if "=" in text]).folder / stage)
     assert state.status == "failed" and str(path) in state.reason
+
+
+def digest(config, stage, name="mini"):
+    return read_manifest(config.parent / "runs" / name / stage).digest
 
 
 def reusing(config, name):
@@ -84,42 +89,40 @@ def reusing(config, name):
 
 def test_a_source(chain):
     """It is hashed while it is read: what is there then counts, and the stage knows what that was."""
-    text, here = Path(read_manifest(chain.parent / "runs/mini/shard").files[0]["path"]), ("name=source",)
+    text = Path(read_manifest(chain.parent / "runs/mini/shard").files[0]["path"])
+
+    def recorded():
+        assert do(chain, "shard", "name=source", "--force") == 0
+        [record] = [file for file in read_manifest(chain.parent / "runs/source/shard").files
+                    if file["path"] == str(text)]
+        return record["sha256"], digest(chain, "shard", "source")
     with flipped(text):
-        assert do(chain, "shard", *here, "--force") == 0
-        manifest = read_manifest(chain.parent / "runs/source/shard")
-        [record] = [file for file in manifest.files if file["path"] == str(text)]
-        assert record["sha256"] == sha256_file(text)
-    whole = read_manifest(chain.parent / "runs/mini/shard")
-    assert manifest.digest != whole.digest and record["sha256"] != sha256_file(text)
-    assert do(chain, "shard", *here, "--force") == 0
-    assert read_manifest(chain.parent / "runs/source/shard").digest == whole.digest
+        damaged = recorded()
+        assert damaged[0] == sha256_file(text)
+    whole = recorded()
+    assert whole == (sha256_file(text), digest(chain, "shard")) and not set(whole) & set(damaged)
 
 
 @pytest.mark.parametrize(("split", "at"), [("train", 3), ("heldout", 700), ("train", -1)],
                          ids=["name of a member", "text", "padding"])
 def test_a_text_shard(chain, capsys, split, at):
     """Wherever in it: not every byte is text."""
-    path = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1]
-    place = at if at >= 0 else path.stat().st_size - 1
-    with flipped(path, place):
-        refused(capsys, chain, "tokenizer", path, "--force", *reusing(chain, f"text-{split}-{at}"))
-    assert do(chain, "tokenizer", *reusing(chain, f"text-{split}-{at}")) == 0
-    found, whole = (read_manifest(chain.parent / f"runs/{name}/tokenizer").digest
-                    for name in (f"text-{split}-{at}", "mini"))
-    assert found == whole
+    path, here = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1], reusing(chain, f"{split}-{at}")
+    with flipped(path, at):
+        refused(capsys, chain, "tokenizer", path, "--force", *here)
+    assert do(chain, "tokenizer", *here) == 0
+    assert digest(chain, "tokenizer", f"{split}-{at}") == digest(chain, "tokenizer")
 
 
 def test_what_encode_reads(chain, capsys):
     """A text shard where it holds no text, and a file of the vocabulary's that it does not need."""
     run, here = chain.parent / "runs/mini", reusing(chain, "encoded")
-    shards = sorted((run / "shard/train").glob("*.tar"))
-    with flipped(shards[0], shards[0].stat().st_size - 1) as path:
-        refused(capsys, chain, "encode", path, "--force", *here)
-    with flipped(run / "tokenizer/report.md") as path:
-        refused(capsys, chain, "encode", path, *here)
+    for path, at, force in ((min((run / "shard/train").glob("*.tar")), -1, ["--force"]),
+                            (run / "tokenizer/report.md", None, [])):
+        with flipped(path, at):
+            refused(capsys, chain, "encode", path, *force, *here)
     assert do(chain, "encode", *here) == 0
-    assert read_manifest(chain.parent / "runs/encoded/encode").digest == read_manifest(run / "encode").digest
+    assert digest(chain, "encode", "encoded") == digest(chain, "encode")
 
 
 @pytest.fixture(scope="module")
@@ -134,25 +137,29 @@ def trained(chain):
 def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
     """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
     training waits."""
-    shards = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    whole, store = read_manifest(trained.parent / "runs/mini/train"), Store(f"file://{tmp_path}/store")
-    assert whole.counts["token_shards_checked"] > len(shards) > 3
-    name = f"copied-{copied}"
+    path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
+    whole, store, name = manifest(trained), Store(f"file://{tmp_path}/store"), f"copied-{copied}"
+    assert whole.counts["token_shards_checked"] > len(list(path.parent.iterdir())) > 3
     here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
     checkpoints = trained.parent / "runs" / name / "train/checkpoints"
-    with monkeypatch.context() as patch, flipped(shards[-1]) as path:
-        hold_back(patch, lambda: not copied or CopiedCheckpoints(store).found().whole)
+
+    def copies():
+        return CopiedCheckpoints(store).found().whole
+    with monkeypatch.context() as patch, flipped(path):
+        hold_back(patch, lambda: not copied or copies())
         refused(capsys, trained, "train", path, *here)
-    assert CopiedCheckpoints(store).found().whole == [] and not list(checkpoints.glob("step-????????"))
+    assert copies() == [] and not list(checkpoints.glob("step-????????"))
     aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
     assert (2 if copied else 0) <= max(aside, default=0) <= 2
-    assert read_manifest(checkpoints.parent) is None
-    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
+    assert manifest(trained, name) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
     assert do(trained, "train", *here) == 0
-    assert curve(trained, name) == curve(trained)
-    assert weights(read_manifest(checkpoints.parent)) == weights(whole)
+    assert curve(trained, name) == curve(trained) and weights(manifest(trained, name)) == weights(whole)
     assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12
-    assert CopiedCheckpoints(store).found().whole[-1:] == ([12] if copied else [])
+    assert copies()[-1:] == ([12] if copied else [])
+
+
+def manifest(config, name="mini"):
+    return read_manifest(config.parent / "runs" / name / "train")
 
 
 def hold_back(patch, ready):
@@ -174,7 +181,7 @@ def test_what_was_saved_before_a_later_start_stays(trained, capsys):
     """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
     here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
     assert do(trained, "train", *here, "train.steps=6") == 0
-    path = sorted((trained.parent / "runs/mini/encode/train").glob("*.arrow"))[0]
+    path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
         refused(capsys, trained, "train", path, *here, "--accept-drift")
         assert "sound for certain" not in read_state(folder).reason
@@ -199,13 +206,13 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
 def test_what_convert_and_evaluate_read(trained, capsys):
     """A checkpoint, vocabulary and held-out tokens; then the export, held-out text and tokens, vocabulary and task."""
     run = trained.parent / "runs/mini"
-    before = read_manifest(run / "convert").digest
+    before = digest(trained, "convert")
     for name in ("train/checkpoints/step-00000012/rank-00000.safetensors", "tokenizer/hf/tokenizer.json",
                  "encode/heldout/more-00000.arrow"):
         with flipped(run / name) as path:
             refused(capsys, trained, "convert", path, "--force")
     assert do(trained, "convert") == 0
-    assert read_manifest(run / "convert").digest == before
+    assert digest(trained, "convert") == before
     assert do(trained, "evaluate", body=lambda work: None) == 130
     for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/code-00000.tar",
                  "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json", "../../words.jsonl"):

@@ -1,7 +1,5 @@
 """The encode stage as users run it: documents come back, counts agree, kills and process counts leave no trace."""
 
-import json
-
 import numpy as np
 import pyarrow.ipc
 import pytest
@@ -15,7 +13,7 @@ from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.data.token_shards import TokenShard
 from pipeline.encode import chosen_dtype, counted, prove, reconcile
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_json
 from pipeline.tokenization import admission, fast, gate
 from pipeline.tokenization.base import joined, reads_back
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
@@ -41,56 +39,52 @@ def copy(encoded, tmp_path):
 def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_text(encoded):
     run = run_folder(encoded)
     vocabulary = load_tokenizer(run / "tokenizer")
+    bounds = vocabulary.bos_id, vocabulary.eos_id
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
-    assert len(tokens.outputs) == len([record for record in text.outputs if record["split"] != "rejected"]) > 1
+    outputs = {record["path"]: record for record in tokens.outputs}
+    assert len(outputs) == len([record for record in text.outputs if record["split"] != "rejected"]) > 1
     for split in ("train", "heldout"):
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
         for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
-            record = next(record for record in tokens.outputs if record["path"] == token_shard.record["path"])
+            record = outputs[token_shard.record["path"]]
             assert (record["input"], record["input_sha256"]) == (source["path"], source["sha256"])
             assert token_shard.record.items() <= record.items()
-            said = pyarrow.ipc.open_file(run / "encode" / token_shard.record["path"]).schema.metadata
-            assert (int(said[b"bos_id"]), int(said[b"eos_id"])) == (vocabulary.bos_id, vocabulary.eos_id)
+            said = pyarrow.ipc.open_file(run / "encode" / record["path"]).schema.metadata
+            assert (int(said[b"bos_id"]), int(said[b"eos_id"])) == bounds
             for number, document in enumerate(read_shard(run / "shard", source)):
-                ids = token_shard.document_tokens(number).tolist()
-                assert (ids[0], ids[-1]) == (vocabulary.bos_id, vocabulary.eos_id)
-                assert ids[1:-1] == vocabulary.encode(document.text)
+                first, *ids, last = token_shard.document_tokens(number).tolist()
+                assert (first, last) == bounds and ids == vocabulary.encode(document.text)
                 assert reads_back(document.text, vocabulary.decode(ids))
                 assert token_shard.document_key(number) == document.key
                 assert token_shard.document_bytes(number) == len(document.text.encode())
-    text, tokens = text.counts, tokens.counts
-    for split in ("train", "heldout"):
-        own = tokens["splits"][split]["code"]
-        assert own["docs"] == text["sources"]["code"][split]
-        assert own["text_bytes"] == text["sources"]["code"]["text_bytes"][split]
-    assert tokens["total"]["tokens"] == sum(own["tokens"] for split in tokens["splits"].values()
-                                            for own in split.values())
-    assert tokens["dtype"] == "uint16" and tokens["vocab_size"] == 768
+        own = tokens.counts["splits"][split]["code"]
+        assert own["docs"] == text.counts["sources"]["code"][split]
+        assert own["text_bytes"] == text.counts["sources"]["code"]["text_bytes"][split]
+    assert tokens.counts["total"]["tokens"] == sum(
+        split["code"]["tokens"] for split in tokens.counts["splits"].values())
+    assert tokens.counts["dtype"] == "uint16" and tokens.counts["vocab_size"] == 768
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes_and_the_ids_not_on_their_type(run, copy, encoded):
     before = read_manifest(run_folder(copy) / "encode").digest
-    run("encode", copy, "--force")
-    assert read_manifest(run_folder(copy) / "encode").digest == before
-    run_stage("encode", copy, "--force", "launch.processes=2")
-    assert read_manifest(run_folder(copy) / "encode").digest == before
+    for again in (run, run_stage):
+        again("encode", copy, "--force")
+        assert read_manifest(run_folder(copy) / "encode").digest == before
     assert "up to date" in run("encode", copy).out
     run("encode", copy, "--force", "encode.dtype=uint32")
     wide, narrow = ([TokenShard(run_folder(config) / "encode" / record["path"], record)
                      for record in read_manifest(run_folder(config) / "encode").outputs] for config in (copy, encoded))
     for two, one in zip(wide, narrow, strict=True):
-        assert two.dtype == np.uint32 and two.tokens(0, two.token_count).tolist() == one.tokens(
-            0, one.token_count).tolist()
+        assert two.dtype == np.uint32 and (two.tokens(0, two.token_count) == one.tokens(0, one.token_count)).all()
 
 
 def test_another_tokenizer_makes_the_tokens_stale(run, copy):
     run("tokenizer", copy, "--force", "tokenizer.kind=byte")
-    told = run("encode", copy, "tokenizer.kind=byte", expect=2)
-    assert "outputs of the stage tokenizer" in told.err
+    assert "outputs of the stage tokenizer" in run("encode", copy, "tokenizer.kind=byte", expect=2).err
     run("encode", copy, "--force", "tokenizer.kind=byte")
     counts = read_manifest(run_folder(copy) / "encode").counts
-    assert counts["vocab_size"] == 512
-    assert counts["total"]["tokens"] == counts["total"]["text_bytes"] + 2 * counts["total"]["docs"]
+    total = counts["total"]
+    assert counts["vocab_size"] == 512 and total["tokens"] == total["text_bytes"] + 2 * total["docs"]
 
 
 def test_too_narrow_a_type_is_refused_with_the_numbers():
@@ -105,35 +99,31 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
     (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
     run = run_folder(copy)
-    vocabulary = load_tokenizer(run / "tokenizer")
-    record = read_manifest(run / "encode").outputs[0]
+    vocabulary, record = load_tokenizer(run / "tokenizer"), read_manifest(run / "encode").outputs[0]
     source = shard_records(read_manifest(run / "shard"), "train")[0]
-    texts = {0: next(read_shard(run / "shard", source)).text}
-    path = run / "encode" / record["path"]
+    path, texts = run / "encode" / record["path"], {0: next(read_shard(run / "shard", source)).text}
     prove(path, record, source, vocabulary, texts)
-    with open(path, "r+b") as file:
-        file.seek(record["data_offset"] + 2 * (position % record["tokens"]))
-        file.write(np.uint16(vocabulary.bos_id if value == "bos" else value).tobytes())
+    tokens = np.memmap(path, "uint16", "r+", record["data_offset"], record["tokens"])
+    tokens[position] = vocabulary.bos_id if value == "bos" else value
     with pytest.raises(UserError, match=problem):
         prove(path, record, source, vocabulary, texts)
 
 
 def test_counts_that_do_not_agree_stop_the_stage():
-    texts = counted([{"split": "train", "source": "web", "docs": 3, "text_bytes": 30},
-                     {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10}])
-    reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 10, "tokens": 5},
-                              {"split": "train", "source": "web", "docs": 1, "text_bytes": 20, "tokens": 5},
-                              {"split": "heldout", "source": "web", "docs": 1, "text_bytes": 10, "tokens": 5}]))
+    def counts(*rows):
+        return counted([{"split": split, "source": "web", "docs": docs, "text_bytes": size, "tokens": 5}
+                        for split, docs, size in rows])
+    texts = counts(("train", 3, 30), ("heldout", 1, 10))
+    reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("heldout", 1, 10)))
     with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
-        reconcile(texts, counted([{"split": "train", "source": "web", "docs": 2, "text_bytes": 30, "tokens": 5}]))
+        reconcile(texts, counts(("train", 2, 30)))
 
 
 def test_a_text_shard_with_other_documents_than_its_record_stops_the_stage(run, copy):
-    manifest = json.loads((run_folder(copy) / "shard/manifest.json").read_text())
-    manifest["outputs"][0]["docs"] += 1
-    write_json(run_folder(copy) / "shard/manifest.json", manifest)
-    told = run("encode", copy, "--force", expect=2)
-    assert "documents instead of" in told.err
+    manifest = read_manifest(run_folder(copy) / "shard")
+    manifest.outputs[0]["docs"] += 1
+    manifest.write(run_folder(copy) / "shard")
+    assert "documents instead of" in run("encode", copy, "--force", expect=2).err
 
 
 def arrows(config):
@@ -153,66 +143,62 @@ def other_ids(text, vocabulary):
 
 def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run, copy):
     pytest.importorskip("fastokens")
-    told = run("encode", copy, "--force", "encode.encoder=fastokens").out
-    whole, shards, fast = read_manifest(run_folder(copy) / "encode"), len(arrows(copy)), arrows(copy)
+    told, folder = run("encode", copy, "--force", "encode.encoder=fastokens").out, run_folder(copy) / "encode"
+    whole, right = read_manifest(folder), arrows(copy)
     assert "encodes: equal ids to sentencepiece on" in told and "comparing" not in told  # the tokenizer stage did so
-    assert encoders(copy).items() >= {"encoder": "fastokens", "fast_shards": shards, "fallback_shards": 0}.items()
+    assert encoders(copy).items() >= {"encoder": "fastokens", "fast_shards": len(right), "fallback_shards": 0}.items()
     assert "up to date" in run("encode", copy, "encode.encoder=reference").out  # it decides nothing
     told = run("encode", copy, "--force", "encode.encoder=reference").out
-    assert "the reference encodes (sentencepiece)" in told and arrows(copy) == fast
-    assert encoders(copy)["reference_shards"] == shards
-    units = sorted((run_folder(copy) / "encode/units/encode").rglob("*.json"))
-    (run_folder(copy) / "encode/manifest.json").unlink()
-    for path in units[1:]:
+    assert "the reference encodes (sentencepiece)" in told and arrows(copy) == right
+    assert encoders(copy)["reference_shards"] == len(right)
+    (folder / "manifest.json").unlink()
+    for path in sorted((folder / "units/encode").rglob("*.json"))[1:]:
         path.unlink()
     run("encode", copy)
-    assert read_manifest(run_folder(copy) / "encode").digest == whole.digest
-    assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(units) - 1, 1)
+    assert read_manifest(folder).digest == whole.digest
+    assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(right) - 1, 1)
 
 
 def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run, copy, monkeypatch):
     """In the documents of one shard it gives ids that decode to the text: no round trip would tell. Then it fails."""
     pytest.importorskip("fastokens")
-    right = arrows(copy)
-    shards = run_folder(copy) / "shard"
+    right, shards, honest = arrows(copy), run_folder(copy) / "shard", FastEncoder.encode_flat
     record = shard_records(read_manifest(shards), "train")[1]
-    bad, honest = {document.text for document in read_shard(shards, record)}, FastEncoder.encode_flat
+    bad, name = {document.text for document in read_shard(shards, record)}, record["path"].replace(".tar", ".arrow")
 
-    def encode_flat(self, texts):
+    def wrong(self, texts):
         found = [np.array(other_ids(text, self.reference), np.uint32) if text in bad else honest(self, [text])[0]
                  for text in texts]
         assert all(reads_back(text, self.reference.decode(ids)) for text, ids in zip(texts, found, strict=True))
         return joined(found)
-    monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
-    told = run("encode", copy, "--force").out
-    name = record["path"].replace(".tar", ".arrow")
-    assert "WARNING: fastokens gave other ids for the document 0" in told and f"in {name}" in told
-    assert encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == 1
-    assert encoders(copy)["fast_shards"] == len(right) - 1 and arrows(copy) == right
 
     def fail(self, texts):
         raise EncoderError("PanicException: no")
-    monkeypatch.setattr(FastEncoder, "encode_flat", fail)
-    assert "PanicException: no" in run("encode", copy, "--force").out
-    assert encoders(copy)["fallback_shards"] == len(right) and arrows(copy) == right
+    for encode_flat, told, shards in ((wrong, f"in {name}", 1), (fail, "PanicException: no", len(right))):
+        monkeypatch.setattr(FastEncoder, "encode_flat", encode_flat)
+        said = run("encode", copy, "--force").out
+        assert told in said and arrows(copy) == right
+        assert ("WARNING: fastokens gave other ids for the document 0" in said) == (shards == 1)
+        assert encoders(copy)["fallback_shards"] == encoders(copy)["reference_shards"] == shards
+        assert encoders(copy)["fast_shards"] == len(right) - shards
 
 
 def test_a_verdict_of_another_version_does_not_hold(run, copy, monkeypatch):
     pytest.importorskip("fastokens")
     monkeypatch.setattr(gate, "installed_version", lambda: "9.9")
-    told = run("encode", copy, "--force").out
-    assert "comparing fastokens 9.9 with sentencepiece" in told and "fastokens 9.9 encodes" in told
     folder = run_folder(copy) / "encode"
-    (folder / "manifest.json").unlink()
-    assert "comparing" not in run("encode", copy).out  # asked once
+
+    def again(*settings, **options):
+        (folder / "manifest.json").unlink()
+        return "".join(run("encode", copy, *settings, **options))
+    told = again("--force")
+    assert "comparing fastokens 9.9 with sentencepiece" in told and "fastokens 9.9 encodes" in told
+    assert "comparing" not in again()  # asked once
     monkeypatch.setattr(fast, "_opened", lambda path, kind: None)  # and a library that cannot do it
-    (folder / "manifest.json").unlink()
     (folder / "encoder.json").unlink()
-    told = run("encode", copy).out
-    assert "the reference encodes (sentencepiece): fastokens 9.9 does not give this vocabulary's ids" in told
-    (folder / "manifest.json").unlink()
-    told = run("encode", copy, "encode.encoder=fastokens", expect=2)
-    assert "does not give this vocabulary's ids" in told.err
+    told = "the reference encodes (sentencepiece): fastokens 9.9 does not give this vocabulary's ids"
+    assert told in again()
+    assert "does not give this vocabulary's ids" in again("encode.encoder=fastokens", expect=2)
 
 
 def test_without_the_library_the_reference_encodes(run, copy, monkeypatch):
@@ -230,29 +216,30 @@ def test_without_the_library_the_reference_encodes(run, copy, monkeypatch):
 def test_of_long_documents_fewer_are_proved_and_at_least_one(copy, monkeypatch):
     shards, tokenizer = run_folder(copy) / "shard", load_tokenizer(run_folder(copy) / "tokenizer")
     record = max(shard_records(read_manifest(shards), "train"), key=lambda record: record["docs"])
-    whole = encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
+
+    def encoded():
+        return encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
+    whole = encoded()
     assert {0, record["docs"] - 1} <= set(whole.proved) and len(whole.proved) == min(16, record["docs"])
     monkeypatch.setattr(encode_stage, "PROVED_BYTES", 0)
-    one = encode_stage._encoded(shards, record, tokenizer, tokenizer, "uint16")
-    assert set(one.proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
+    assert set(encoded().proved) == {min(whole.proved, key=lambda number: (whole.text_bytes[number], number))}
 
 
 def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
     """As in the vocabularies of GPT-2 and Qwen, of which some name it as the unknown token too."""
-    end, path = "<|endoftext|>", tmp_path / "tokenizer.json"
-    letters = {letter: number for number, letter in enumerate(sorted(byte_of_character()))}
-    number = len(letters)
-    ready = byte_level_tokenizer(models.BPE(vocab={**letters, end: number}, merges=[], unk_token=end), LLAMA3_PATTERN)
+    letters, end = sorted(byte_of_character()), "<|endoftext|>"
+    vocab = {letter: number for number, letter in enumerate([*letters, end])}
+    ready = byte_level_tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=end), LLAMA3_PATTERN)
     ready.add_special_tokens([end])
-    ready.save(str(path))
-    run("tokenizer", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force")
-    told = run("encode", copy, "tokenizer.kind=huggingface", f"tokenizer.path={path}", "--force").out
+    ready.save(str(tmp_path / "tokenizer.json"))
+    settings = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json", "--force"]
+    run("tokenizer", copy, *settings)
     folder = run_folder(copy)
-    assert "unknown ids" not in told and not verify(folder).problems
+    assert "unknown ids" not in run("encode", copy, *settings).out and not verify(folder).problems
     record = read_manifest(folder / "encode").outputs[0]
     vocabulary, file = read_json(folder / "tokenizer/vocabulary.json"), folder / "encode" / record["path"]
-    assert vocabulary["bos_id"] == vocabulary["eos_id"] == number and record["unknown_tokens"] == 0
-    for place, value, problem in ((5, number, "stands inside of a document"), (0, 7, "is missing")):
+    assert vocabulary["bos_id"] == vocabulary["eos_id"] == len(letters) and record["unknown_tokens"] == 0
+    for place, value, problem in ((5, len(letters), "stands inside of a document"), (0, 7, "is missing")):
         tokens = np.memmap(file, record["dtype"], "r+", record["data_offset"], record["tokens"])
         kept, tokens[place] = int(tokens[place]), value
         [told] = token_problems(file, record, vocabulary, mapped=False)

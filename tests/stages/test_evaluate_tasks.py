@@ -11,6 +11,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.evaluate import evaluate
+from pipeline.files import read_json
 from pipeline.report import report
 from tests.stages.small_run import TASK, told_of
 
@@ -24,49 +25,42 @@ def tasks(copied, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(
             {"query": f"Item {item}:", "choices": ["yes", "no", "perhaps"], "gold": gold}) + "\n" for item in range(4)))
 
-    def run(*names, stage="evaluate", body=evaluate):
+    def run(*names, more=(), stage="evaluate", body=evaluate):
         return stage_main(stage, body, [*copied, f"evaluate.task_folders=[{tmp_path}]",
-                                        f"evaluate.tasks=[{', '.join(names)}]"])
+                                        f"evaluate.tasks=[{', '.join(names)}]", *more])
     return run
 
 
-def test_other_tasks_cost_only_themselves(tasks, tmp_path, capsys):
+@pytest.fixture
+def results(tmp_path):
+    """Function: what was measured last."""
+    return lambda: read_json(tmp_path / "copy/evaluate/results.json")
+
+
+def test_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
     """Taking tasks out and in needs no --force and measures nothing again; the report follows."""
     assert tasks("one") == 0 and tasks("one", stage="report", body=report) == 0
     changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[two, one]"])
     jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
     assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
-    first = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    first = results()
     capsys.readouterr()
     assert tasks("two", "one") == 0
     told = capsys.readouterr().out
     assert "changed: evaluate.tasks.0" in told and "changed: input file two/two.yaml is new" in told
     assert [told_of(told, part) for part in ("held-out text", "continuations", "task one")] == ["kept"] * 3
     assert told_of(told, "task two") == "measured"
-    both = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    assert list(both["tasks"]) == ["two", "one"] and both["tasks"]["one"] == first["tasks"]["one"]
+    both = results()["tasks"]
+    assert list(both) == ["two", "one"] and both["one"] == first["tasks"]["one"]
     assert tasks("two", "one", stage="report", body=report) == 0
     assert "| two |" in (tmp_path / "copy/report.md").read_text()
-    assert tasks() == 0
-    none = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    assert none == {**first, "tasks": {}}
+    assert tasks() == 0 and results() == {**first, "tasks": {}}
     capsys.readouterr()
-    assert tasks("one") == 0
+    assert tasks("one") == 0 and results() == first
     assert told_of(capsys.readouterr().out, "task one") == "kept"
-    assert json.loads((tmp_path / "copy/evaluate/results.json").read_text()) == first
 
 
-def test_what_other_code_measured_is_measured_again(tasks, capsys, monkeypatch):
-    """Else the manifest would name code that did not make it."""
-    assert tasks("one") == 0
-    monkeypatch.setattr("pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
-    capsys.readouterr()
-    assert tasks("one", "two") == 0
-    told = capsys.readouterr().out
-    assert {told_of(told, part) for part in ("held-out text", "task one", "task two")} == {"measured"}
-
-
-def test_items_in_the_training_text_are_told_apart(tasks, copied, tmp_path, capsys):
+def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path, capsys):
     """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
     run = Run(load_config(copied[1], copied[2:]))
     texts = [document.text for record in shard_records(run.finished("shard"), "train")
@@ -75,21 +69,20 @@ def test_items_in_the_training_text_are_told_apart(tasks, copied, tmp_path, caps
               "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     assert tasks("one") == 0
-    before = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
+    before = results()
     assert "contamination" not in before["tasks"]["one"]
     capsys.readouterr()
-    assert stage_main("evaluate", evaluate, [*copied, f"evaluate.task_folders=[{tmp_path}]", "evaluate.tasks=[one]",
-                                             "evaluate.contamination=true"]) == 0
+    assert tasks("one", more=["evaluate.contamination=true"]) == 0
     told = capsys.readouterr().out
     assert told_of(told, "task one") == told_of(told, "held-out text") == "kept"
     assert told_of(told, "contamination") == "measured"
-    results = json.loads((tmp_path / "copy/evaluate/results.json").read_text())
-    parts = results["tasks"]["one"].pop("contamination")
-    assert results == before, "nothing else changed"
+    after = results()
+    parts = after["tasks"]["one"].pop("contamination")
+    assert after == before, "nothing else changed"
     assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
-    whole = before["tasks"]["one"]["metrics"]["acc"]["value"]
-    assert (parts["clean"]["metrics"]["acc"]["value"] + parts["dirty"]["metrics"]["acc"]["value"]) / 2 == \
-        pytest.approx(whole, abs=1e-6)
+    clean, dirty, whole = (found["metrics"]["acc"]["value"] for found in (
+        parts["clean"], parts["dirty"], before["tasks"]["one"]))
+    assert (clean + dirty) / 2 == pytest.approx(whole, abs=1e-6)
     assert "### Contamination" in (tmp_path / "copy/evaluate/results.md").read_text()
 
 
@@ -102,16 +95,17 @@ def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
     assert read_manifest(tmp_path / "copy/evaluate") is None
     assert "Traceback" in (tmp_path / "copy/evaluate/lm_eval.log").read_text()
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    for names in (("one", "two"), ("one", "broken")):
-        assert tasks(*names) == 0
+    for other, how in (("two", "kept"), ("broken", "measured")):
+        assert tasks("one", other) == 0
         told = capsys.readouterr().out
-        assert {part: told_of(told, part) for part in ("held-out text", "continuations", "task one",
-                                                       f"task {names[1]}")} == {
-            "held-out text": "kept", "continuations": "kept", "task one": "kept",
-            f"task {names[1]}": "kept" if names[1] == "two" else "measured"}
+        assert [told_of(told, part) for part in ("held-out text", "continuations", "task one", f"task {other}")] == [
+            "kept", "kept", "kept", how]
 
 
-def test_a_kill_costs_the_task_that_it_hit(tasks, capsys, monkeypatch):
+def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_is_refused(tasks, tmp_path, capsys,
+                                                                                         monkeypatch):
+    """What is renewed in silence is the list of tasks; what a finished one was made of is not. And were results of
+    other code kept, the manifest would name code that did not make them."""
     from pipeline.evaluation.running import TaskRunner
     original = TaskRunner.measure
 
@@ -119,19 +113,20 @@ def test_a_kill_costs_the_task_that_it_hit(tasks, capsys, monkeypatch):
         if task_file.name == "two":
             raise KeyboardInterrupt
         return original(self, task_file)
-    monkeypatch.setattr(TaskRunner, "measure", measure)
-    assert tasks("one", "two") == INTERRUPTED
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskRunner, "measure", measure)
+        assert tasks("one", "two") == INTERRUPTED
+    parts = ("held-out text", "task one", "task two")
     capsys.readouterr()
     assert tasks("one", "two") == 0
     told = capsys.readouterr().out
-    assert [told_of(told, f"task {name}") for name in ("one", "two")] == ["kept", "measured"]
-
-
-def test_a_task_whose_content_changed_is_refused(tasks, tmp_path, capsys):
-    """What is renewed in silence is the list of tasks; what a finished one was made of is not."""
-    assert tasks("one", "two") == 0
+    assert [told_of(told, part) for part in parts] == ["kept", "kept", "measured"]
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
+        assert tasks("two", "one") == 0
+    told = capsys.readouterr().out
+    assert {told_of(told, part) for part in parts} == {"measured"}
     (tmp_path / "one.jsonl").write_text((tmp_path / "two.jsonl").read_text())
     assert tasks("one") == 2
     assert "input file one/one.jsonl has other content" in capsys.readouterr().err
-    assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["one", "two"]
+    assert read_manifest(tmp_path / "copy/evaluate").fingerprint["config"]["evaluate"]["tasks"] == ["two", "one"]

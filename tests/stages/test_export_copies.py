@@ -1,9 +1,6 @@
 """The export in an object store: whole or refused, copied later without being made again, fetched by hash."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,24 +15,25 @@ from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.stores.store import Store, preflight
 from tests.stages.small_run import fake_training
-from tests.stages.test_convert import reusing, run_convert
+from tests.stages.test_convert import run_convert
+from tests.stages.training import reusing
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory, encoded) -> Path:
+def converted(tmp_path_factory, encoded):
     """Config of a miniature run with random weights whose stage convert is done."""
-    config = reusing(tmp_path_factory.mktemp("converted"), encoded)
+    config = reusing(encoded, tmp_path_factory.mktemp("converted"))
     fake_training(Run(load_config(config)))
     assert run_convert(config, "convert.max_shard_mb=0.05") == 0
     return config
 
 
-def copying(config: Path, url: str, *settings: str) -> int:
-    return run_convert(config, "convert.max_shard_mb=0.05", f"convert.copy_to={url}", *settings)
+def copying(config, url):
+    return run_convert(config, "convert.max_shard_mb=0.05", f"convert.copy_to={url}")
 
 
-def state(config: Path, url: str | None):
-    given = [] if url is None else [f"convert.copy_to={url}"]
+def state(config, url=None):
+    given = [f"convert.copy_to={url}"] if url else []
     return Run(load_config(config, ["convert.max_shard_mb=0.05", *given])).state("convert")
 
 
@@ -43,43 +41,41 @@ def state(config: Path, url: str | None):
                                 pytest.param("azurite", marks=pytest.mark.slow)])
 def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, of, request, capsys, tmp_path):
     url, folder = request.getfixturevalue(of).url_of("models/mini"), converted.parent / "runs/mini/convert"
-    before = {path: path.stat().st_mtime_ns for path in (folder / "hf").iterdir()}
-    assert state(converted, None).kind == "done" and state(converted, url).kind == "partial"
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()}
+    assert state(converted).kind == "done" and state(converted, url).kind == "partial"
     assert f"to be copied to {url}" in str(state(converted, url))
     config = load_config(converted, ["convert.max_shard_mb=0.05", f"convert.copy_to={url}"])
     assert plan(config, Run(config), ["convert"], Options("local", str(converted)))[0].to_run
     assert copying(converted, url) == 0
     assert f"copied to {url}" in capsys.readouterr().out
-    assert state(converted, url).kind == "done", str(state(converted, url))
-    assert {path: path.stat().st_mtime_ns for path in (folder / "hf").iterdir()} == before
-    assert read_json(folder / "STATE.json")["status"] == "done"
-    assert {entry.path for entry in Store(url).list()} == {path.name for path in before} | {COPY}
+    assert state(converted, url).kind == "done" and read_json(folder / "STATE.json")["status"] == "done"
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()} == before
+    assert {entry.path for entry in Store(url).list()} == {*before, COPY}
 
     assert copying(converted, url) == 0 and "up to date" in capsys.readouterr().out
     (folder / "copied.json").unlink()
     assert copying(converted, url) == 0 and "is this export already" in capsys.readouterr().out
 
-    assert main([url, str(tmp_path / "fetched")]) == 0
-    assert {path.name: path.read_bytes() for path in (tmp_path / "fetched").iterdir()} == \
-        {path.name: path.read_bytes() for path in before}
-    assert main([url, str(tmp_path / "fetched")]) == 2 and "is there already" in capsys.readouterr().err
+    fetched = tmp_path / "fetched"
+    assert main([url, str(fetched)]) == 0
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
+        name: content for name, (_, content) in before.items()}
+    assert main([url, str(fetched)]) == 2 and "is there already" in capsys.readouterr().err
 
 
 def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_server, capsys, tmp_path):
-    url = moto_server.url_of("models/mini")
+    url, fetched = moto_server.url_of("models/mini"), str(tmp_path / "fetched")
     moto_server.fail("refuse", 1000, method="PUT", path=r"config\.json")
     assert copying(converted, url) == 2 and "AccessDenied" not in capsys.readouterr().out
-    assert state(converted, url).kind == "partial" and read_json(
-        converted.parent / "runs/mini/convert/STATE.json")["status"] == "failed"
-    assert main([url, str(tmp_path / "fetched")]) == 2 and "is not finished" in capsys.readouterr().err
+    assert state(converted, url).kind == "partial"
+    assert read_json(converted.parent / "runs/mini/convert/STATE.json")["status"] == "failed"
+    assert main([url, fetched]) == 2 and "is not finished" in capsys.readouterr().err
     moto_server.server.faults.clear()
-    assert copying(converted, url) == 0 and main([url, str(tmp_path / "fetched")]) == 0
-
-    store = Store(url)
-    store.put("model.safetensors.index.json", b"{}")
-    assert main([url, str(tmp_path / "again")]) == 2
+    assert copying(converted, url) == 0
+    Store(url).put("model.safetensors.index.json", b"{}")
+    assert main([url, fetched]) == 2
     assert "model.safetensors.index.json has 2 bytes instead of" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
+    assert not (tmp_path / "fetched").exists()
 
 
 def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, monkeypatch):

@@ -2,15 +2,19 @@
 longer context and goes out again with everything that it came with."""
 
 import json
+import re
 
 import pytest
 import torch
 import yaml
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stages import STAGES
 from pipeline.data.shard_table import open_shards
+from pipeline.files import read_json
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
@@ -18,10 +22,6 @@ from tests.tokenization.test_ready_folders import TEMPLATE
 
 NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
-HOSTILE = ["", " ", "  two  spaces\n\n\tdef f():", "<|eot_id|>", "a<|begin_of_text|>b", "\0x", "e\u0301 \u00e9 \ufb01",
-           "\U0001f3f3\ufe0f\u200d\U0001f308\U0001f1e9\U0001f1ea", "\r\n\r\n \n", "1234567 12", "I'LL don't 'S",
-           "\u2581 \u2581", "\ufeffx", "a" * 3000, " " * 3000, "\u202eabc", "<|python_tag|>f()", "hello .",
-           "\u0131 \u0130 \u00df"]
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}
 FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.heldout_every=1",
@@ -86,14 +86,12 @@ def further(tmp_path_factory, source, text):
 def own_loss(folder, config, shard, samples):
     """What transformers says of the tokens that the first step saw, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64)
-    losses, targets = 0.0, 0
+    losses = []
     for document, begin, end in samples:
-        ids = torch.from_numpy(shard.document_tokens(document)[begin:end + 1].astype("int64"))[None]
+        ids = torch.from_numpy(shard.document_tokens(document)[begin:end + 1].astype("int64"))
         with torch.no_grad():
-            logits = model(ids[:, :-1]).logits[0]
-        losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
-        targets += ids.shape[1] - 1
-    return losses / targets
+            losses.append(cross_entropy(model(ids[None, :-1]).logits[0], ids[1:], reduction="none"))
+    return torch.cat(losses).mean().item()
 
 
 @pytest.mark.slow
@@ -106,15 +104,11 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     assert "around each document: <|begin_of_text|> (" in told["tokenizer"].stdout
     assert "<|eot_id|> (" in told["tokenizer"].stdout
     assert where(["--run", str(folder), "--step", "1"]) == 0
-    samples = []
-    for line in capsys.readouterr().out.splitlines()[1:]:
-        words = line.split()
-        begin, end = words[-1].split("..")
-        samples.append((int(words[words.index("document") + 1]), int(begin), int(end)))
+    samples = [map(int, numbers) for numbers in re.findall(
+        r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
     longer = AutoConfig.from_pretrained(source)
     longer.rope_parameters = {**longer.rope_parameters, "rope_theta": 1e6}
-    manifest = json.loads((folder / "encode/manifest.json").read_text())
-    [shard] = open_shards(folder / "encode", manifest["outputs"], "train", "code")
+    [shard] = open_shards(folder / "encode", read_manifest(folder / "encode").outputs, "train", "code")
     assert curve(config)[0]["loss"] == pytest.approx(own_loss(source, longer, shard, samples), rel=1e-6)
 
 
@@ -122,12 +116,10 @@ def test_everything_that_it_came_with_goes_out_again(further, source):
     config, told = further
     out = config.parent / "runs/mini/convert/hf"
     theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (source, out))
-    for sample in HOSTILE:
-        assert ours(sample, verbose=False).input_ids == theirs(sample, verbose=False).input_ids, sample
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.chat_template == theirs.chat_template == TEMPLATE
     assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 512
-    before, after = (json.loads((place / "generation_config.json").read_text()) for place in (source, out))
+    before, after = (read_json(place / "generation_config.json") for place in (source, out))
     for mine in ("transformers_version", "_from_model_config"):
         before.pop(mine, None)
     assert after == before and len(after["eos_token_id"]) == 3 and after["temperature"] == 0.6

@@ -1,11 +1,8 @@
 """A rank that hangs: all write where they are and end, and the late one is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from tests.waiting import HANG_S
 SETTINGS = ["train.batch_tokens=768", "train.micro_batch=4"]
 
 
-def patience(config: Path, *settings: str, ranks: int, least_s: float) -> str:
+def patience(config, *settings, ranks, least_s):
     """The setting of a limit that no healthy step reaches here: twice what a whole run of a few steps takes."""
     began = time.monotonic()
     run_stage("train", config, "name=pace", *settings, "train.steps=4", ranks=ranks)
@@ -39,9 +36,8 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on
     assert [record.step for record in records] == [5, 5, 5] and all(record.silent_s > 6 for record in records)
     assert records[1].calls[-1].endswith("fault_injection.py hang") and not records[1].waits
     assert records[0].waits and records[2].waits
-    for rank in range(3):
-        assert "fault_injection.py" in (folder / f"rank{rank}.stacks").read_text() or rank != 1
-        assert b"all_reduce" in (folder / f"rank{rank}.flight.json").read_bytes()
+    assert "fault_injection.py" in (folder / "rank1.stacks").read_text()
+    assert all(b"all_reduce" in (folder / f"rank{rank}.flight.json").read_bytes() for rank in range(3))
     found = judge_hang(folder, 3)
     assert found.late == ((1, os.uname().nodename),)
     assert "before_step > hang (pipeline/training/fault_injection.py)" in found.text and "ranks 0, 2" in found.text

@@ -30,20 +30,17 @@ def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh,
 
 
 def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path, capsys):
-    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    copy, moved, short = tmp_path / "copy", tmp_path / "moved", ["train.steps=2", "train.warmup_steps=0"]
     shutil.copytree(first, copy)
-    settings = [f"train.init_from={copy}", "train.steps=2", "train.warmup_steps=0"]
-    run_stage("train", fresh, *settings)
+    run_stage("train", fresh, f"train.init_from={copy}", *short)
     (copy / "train/checkpoints/step-00000008").rename(moved)
-    again = run_stage("train", fresh, f"train.init_from={moved}", *settings[1:])
+    again = run_stage("train", fresh, f"train.init_from={moved}", *short)
     assert "up to date" in again.stdout or "nothing to do" in again.stdout
-    refused = run_stage("train", fresh, *settings, expect=2)  # now of step 4
-    assert "init_from/COMPLETE.json" in refused.stderr
-    refused = run_stage("train", fresh, "name=wide", f"train.init_from={moved}", "model.dim=64", *settings[1:],
-                        expect=2)
-    assert "dim is 64 here, 32 there" in refused.stderr and "Traceback" not in refused.stderr
-    refused = run_stage("train", fresh, "name=none", "train.init_from=/nowhere", *settings[1:], expect=2)
-    assert "train.init_from: /nowhere is no folder" in refused.stderr
+    for settings, told in (([f"train.init_from={copy}"], "init_from/COMPLETE.json"),  # now of step 4
+                           (["name=wide", f"train.init_from={moved}", "model.dim=64"], "dim is 64 here, 32 there"),
+                           (["name=none", "train.init_from=/nowhere"], "train.init_from: /nowhere is no folder")):
+        refused = run_stage("train", fresh, *short, *settings, expect=2).stderr
+        assert told in refused and "Traceback" not in refused
     assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
                    f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
     told = capsys.readouterr().err

@@ -1,10 +1,6 @@
 """A model that is larger than what a rank may take is exported, proven and evaluated, under a limit that the kernel
 keeps; taken whole, neither can be done under it."""
 
-from __future__ import annotations
-
-import json
-import math
 import subprocess
 import sys
 
@@ -13,6 +9,7 @@ import pytest
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
+from pipeline.files import read_json
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
@@ -43,13 +40,15 @@ def run(tmp_path_factory):
     return config
 
 
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS},
+                          capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
 def limited(stage, megabytes, config, *overrides, ranks=1):
     """The stage, in processes that may each take so much memory beyond what they import."""
-    start = [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run([*start, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config),
-                           *overrides], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS}, capture_output=True,
-                          text=True, timeout=HANG_S, check=False)
+    agent = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return python(*agent, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config), *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +78,7 @@ def test_an_export_is_proven_in_the_memory_of_a_block(exported):
     assert counts["layers_compared"] == LAYERS and counts["tensors_compared"] == LAYERS * 9 + 3
     assert 0 < counts["transformers_logit_error"] <= 10 * counts["single_precision_logit_error"]
     for way, fits in (("whole", False), ("in blocks", True)):
-        ended = subprocess.run([sys.executable, "-c", WHOLE, str(folder / "hf"), str(CONVERT_MB), way], cwd=REPOSITORY,
-                               env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True, timeout=HANG_S,
-                               check=False)
+        ended = python("-c", WHOLE, str(folder / "hf"), str(CONVERT_MB), way)
         assert (ended.returncode == 0) == fits, ended.stderr
         assert fits or "allocate memory" in ended.stderr
 
@@ -97,8 +94,4 @@ def test_two_ranks_evaluate_what_neither_could_hold(exported):
     assert "weights sharded over 2 ranks (FSDP2, gathered block by block)" in ended.stdout
     folder = exported.parent / "runs/mini/evaluate"
     assert read_manifest(folder).counts["dp_shard"] == 2
-    results = json.loads((folder / "results.json").read_text())
-    # Random weights know nothing: log2 of the vocabulary for each token, and what logits of variance 1 add to it.
-    total = results["heldout"]["overall"]
-    assert total["bits_per_byte"] * total["bytes"] / total["targets"] == pytest.approx(9 + 0.5 / math.log(2), rel=0.1)
-    assert [entry["tokens"] for entry in results["continuations"]] == [3, 3]
+    assert [entry["tokens"] for entry in read_json(folder / "results.json")["continuations"]] == [3, 3]

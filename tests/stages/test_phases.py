@@ -1,11 +1,14 @@
-"""Training in phases: one curve on any ranks, killed and continued in every phase, and what of a plan may change."""
-
-from __future__ import annotations
+"""Training in phases: one curve on any ranks, killed and continued in every phase, packed or not; what is told of it is
+what came of it; and what of a plan may change."""
 
 import pytest
 import yaml
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import run_in
+from pipeline.reporting.consumption import consumption_tables
+from pipeline.reporting.course import training_section
+from pipeline.reporting.facts import Facts
 from tests.conftest import run_stage
 from tests.stages.training import (
     THREE_PHASES,
@@ -21,6 +24,7 @@ from tests.stages.training import (
     with_phases,
 )
 from tools.audit import audit
+from tools.verify import __main__ as verify
 from tools.where import __main__ as where
 
 TRAIN = {"steps": None, "precision": "fp64", "phases": THREE_PHASES, "sample_every": 6}
@@ -32,30 +36,85 @@ def phased(tmp_path, two_sources):
     return reusing(two_sources, tmp_path, train=TRAIN)
 
 
-def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased):
-    run_stage("train", phased, "name=whole")
-    for ranks, after, settings in ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"])):
-        train_and_kill(phased, *settings, ranks=ranks, after_step=after, log="events")
-    run_stage("train", phased, ranks=2)
+KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
+"""Ranks, the step after which they are killed, and their layout."""
+
+
+@pytest.mark.parametrize(("packing", "kills"), [
+    ("concatenate", KILLS), pytest.param("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]),
+                                         marks=pytest.mark.slow)])
+def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
+    """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
+    settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}
+    said = run_stage("train", phased, "name=whole", *settings).stdout
+    for ranks, after, layout in kills:
+        train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
+    if packing == "best_fit":
+        assert "  of code the epoch has " in said and said.count("  padding: ") == 3
+        assert "they were not planned before" in said and "best-fit packing: " in said
+        plans = {path: path.stat().st_mtime_ns for path in (train / "packing").rglob("*.bins")}
+        damaged = next(path for path in plans if path.parents[1].name == "128")
+        damaged.write_bytes(damaged.read_bytes()[:-8])
+    again = run_stage("train", phased, *settings, ranks=2).stdout
     assert proven(phased) and proven(phased, "whole")
     whole = {record["step"]: record for record in curve(phased, "whole")}
     assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(phased)} == set(whole)
     assert difference(lines(phased), whole) < 1e-12
     for record in lines(phased):
-        assert record["samples"] == whole[record["step"]]["samples"] and record["lr"] == whole[record["step"]]["lr"]
+        assert all(record[key] == whole[record["step"]][key] for key in ("samples", "targets", "lr"))
     assert [record["phase"] for record in lines(phased, "whole")] == [1] * 4 + [2] * 4 + [3] * 4
-    assert [record["tokens"] for record in lines(phased, "whole")] == [
-        *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
     assert lines(phased, "whole")[-1]["lr"] == 0
     counts, whole_counts = (read_manifest(train_folder(phased, name)).counts for name in ("mini", "whole"))
-    assert counts["tokens"] == 20480 and counts["steps"] == 12
-    assert counts["phases"] == whole_counts["phases"] and counts["plan_sha256"] == whole_counts["plan_sha256"]
+    for key in ("phases", "plan_sha256", "packing", "planned", "tokens", "steps"):
+        assert counts.get(key) == whole_counts.get(key)
+    if packing == "concatenate":
+        assert counts["tokens"] == 20480 and [record["tokens"] for record in lines(phased, "whole")] == [
+            *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
+        return
+    assert "planned the best-fit packing of 1 of " in again
+    assert {path for path, time in plans.items() if path.stat().st_mtime_ns != time} == {damaged}
+    assert plans.keys() and all(path.read_bytes() == (train_folder(phased, "whole") / path.relative_to(
+        train)).read_bytes() for path in plans)
+    assert set(counts["packing"]) - {"kind"} == {path.name for path in (train / "packing").iterdir()}
+    as_told(phased, counts)
+    rest = next(path for path in (train / "packing").glob("*-left-*/train/*.bins"))
+    content = rest.read_bytes()
+    rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert verify.main(["--run", str(train.parent), "--processes", "1"]) == 1
+    told = capsys.readouterr().out
+    assert rest.name in told and damaged.name not in told.replace(rest.name, "")
 
 
-def test_what_is_to_come_may_change_and_what_was_may_not(phased):
-    """A begun run: other phases to come, a longer one that has begun; then a finished one that gets another phase."""
-    run_with_faults(phased, "kill:rank=0,step=7", "train.checkpoint.background=false", expect=-9)
-    seen = {record["step"]: record for record in curve(phased) if record["step"] <= 6}
+def as_told(config, counts):
+    """What is counted of the phases is what the steps counted; what was planned comes to it within a few sequences."""
+    padding = [record["padding_share"] for record in lines(config, "whole")]
+    assert 0 <= min(padding) <= max(padding) < 0.3 and max(padding) > 0
+    [start] = events(config, "start")
+    assert start["packing"] == counts["packing"]
+    assert all(0 < plan["padding_share"] < 0.3 and 0 < plan["documents_cut"] < plan["documents"]
+               for plan in counts["packing"].values() if isinstance(plan, dict))
+    for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
+        learned = size * (4 - sum(padding[4 * number:4 * number + 4]))
+        assert phase["learned"] == pytest.approx(learned, abs=0.5)
+        assert sum(phase["tokens"].values()) == pytest.approx(learned, rel=0.05)
+        assert phase["tokens"] == counts["planned"]["tokens"][number], "nothing was left out"
+    learned = [phase["learned"] for phase in counts["phases"]]
+    assert sum(learned) == counts["tokens"] < 20480
+    run = run_in(train_folder(config).parent)
+    facts = Facts(run.config, "", {name: run.finished(name) for name in ("encode", "train")},
+                  events=events(config, "start") + events(config, "resume"))
+    [table] = consumption_tables(facts)
+    told = {row[0]: row[1] for one in training_section(facts).tables for row in one.rows if len(row) == 2}
+    assert told["packing 64"].startswith("sequences ") and "planned" not in told
+    assert [row[4] for row in table.rows if row[1] == "all, without padding"] == [f"{count:,}" for count in learned]
+
+
+def test_what_is_to_come_may_change_and_what_was_may_not(phased, capsys):
+    """A begun run: other phases to come, a longer one that has begun; then a finished one that gets another phase. A
+    step that no checkpoint has, of which the other plan is no part, counts no more."""
+    run_with_faults(phased, "kill:rank=0,step=8", "train.checkpoint.background=false", expect=-9)
+    assert [record["step"] for record in lines(phased)] == list(range(1, 8))
+    seen = curve(phased)[:6]
     first, second, third = THREE_PHASES
     for changed, said in (
             ([{**first, "mixture": {"code": 1, "more": 1}}, second, third],
@@ -74,43 +133,26 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
         "warmup_steps": 1}])).stdout
     assert "plan changed: train.phases[1].until: 12.29k -> 16k" in longer
     assert "plan changed: train.phases[2].batch_tokens: 2048 -> 1024" in longer
-    assert proven(phased) and [record["phase"] for record in lines(phased) if record["step"] > 6] == [2] * 4 + [3] * 4
-    assert {record["step"]: record for record in curve(phased) if record["step"] <= 6} == seen
-    changes = events(phased, "plan_changed")
-    assert len(changes) == 1 and changes[0]["step"] == 6 and len(changes[0]["changes"]) >= 3
-    counts = read_manifest(train_folder(phased)).counts
+    assert curve(phased)[:6] == seen and len(curve(phased)) == 14
+    logged, counts = lines(phased), read_manifest(train_folder(phased)).counts
+    undone = logged.pop(6)
+    assert (undone["step"], [record["phase"] for record in logged[6:]]) == (7, [2] * 4 + [3] * 4)
     assert counts["tokens"] == 20480 and counts["phases"][2]["tokens"] == {"code": 0, "more": 4096}
+    assert counts["loss"] == logged[-1]["loss"]
+    assert counts["step_seconds"] == pytest.approx(sum(record["step_s"] for record in logged), abs=0.001)
+    [change] = events(phased, "plan_changed")
+    assert change["step"] == 6 and change["number"] == 1 and len(change["changes"]) >= 3
+    found = audit(train_folder(phased).parent)
+    assert (found.faults, found.steps, found.repeated, found.replanned) == ([], 14, 0, 1)
+    assert "1 undone by changes of the plan" in found.lines()[0]
+    assert where.main(["--run", str(train_folder(phased).parent), "--step", "15"]) == 0
+    assert "this run has done 14 steps" in capsys.readouterr().out
 
     config = yaml.safe_load(phased.read_text())
     more = run_stage("train", with_phases(phased, [*config["train"]["phases"], {
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
     assert "train.phases[3] was added" in more.stdout
     assert read_manifest(train_folder(phased)).counts["steps"] == 16 and proven(phased)
-
-
-@pytest.mark.slow
-def test_steps_of_a_former_plan_count_no_more(phased, capsys):
-    """Killed after steps that no checkpoint has, and ended sooner along another plan, of which they were no part."""
-    run_with_faults(phased, "kill:rank=0,step=12", "train.checkpoint.background=false",
-                    "train.checkpoint.every_steps=8", expect=-9)
-    assert [record["step"] for record in lines(phased)] == list(range(1, 12))
-    first, second, third = THREE_PHASES
-    run_stage("train", with_phases(phased, [first, second, {**third, "batch_tokens": 4096, "lr": 0.001, "lr_end": None,
-                                                            "mixture": {"code": 0, "more": 1}}]))
-    [change] = events(phased, "plan_changed")
-    assert change["step"] == 8 and change["number"] == 1
-    assert [record["step"] for record in lines(phased)] == [*range(1, 12), 9, 10]
-    standing, counts = curve(phased), read_manifest(train_folder(phased)).counts
-    assert [record["step"] for record in standing] == list(range(1, 11)) and counts["steps"] == 10
-    assert counts["loss"] == standing[-1]["loss"] == lines(phased)[-1]["loss"]
-    assert counts["heldout_bpb"] == lines(phased)[-1]["heldout_bpb"]
-    taken = [record["step_s"] for record in lines(phased)]
-    assert counts["step_seconds"] == pytest.approx(sum(taken[:8]) + sum(taken[-2:]), abs=0.001)
-    found = audit(train_folder(phased).parent)
-    assert not found.faults and found.steps == 10 and found.repeated == 0 and found.replanned == 3
-    assert "3 undone by changes of the plan" in found.lines()[0]
-    assert where.main(["--run", str(train_folder(phased).parent), "--step", "11"]) == 0
-    assert "this run has done 10 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -122,7 +164,6 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
                 "train.checkpoint.background=false"]
     run_with_faults(with_phases(phased, phases), "spike:rank=0,step=18,factor=60;kill:rank=0,step=19", *settings,
                     expect=-9)
-    assert [(event["step"], event["samples"]) for event in events(phased, "rollback")] == [(18, [[544, 576]])]
     assert [record["samples"] for record in lines(phased) if record["step"] == 18] == [[544, 608]]
     said = run_stage("train", with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
                      *settings).stdout

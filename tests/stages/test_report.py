@@ -1,4 +1,4 @@
-"""The stage report on a made-up run; tests/stages/test_evaluate.py has it on a real one."""
+"""The stage report on a made-up run; tests/test_faults.py has it on a real one."""
 
 from pathlib import Path
 
@@ -35,9 +35,12 @@ def test_both_forms_are_written_committed_and_copied(made, capsys):
     assert "up to date" in capsys.readouterr().out
 
 
-def test_new_results_make_it_stale(made, capsys):
+def test_new_results_make_it_stale_a_torn_line_is_left_out_and_a_damaged_log_is_named(made, capsys):
     run, arguments = made
-    assert stage_main("report", report, arguments) == 0
+    with open(run.own_folder("train") / "metrics.jsonl", "a") as file:
+        file.write('{"step": 601, "lo')
+    assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
+    assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
     manifest = read_manifest(run.own_folder("evaluate"))
     manifest.outputs = [{"path": "results.json", "bytes": 1, "sha256": "new"}]
     manifest.write(run.own_folder("evaluate"))
@@ -48,14 +51,6 @@ def test_new_results_make_it_stale(made, capsys):
     write_json(run.own_folder("evaluate") / "results.json", changed)
     assert stage_main("report", report, [*arguments, "--force"]) == 0
     assert "1.2345" in (run.folder / "report.html").read_text()
-
-
-def test_a_title_can_be_given_a_torn_line_is_left_out_and_a_damaged_log_is_named(made, capsys):
-    run, arguments = made
-    with open(run.own_folder("train") / "metrics.jsonl", "a") as file:
-        file.write('{"step": 601, "lo')
-    assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
-    assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
     with open(run.own_folder("train") / "samples.jsonl", "a") as file:
         file.write("{broken}\n")
     assert stage_main("report", report, [*arguments, "--force"]) == 2

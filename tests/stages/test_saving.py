@@ -1,14 +1,10 @@
 """Saving while training goes on: it changes nothing, its failures are heard, and a kill finds a sound checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +13,6 @@ from pipeline.records.checkpoints import read_marker
 from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
 from tests.stages.training import (
-    assert_equal_to_the_bit,
     curve,
     events,
     kill,
@@ -27,36 +22,15 @@ from tests.stages.training import (
     start,
     train_folder,
 )
+from tests.training.sinks.reading import board_points
 from tests.waiting import HANG_S, wait_for
-from tests.warm import WarmProcess
 
 FULL = 100_000
 """Bytes that a file may have where the process's limit stands in for a full disk: less than a checkpoint's."""
 
 
-def saved_steps(config: Path, name: str = "mini") -> list[int]:
+def saved_steps(config, name="mini"):
     return [event["step"] for event in events(config, "checkpoint", name)]
-
-
-def test_saving_in_the_background_changes_no_bit(fresh):
-    """Nor do permanent checkpoints, which stay when the others go."""
-    settings = ["train.steps=20", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6"]
-    for name, background in (("behind", True), ("waiting", False)):
-        run_stage("train", fresh, f"name={name}", *settings, f"train.checkpoint.background={background}", ranks=2)
-        kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, name) / "checkpoints").iterdir())
-        assert kept == [6, 12, 18, 20] and saved_steps(fresh, name) == list(range(2, 21, 2))
-        stalls = {event["step"]: event["stall_s"] for event in events(fresh, "checkpoint", name)}
-        assert stored_scalars(train_folder(fresh, name).parent / "tensorboard", "checkpoint/stall_s") == \
-            pytest.approx(stalls, rel=1e-5)
-    assert_equal_to_the_bit(fresh, "behind", "waiting")
-
-
-def stored_scalars(folder: Path, tag: str) -> dict[int, float]:
-    """A TensorBoard curve, by step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    board = EventAccumulator(str(folder))
-    board.Reload()
-    return {event.step: event.value for event in board.Scalars(tag)}
 
 
 @pytest.mark.slow
@@ -81,21 +55,19 @@ def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(be
 
 def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failing_stops_all_ranks(fresh):
     """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later, or never."""
-    settings = ["train.steps=16", "train.checkpoint.every_steps=8", "train.checkpoint.attempts=60"]
+    settings = ["train.checkpoint.every_steps=8", "train.steps=16"]
     run_stage("train", fresh, "name=whole", *settings, ranks=2)
-    with limited(fresh, *settings) as process:
+    with limited(fresh, *settings, "train.checkpoint.attempts=60") as process:
         wait_for(lambda: events(fresh, "checkpoint_failed"), of=process)
         resource.prlimit(rank_process(process.pid, 1), resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
         said, complaint = process.communicate(HANG_S)
     assert process.returncode == 0, complaint
     assert "saving after step 8 failed (attempt 1 of 60)" in said and "File too large" in said
-    failure, *_ = events(fresh, "checkpoint_failed")
+    failure = events(fresh, "checkpoint_failed")[0]
     assert failure["step"] == 8 and failure["attempt"] == 1 and "step-00000008.tmp" in failure["error"]
     assert saved_steps(fresh) == [8, 16] and curve(fresh) == curve(fresh, "whole")
 
-
-    settings[-1] = "train.checkpoint.attempts=2"
-    with limited(fresh, "name=failing", "train.steps=100000", *settings[1:]) as process:
+    with limited(fresh, "name=failing", settings[0], "train.steps=100000", "train.checkpoint.attempts=2") as process:
         said, complaint = process.communicate(timeout=HANG_S)
     assert process.returncode != 0 and "attempt 2 of 2" in said
     assert complaint.count("stops here") == 1 and "full" in complaint
@@ -104,7 +76,7 @@ def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failin
 
 
 @contextmanager
-def limited(config: Path, *settings: str) -> Iterator[WarmProcess]:
+def limited(config, *settings):
     """Training on two ranks, of which the second has a full disk."""
     process = start(config, *settings, ranks=2, limits={resource.RLIMIT_FSIZE: FULL}, limited=[1])
     try:
@@ -118,6 +90,8 @@ def test_time_that_has_passed_saves_too(fresh):
                     "train.checkpoint.every_minutes=0.01")
     saved = saved_steps(fresh)
     assert {5, 6} & set(saved) and saved[-1] == 12  # 5 where the steps before took so long already
+    stalls = dict(board_points(train_folder(fresh).parent / "tensorboard", "checkpoint/stall_s"))
+    assert stalls == pytest.approx({event["step"]: event["stall_s"] for event in events(fresh, "checkpoint")}, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -5,10 +5,9 @@ import hashlib
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -89,22 +88,6 @@ def start(config, *overrides):
                              *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill_at(begin, folder, units, goal, rest_s=0.0):
-    """Start the stage with `begin()` and kill it `rest_s` seconds after `goal` of its units are recorded in
-    `folder/units`. Where it was done sooner than it could be killed, its folder goes and it starts anew."""
-    for _ in range(50):
-        process = begin()
-        while process.poll() is None and len(list((folder / units).rglob("*.json"))) < goal:
-            time.sleep(0.002)
-        time.sleep(rest_s)
-        process.kill()
-        process.communicate()
-        if process.returncode == -signal.SIGKILL:
-            return
-        shutil.rmtree(folder)
-    raise AssertionError("the stage could not be killed in the middle of its work")
-
-
 @pytest.fixture(scope="module")
 def once(tmp_path_factory):
     """The config of a finished run over the corpus, and what it said."""
@@ -115,24 +98,17 @@ def once(tmp_path_factory):
     return config, said.getvalue()
 
 
-def test_counts_shards_order_and_split(once):
+def test_counts_and_shards(once):
+    """Which documents are in them, in which order, is a property that holds of any files: see the last test."""
     config, out = once
     manifest = read_manifest(folder_of(config))
     counts = manifest.counts
-    assert counts["documents_in"] == 1800
-    assert counts["documents_in"] == (counts["train"] + counts["heldout"] + counts["dropped"]["duplicate"]
-                                      + counts["dropped"]["empty"] + counts["rejected"])
-    assert counts["dropped"]["duplicate"] > 20 and counts["dropped"]["empty"] > 20 and counts["rejected"] == 0
+    assert counts["documents_in"] == 1800 and counts["dropped"]["duplicate"] > 20 and counts["dropped"]["empty"] > 20
     assert f"1,800 documents in = {counts['train']:,} train + {counts['heldout']} held out" in out
     train, heldout = documents(config, "train"), documents(config, "heldout")
     assert (len(train), len(heldout)) == (counts["train"], counts["heldout"])
     assert counts["text_bytes"]["train"] == sum(len(document.text.encode()) for document in train)
-    assert len({document.text for document in train + heldout}) == len(train + heldout)
-    assert all(share(document.text) >= 0.1 for document in train)
-    assert all(share(document.text) < 0.1 for document in heldout)
     assert abs(len(heldout) - 0.1 * len(train + heldout)) < 50
-    order = [(document.source != "web", *map(int, document.id.replace(".jsonl", "").split(":"))) for document in train]
-    assert order == sorted(order)
     records = shard_records(manifest, "train", "web")
     assert len(records) > 5 and [record["path"] for record in records][:2] == [
         "train/web-00000.tar", "train/web-00001.tar"]
@@ -169,7 +145,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
 
 
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
-    lines = [json.dumps({"text": f"text {number}"}).encode() for number in range(98)]
+    lines = [b'{"text": "text %d"}' % number for number in range(98)]
     lines[10:10] = [b'{"text": "br\xffoken"}']
     lines[50:50] = [b'{"text": "cut']
     (tmp_path / "f.jsonl").write_bytes(b"\n".join(lines))
@@ -177,13 +153,12 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     (tmp_path / "g.txt.gz").write_bytes(packed[:len(packed) // 2])
     config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl"), files_source(
         "t", tmp_path / "g.txt.gz", separator="aa")], heldout_share=0.2)
-    assert run(config) == 2
-    error = capsys.readouterr().err
-    assert "documents cannot be read" in error and "max_rejected_share 0.001" in error
-    assert "s/f.jsonl:11: broken UTF-8" in error and "Traceback" not in error
-    assert run(config, "shard.max_rejected_share=0.1") == 2
-    error = capsys.readouterr().err
-    assert "1 of 2 files cannot be read to their end" in error and "g.txt.gz" in error
+    for most, told in (
+            (0.001, ("documents cannot be read", "max_rejected_share 0.001", "s/f.jsonl:11: broken UTF-8")),
+            (0.1, ("1 of 2 files cannot be read to their end", "g.txt.gz"))):
+        assert run(config, f"shard.max_rejected_share={most}") == 2
+        error = capsys.readouterr().err
+        assert all(text in error for text in told) and "Traceback" not in error
     assert read_manifest(folder_of(config)) is None
     assert run(config, "shard.max_rejected_share=1") == 0
     rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
@@ -228,36 +203,35 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
     files = [("a", [{"text": "first of a"}]), ("b", [{"text": "first of b"}]), *files]
     for number, (source, lines) in enumerate(files):
         (place / source).mkdir(exist_ok=True)
-        with open(place / source / f"{number}.jsonl", "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        (place / source / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = write_config(place, [files_source(name, place / name / "*.jsonl") for name in "ab"], heldout_share=0.5,
                           shard_mb=1e-5, max_rejected_share=1.0, drop_duplicates=drop)
-    expected = {"train": [], "heldout": [], "empty": 0, "duplicate": 0, "rejected": 0}
-    seen = set()
+    kept, fates, seen = {"train": [], "heldout": []}, Counter(), set()
     for number, (_, lines) in sorted(enumerate(files), key=lambda entry: entry[1][0]):
         for at, line in enumerate(lines, 1):
             text = line.get("text") if isinstance(line, dict) else None
             if not isinstance(text, str) or "\udc80" in text:
-                expected["rejected"] += 1
+                fates["rejected"] += 1
             elif not text.strip():
-                expected["empty"] += 1
+                fates["empty"] += 1
             elif drop and text in seen:
-                expected["duplicate"] += 1
+                fates["duplicate"] += 1
             else:
                 seen.add(text)
-                expected["heldout" if share(text) < 0.5 else "train"].append((f"{number}.jsonl:{at}", text))
+                kept["heldout" if share(text) < 0.5 else "train"].append((f"{number}.jsonl:{at}", text))
     status = run(config)
-    if not expected["train"] or not expected["heldout"]:
+    if not kept["train"] or not kept["heldout"]:
         assert status == 2
         return
     assert status == 0
-    for split in ("train", "heldout"):
-        assert [(document.id, document.text) for document in documents(config, split)] == expected[split]
-    kept = expected["train"] + expected["heldout"]
-    assert len({document.key for split in ("train", "heldout") for document in documents(config, split)}) == len(kept)
+    found = {split: documents(config, split) for split in kept}
+    assert {split: [(document.id, document.text) for document in found[split]] for split in kept} == kept
+    everything = found["train"] + found["heldout"]
+    assert len({document.key for document in everything}) == len(everything)
     counts = read_manifest(folder_of(config)).counts
-    assert counts["documents_with_nul"] == sum("\0" in text for _, text in kept)
-    assert counts["documents_with_u2581"] == sum("\u2581" in text for _, text in kept)
-    assert counts["documents_in"] == sum(len(lines) for _, lines in files)
-    assert (counts["dropped"], counts["rejected"]) == (
-        {"duplicate": expected["duplicate"], "empty": expected["empty"]}, expected["rejected"])
+    assert counts["documents_with_nul"] == sum("\0" in document.text for document in everything)
+    assert counts["documents_with_u2581"] == sum("\u2581" in document.text for document in everything)
+    assert counts["documents_in"] == sum(len(lines) for _, lines in files) == len(everything) + fates.total()
+    assert counts["dropped"] == {"duplicate": fates["duplicate"], "empty": fates["empty"]}
+    assert (counts["train"], counts["heldout"], counts["rejected"]) == (
+        *map(len, kept.values()), fates["rejected"])

@@ -51,6 +51,8 @@ def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus
     assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay for row in rows)
     assert {record["split"] for record in read_manifest(folder_of(corpus)).outputs} == {
         "train", "heldout", "duplicates", "rejected"}
+    assert run(corpus, "shard.near_duplicates.bands=9") == 2
+    assert "shard.near_duplicates.bands: absent -> 9" in capsys.readouterr().err
 
 
 def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corpus):
@@ -61,12 +63,6 @@ def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corp
     assert "near_duplicate" not in counts["dropped"]
     assert run(corpus, "shard.near_duplicates=null", "name=b") == 0
     assert not (folder_of(corpus, "b") / "duplicates").exists()
-
-
-def test_another_banding_is_another_corpus(corpus, capsys):
-    assert run(corpus) == 0
-    assert run(corpus, "shard.near_duplicates.bands=9") == 2
-    assert "shard.near_duplicates.bands: absent -> 9" in capsys.readouterr().err
 
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, monkeypatch):

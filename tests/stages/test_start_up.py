@@ -1,10 +1,8 @@
 """What the ranks of a training ask the file system for when they start: rank 0 reads the run, and tells the others."""
 
-from __future__ import annotations
-
+import itertools
 import socket
 import threading
-from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -43,11 +41,9 @@ for name in ("stat", "lstat", "access"):
 
 def touched(folder, rank):
     """What a rank did, as (kind, path inside of the run), until its first save."""
-    path = folder / f"rank{rank}"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    found = [line.partition(" ")[::2] for line in lines]
-    first_save = next((number for number, (_, path) in enumerate(found) if "step-" in path), len(found))
-    return [(kind, path.partition("/runs/")[2].partition("/")[2]) for kind, path in found[:first_save]]
+    lines = (folder / f"rank{rank}").read_text().splitlines()
+    before_any_save = itertools.takewhile(lambda line: "step-" not in line, lines)
+    return [(line.partition(" ")[0], line.partition("/runs/")[2].partition("/")[2]) for line in before_any_save]
 
 
 def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encoded):
@@ -56,17 +52,13 @@ def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encod
     run_stage("train", fresh, f"plugins=[{plugin}]", "train.steps=4", "train.batch_tokens=1536", ranks=3,
               WATCH_FOLDER=str(tmp_path), LOCAL_WORLD_SIZE="3")
     shards = {f"encode/{record['path']}" for record in read_manifest(encoded.parent / "runs/mini/encode").outputs}
-    looked: Counter[str] = Counter()
-    for rank in range(3):
-        mine = touched(tmp_path, rank)
-        sizes = [path for kind, path in mine if kind == "stat" and path in shards]
-        looked.update(set(sizes))  # by one rank each: at the start, when it is compared, and at each save
-        assert len(set(sizes)) <= len(shards) // 3 + 1
-        if rank:
-            assert {path for _, path in mine} <= shards  # and nothing else of any run
-    assert set(looked) == shards and set(looked.values()) == {1}
-    manifests = Counter(path for kind, path in touched(tmp_path, 0) if path.endswith("encode/manifest.json"))
-    assert manifests, "rank 0 is watched as well"
+    first, *others = (touched(tmp_path, rank) for rank in range(3))
+    for mine in others:
+        assert {path for _, path in mine} <= shards  # and nothing else of any run
+    assert ("open", "encode/manifest.json") in first, "rank 0 is watched as well"
+    sizes = [{path for kind, path in mine if kind == "stat"} & shards for mine in (first, *others)]
+    assert max(map(len, sizes)) <= len(shards) // 3 + 1
+    assert sorted(itertools.chain(*sizes)) == sorted(shards), "each by one rank: at the start, compared, at each save"
 
 
 def channels(monkeypatch, world=3):
@@ -105,21 +97,19 @@ def test_a_rank_of_other_code_is_told_so(monkeypatch):
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
-    for name, value in {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-                        "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-        monkeypatch.setenv(name, str(value))
+    settings = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True}
+
+    def channel(**more):
+        for name, value in {**settings, **more}.items():
+            monkeypatch.setenv(name, str(value))
+        return Channel.of("train")
     for attempt, status in enumerate((2, 0)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        pair = []
-        for rank in range(2):
-            monkeypatch.setenv("RANK", str(rank))
-            pair.append(Channel.of("train"))
-        pair[0].end(status)
-        assert pair[1].listen("train") == Ended(status)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+        first, second = (channel(TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank) for rank in range(2))
+        first.end(status)
+        assert second.listen("train") == Ended(status)
     with pytest.raises(UserError, match="--max-restarts 0"):
-        Channel.of("train")
+        channel(TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 
 
 def test_who_is_alone_or_reads_for_itself_needs_no_channel(monkeypatch):
@@ -136,15 +126,14 @@ def test_command_lines_that_differ_are_told_apart():
 
 
 def test_the_first_rank_of_a_node_hashes_the_code_for_those_in_the_same_folder():
-    def member(node, code, folder="/a"):
-        return Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="",
-                      world=None, folder=folder)
-    alike = with_code([member("n0", "x"), member("n0", ""), member("n1", "x"), member("n1", "")])
-    assert [found.code for found in alike] == ["x"] * 4 and not RankAgreement(alike).problem()
-    other = RankAgreement(with_code([member("n0", "x"), member("n0", ""), member("n1", "y"), member("n1", "")]))
-    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in other.problem()
-    elsewhere = RankAgreement(with_code([member("n0", "x"), member("n0", "", "/b")]))
-    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in elsewhere.problem()
+    def problem(*members):
+        return RankAgreement(with_code([
+            Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="", world=None,
+                   folder=folder) for node, code, folder in members])).problem()
+    here, there = [("n0", "x", "/a"), ("n0", "", "/a")], [("n1", "x", "/a"), ("n1", "", "/a")]
+    assert not problem(*here, *there)
+    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in problem(*here, ("n1", "y", "/a"), there[1])
+    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in problem(here[0], ("n0", "", "/b"))
 
 
 class Alone:

@@ -1,13 +1,12 @@
 """Requests to stop: whoever is asked, and however, all ranks save and leave after the same step and say why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
-from pathlib import Path
+from contextlib import contextmanager
 
 from pipeline.contract.state import STOP, read_state
+from pipeline.files import write_text
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, events, kill, lines, rank_process, start, train_folder
 from tests.waiting import HANG_S, wait_for
@@ -16,7 +15,19 @@ LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.held
         "train.sample_every=100000"]
 
 
-def stopped(config: Path) -> int:
+@contextmanager
+def training(config, *settings, **options):
+    """Training that has begun and is asked to stop within; then it ends."""
+    process = start(config, *settings, **options)
+    try:
+        wait_for(lambda: lines(config), of=process)
+        yield process
+        process.wait(HANG_S)
+    finally:
+        kill(process)
+
+
+def stopped(config):
     """The step after which the only start was stopped; its checkpoint is the last thing that happened before."""
     *_, saved, stop = [event for kind in ("checkpoint", "stop") for event in events(config, kind)]
     assert saved["step"] == stop["step"] == lines(config)[-1]["step"]
@@ -26,13 +37,8 @@ def stopped(config: Path) -> int:
 
 def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
     settings = [*LONG, "train.batch_tokens=768", "train.micro_batch=4"]
-    process = start(fresh, *settings, ranks=3)
-    try:
-        wait_for(lambda: lines(fresh), of=process)
+    with training(fresh, *settings, ranks=3) as process:
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
-        process.wait(HANG_S)
-    finally:
-        kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
     told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
@@ -41,15 +47,8 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
 
 
 def test_the_file_stops_with_its_words_and_for_good(fresh):
-    process = start(fresh, *LONG)
-    try:
-        wait_for(lambda: lines(fresh), of=process)
-        file = train_folder(fresh).parent / STOP
-        file.parent.mkdir(parents=True)
-        file.write_text("maintenance\nat five\n")
-        process.wait(HANG_S)
-    finally:
-        kill(process)
+    with training(fresh, *LONG):
+        write_text(train_folder(fresh).parent / STOP, "maintenance\nat five\n")
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "maintenance at five", False)
 
