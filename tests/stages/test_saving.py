@@ -13,6 +13,7 @@ from pipeline.records.checkpoints import read_marker
 from tests.conftest import run_stage
 from tests.cut_off import cut_off_stage
 from tests.stages.training import (
+    assert_equal_to_the_bit,
     curve,
     events,
     kill,
@@ -31,6 +32,16 @@ FULL = 100_000
 
 def saved_steps(config, name="mini"):
     return [event["step"] for event in events(config, "checkpoint", name)]
+
+
+def test_saving_in_the_background_changes_no_bit(fresh):
+    """Nor do permanent checkpoints, which stay when the others go."""
+    for name, background in (("behind", True), ("waiting", False)):
+        run_stage("train", fresh, f"name={name}", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6",
+                  f"train.checkpoint.background={background}", ranks=2)
+        kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, name) / "checkpoints").iterdir())
+        assert kept == [6, 10, 12] and saved_steps(fresh, name) == list(range(2, 13, 2))
+    assert_equal_to_the_bit(fresh, "behind", "waiting")
 
 
 @pytest.mark.slow
