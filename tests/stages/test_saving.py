@@ -37,8 +37,8 @@ def saved_steps(config, name="mini"):
 def test_saving_in_the_background_changes_no_bit(fresh):
     """Nor do permanent checkpoints, which stay when the others go."""
     for name, background in (("behind", True), ("waiting", False)):
-        run_stage("train", fresh, f"name={name}", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6",
-                  f"train.checkpoint.background={background}", ranks=2)
+        run_stage("train", fresh, f"name={name}", "train.checkpoint.every_steps=2",
+                  "train.checkpoint.permanent_every=6", f"train.checkpoint.background={background}", ranks=2)
         kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, name) / "checkpoints").iterdir())
         assert kept == [6, 10, 12] and saved_steps(fresh, name) == list(range(2, 13, 2))
     assert_equal_to_the_bit(fresh, "behind", "waiting")
