@@ -79,6 +79,9 @@ class Worker:
 def run_groups(number: int, session: pytest.Session, groups: list[list[pytest.Item]], pipe: Connection) -> int:
     """Run the groups whose numbers the parent sends; the exit status of this worker."""
     config = session.config
+    # Where this runs in the background or under nohup they are ignored, and what the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None and capture._global_capturing is not None:  # its files are shared with the other workers
         capture.stop_global_capturing()

@@ -71,12 +71,8 @@ def alive(process):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """As in a process of a stage, which has no threads when it begins and hears Ctrl-C. This one may have threads of
-    other tests, and a shell that started it in the background has it ignore Ctrl-C."""
+    """As in a process of a stage, which has no threads when it begins. This one may have some, of other tests."""
     monkeypatch.setattr(module, "_has_threads", lambda: False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("event", HAPPENS)
