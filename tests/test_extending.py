@@ -18,6 +18,8 @@ from pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.slow
+
 PAGE = (REPOSITORY / "docs/extending.md").read_text()
 FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)}
 [COMMAND] = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)

@@ -81,7 +81,7 @@ def test_a_worker_that_fails_after_its_last_test_fails_the_run(tmp_path):
 def test_groups_are_files_clusters_and_long_tests():
     names = [group_name(nodeid, REPOSITORY) for nodeid in (
         "tests/model/test_rope.py::test_a", "tests/model/test_rope.py::test_b[x::y]",
-        "tests/slurm/test_chain.py::test_a", "tests/slurm/test_queueing.py::test_a",
+        "tests/slurm/test_arrays.py::test_a", "tests/slurm/test_submissions.py::test_a",
         "tests/slurm/test_one_job.py::test_a",
         "tests/stages/test_train.py::test_a", "tests/stages/test_train.py::test_b")]
     assert names[0] == names[1] and names[2] == names[3] != names[4] and names[5] != names[6]

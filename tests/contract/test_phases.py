@@ -166,6 +166,7 @@ def left(path):
 LASTING = {"units", "units/sum", "units/sum.jsonl"}
 
 
+@pytest.mark.slow
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
     """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
     monkeypatch.setattr("pipeline.contract.units.MANY", 1)

@@ -126,6 +126,7 @@ def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, ga
     assert found == {"attention": 3 * attention, "gathered": 3 * gathered}
 
 
+@pytest.mark.slow
 def test_other_documents_are_not_compiled_anew():
     """Twice for all blocks and steps: for the first shapes, and for those of other lengths."""
     found = run_case(2, "", {"body": "tests.parallel.train_steps:graphs", "steps": 12, "parallel": {"cp": 2},

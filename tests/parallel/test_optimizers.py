@@ -69,7 +69,8 @@ def test_a_rejected_update_changes_no_bit_on_any_rank(layout, optimizer):
     assert away(found, alone(rejected=(0, 3), train=train)) < 1e-12
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", f"{OUTSIDE}:RADAM"])
+@pytest.mark.parametrize("optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow)
+                                                 for name in ("adamw", f"{OUTSIDE}:RADAM"))])
 def test_a_checkpoint_of_one_layout_goes_on_under_another(tmp_path, optimizer):
     train = (("optimizer", optimizer),)
     expected, folder = alone(train=train), str(tmp_path / "step")

@@ -28,6 +28,7 @@ class Waits(Sdpa):
         return super().attend(q, k, v, prepared)
 
 
+@pytest.mark.slow
 def test_three_micro_batches_stand_for_all():
     config = config_of(train={"batch_tokens": 12 * 512}, parallel={"reshard": "never", "reduce": "last"})
     [some], [every] = (rehearse_apart(config, 2, [1], all_micro_batches=whole) for whole in (False, True))

@@ -37,6 +37,7 @@ def results(tmp_path):
     return lambda: read_json(tmp_path / "copy/evaluate/results.json")
 
 
+@pytest.mark.slow
 def test_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
     """Taking tasks out and in needs no --force and measures nothing again; the report follows."""
     assert tasks("one") == 0 and tasks("one", stage="report", body=report) == 0

@@ -7,6 +7,7 @@ from tests.conftest import run_stage
 from tests.stages.training import curve, events, lines, proven, run_with_faults, train_folder
 from tools.parity import report
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
 BAND = 0.01
@@ -26,7 +27,6 @@ def sixty_steps(encoded, folder, *settings):
     return lines(folder / "c.yaml", "parity")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])
 def test_the_losses_stay_beside_those_of_bf16(encoded, tmp_path, in_bf16, recipe):
     found = sixty_steps(encoded, tmp_path, "train.precision=fp8", f"train.fp8_recipe={recipe}")
@@ -38,7 +38,7 @@ def test_the_losses_stay_beside_those_of_bf16(encoded, tmp_path, in_bf16, recipe
 
 @pytest.mark.parametrize(("settings", "skipped"), [
     (["train.fp8_skip=['*.wk']"], "wk"),
-    pytest.param(["train.micro_batch=4", "parallel.pp=2"], "", marks=pytest.mark.slow)], ids=["skipped", "pipeline"])
+    (["train.micro_batch=4", "parallel.pp=2"], "")], ids=["skipped", "pipeline"])
 def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh, settings, skipped):
     """Also at those of a pipeline's stages, under their own names."""
     often = ["train.precision=fp8", "train.fp8_watch_every=5", *settings]
@@ -59,7 +59,6 @@ def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh, settings, sk
             assert (record[f"fp8_{factor}_amax"], record[f"fp8_{factor}_zeros"]) == (max(amax), max(zeros))
 
 
-@pytest.mark.slow
 def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):
     """What each start computed in is said and recorded; `auto` stays in it."""
     steps = ["train.steps=24", "train.checkpoint.every_steps=4", "train.checkpoint.background=false"]

@@ -20,6 +20,8 @@ from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
 from tests.tokenization.test_ready_folders import TEMPLATE
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>",
          "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"]
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -94,7 +96,6 @@ def own_loss(folder, config, shard, samples):
     return torch.cat(losses).mean().item()
 
 
-@pytest.mark.slow
 def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     from tools.where.__main__ import main as where
     config, told = further

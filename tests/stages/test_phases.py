@@ -40,9 +40,9 @@ KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
 """Ranks, the step after which they are killed, and their layout."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("packing", "kills"), [
-    ("concatenate", KILLS), pytest.param("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]),
-                                         marks=pytest.mark.slow)])
+    ("concatenate", KILLS), ("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]))])
 def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
     """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
     settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}

@@ -64,6 +64,7 @@ def test_killed_before_any_change_of_files_that_a_save_makes_training_goes_on(be
     assert number > 8
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_for_a_moment_is_tried_again_and_one_that_keeps_failing_stops_all_ranks(fresh):
     """The disk of rank 1 is full when the first checkpoint is due, and has room again a moment later, or never."""
     settings = ["train.checkpoint.every_steps=8", "train.steps=16"]

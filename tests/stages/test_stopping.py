@@ -5,6 +5,8 @@ import signal
 import subprocess
 from contextlib import contextmanager
 
+import pytest
+
 from pipeline.contract.state import STOP, read_state
 from pipeline.files import write_text
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
@@ -65,6 +67,7 @@ def test_a_request_during_the_last_step_changes_nothing(fresh):
     assert [event["event"] for event in events(fresh, "finish")] == ["finish"]
 
 
+@pytest.mark.slow
 def test_signals_that_came_blocked_wait_until_training_hears_them(fresh):
     """As a launcher starts a rank: what comes while libraries are imported does not kill it, and is not lost."""
     process = subprocess.Popen(

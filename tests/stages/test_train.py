@@ -140,6 +140,7 @@ def test_a_kill_between_checkpoint_and_log_loses_no_line(begun):
     assert curve(begun) == curve(begun, "whole")
 
 
+@pytest.mark.slow
 def test_what_only_one_rank_knows_is_heard(fresh):
     """An error that befalls rank 1 alone: its sentence reaches the terminal."""
     code = ("import os, sys\nfrom pipeline.contract.entry import stage_main\nfrom pipeline.errors import UserError\n"

@@ -34,8 +34,8 @@ ORDERS = {"mixture": (4, ("train.mixture={web: 1, notes: 3}",), (192, 368)), "pa
 """Ranks, settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
 
 
-@pytest.fixture(scope="module", params=["mixture", "phases", *(pytest.param(name, marks=pytest.mark.slow)
-                                                              for name in ("packed", "packed phases"))])
+@pytest.fixture(scope="module", params=["mixture", *(pytest.param(name, marks=pytest.mark.slow)
+                                                    for name in ("phases", "packed", "packed phases"))])
 def recorded(request, tmp_path_factory, traced):
     """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
     ranks, settings, spikes = ORDERS[request.param]

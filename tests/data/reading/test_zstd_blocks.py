@@ -39,7 +39,7 @@ def blocks(packed):
 
 def unpacked_of(packed):
     """What can be had of damaged data, and whether it is told to be damaged."""
-    given, stream = b"", Unzstd(io.BytesIO(packed))
+    given, stream = bytearray(), Unzstd(io.BytesIO(packed))
     while True:
         buffer = bytearray(5000)
         try:
@@ -48,9 +48,9 @@ def unpacked_of(packed):
             assert error.errno is None
             with pytest.raises(OSError):
                 stream.readinto(buffer)  # it is told for good
-            return given, True
+            return bytes(given), True
         if not count:
-            return given, False
+            return bytes(given), False
         given += buffer[:count]
 
 
