@@ -66,7 +66,10 @@ class Group:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        server = forkserver._forkserver
+        if server._preload_modules != PRELOADED:  # another test's, from which each rank would import all anew
+            server._stop()
+            context.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, ENVIRONMENT):
             forkserver.ensure_running()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
