@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.reports import TestReport
@@ -156,8 +156,15 @@ class Parent:
                     worker.pipe.send(None)
             statuses = [worker.end() for worker in self.workers]
         if any(statuses):
-            raise session.Failed(f"a worker failed after its last test (exit statuses {statuses})")
+            self._fail(session, f"a worker failed after its last test (exit statuses {statuses})")
         return True
+
+    def _fail(self, session: pytest.Session, reason: str) -> NoReturn:
+        """Fail the run for what is no test's fault. The last failed tests are forgotten: to run them again would not
+        show that all is well."""
+        self.config.cache.set("cache/lastfailed", {})  # type: ignore[union-attr]
+        session.shouldfail = reason
+        raise session.Failed(reason)
 
     def _receive(self, session: pytest.Session) -> None:
         """Take what the workers send, or notice that one of them is gone."""
@@ -193,8 +200,10 @@ class Parent:
         """Report the test that ended its worker as failed, and give the rest of its group to a new worker."""
         self.workers.remove(worker)
         status = worker.end()
-        test, *rest = worker.left
         reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        if not worker.left:
+            self._fail(session, f"a worker ended after the last test of its group: {reason}")
+        test, *rest = worker.left
         self._report(TestReport(test.nodeid, test.location, {}, "failed", f"The worker ended here: {reason}.", "call"))
         self.lines.end(test.nodeid)
         if rest:

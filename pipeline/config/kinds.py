@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from pipeline.config.section import Section
@@ -140,6 +140,8 @@ class Kinds(Generic[Of]):
         section = cast("type[Section]", found)
         try:
             return cast("Of", section.model_validate(item.model_dump()))
+        except PydanticUserError as error:  # of a field's type, when the class is first used
+            raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
         except ValidationError as error:
             raise UserError(listed([_sentence(problem, at, section) for problem in error.errors()])) from None
 

@@ -68,6 +68,7 @@ def save_config(config: Config, path: Path) -> None:
         return
     write_text(path, text)
     if load_config(path, check=False) != config:
+        path.unlink()  # else the next start would find it as written
         raise AssertionError(f"{path} does not load back to the configuration it was written from")
 
 

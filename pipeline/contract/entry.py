@@ -174,7 +174,8 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
     if not (run.own_folder(name) / MANIFEST).exists():  # else there is most likely nothing to do
         for module in stage.unit_modules:
             importlib.import_module(module)
-    with closing(Workers(processes(run.config) if stage.workers else 1)) as workers:
+    with_workers = stage.workers or (stage.own_module and not stage.ranks)  # a plugin's may have units too
+    with closing(Workers(processes(run.config) if with_workers else 1)) as workers:
         return _led(run, name, body, options, channel, workers)
 
 
@@ -263,11 +264,12 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
 
 @contextmanager
 def _listening(work: Work, workers: Workers) -> Iterator[None]:
-    """A stage that is done in units hears what asks it to stop."""
+    """Give the stage its workers. One that is done in units hears what asks it to stop."""
+    work.workers = workers
     if not STAGES[work.name].workers:
         yield
         return
-    work.stop, work.workers = StopRequest(work.config.launch.signal_s), workers
+    work.stop = StopRequest(work.config.launch.signal_s)
     with work.stop:
         yield
 

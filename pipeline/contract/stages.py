@@ -31,8 +31,10 @@ class Stage:
         ranks: whether it runs as ranks under torch's elastic agent.
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
             of the outputs of the stages before (`pipeline.contract.telling`).
-        workers: whether its units are done by worker processes (`launch.cpus`).
-        unit_modules: the modules of its units' functions, so that they are imported once, before workers are forked.
+        workers: whether its units are done by worker processes (`launch.cpus`), and whether it hears requests to stop
+            between them. A plugin's stage has worker processes also without it.
+        unit_modules: modules of its units' functions that the stage's own file does not import: they are imported once,
+            before workers are forked.
         phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
             `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
@@ -155,7 +157,7 @@ STAGES = {stage.name: stage for stage in (
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/sampling", "pipeline/data/exclusion.py",
                 "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/data/chosen_documents.py",
-                "pipeline/data/stored", "pipeline/evaluation/bits_per_byte.py",
+                "pipeline/data/stored", "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/measurement.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",), due="pipeline.copies.export:due",

@@ -57,14 +57,15 @@ class Workers:
             for worker in self._started:
                 worker.close()
             self._source = None
+            gc.unfreeze()
 
     def do(self, function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
-        """Yield (name, record) as units finish. A single unit is done in place, and all of them where there is one
-        process, so that a debugger can step in.
+        """Yield (name, record) as units finish. A single unit is done in place. So are all where there is one process:
+        a debugger can step in.
 
         Asked to stop, it begins no other unit, and ends when those that run have; or without them once `stop` is over.
-        The same after a unit has failed, and then it raises what that raised.
+        The same after a unit has failed, and then it raises what that raised. Ctrl-C kills what runs.
 
         Raises:
             UserError: a worker was killed.
@@ -75,7 +76,7 @@ class Workers:
         waiting, running, made = iter(units), dict[Connection, str](), list[tuple[str, Record]]()
         failure: BaseException | None = None
         try:
-            with stop.waiting():  # also while a record is written: it is looked for a request at every turn
+            with stop.waiting():  # also while a record is written: each turn of the loop looks for a request
                 idle = self._workers(len(units))
                 while True:
                     while idle and not stop.heard and failure is None and (unit := next(waiting, None)) is not None:
@@ -86,9 +87,11 @@ class Workers:
                     made.clear()
                     if not running or stop.over:
                         break
-                    ready = wait(list(running), POLL_S)
-                    for worker in [worker for worker in running if worker in ready]:
-                        record, error = worker.recv()
+                    for worker in wait(list(running), POLL_S):
+                        try:
+                            record, error = worker.recv()
+                        except OSError:  # it was killed while it sent
+                            raise EOFError from None
                         idle.append(worker)
                         name, failure = running.pop(worker), failure or error
                         if error is None:
@@ -96,6 +99,7 @@ class Workers:
                 for worker in idle if not running else ():
                     worker.send(None)
         except (EOFError, ConnectionError):
+            yield from made
             raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Set "
                             "launch.processes lower and run the same command again; finished units are kept.") from None
         finally:
@@ -136,7 +140,7 @@ def _in_place(function: Callable[[Path, Any], Record], folder: Path, units: list
 
 
 def _has_threads() -> bool:
-    """Whether this process has another thread. Asked after a fork, for which OpenBLAS ends those that it starts."""
+    """Whether this process has another thread. Asked after a fork: OpenBLAS ends its threads before one."""
     tasks = Path("/proc/self/task")
     return not tasks.is_dir() or len(list(tasks.iterdir())) > 1
 
@@ -150,11 +154,14 @@ def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
         for number in (signal.SIGINT, *SIGNALS):  # Ctrl-C and the rest are the stage's to handle
             signal.signal(number, signal.SIG_IGN)
         while files := socket.recv_fds(control, 1, 1)[1]:
+            os.set_inheritable(files[0], False)  # else a program that a unit starts would hold it open
             if not (worker := os.fork()):
                 control.close()
                 _work(Connection(files[0]), source)
             workers.append(worker)
             os.close(files[0])
+    except BaseException:  # noqa: BLE001 - the stage sees only that the workers are gone
+        traceback.print_exc()
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
@@ -179,7 +186,12 @@ def _work(connection: Connection, source: int) -> NoReturn:
                 answer = None, _portable(error)
             sys.stdout.flush()
             connection.send(answer)
+    except EOFError:  # the stage has ended
+        pass
+    except BaseException:  # noqa: BLE001 - the stage sees only that this worker is gone
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(0)
 
 
@@ -198,6 +210,7 @@ def _portable(error: BaseException) -> BaseException:
     try:
         error = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does
-        error = RuntimeError(f"{type(error).__name__}: {error}")
+        error = UserError(str(error)) if isinstance(error, UserError) else \
+            RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"In a worker process:\n{trace}")
     return error

@@ -266,7 +266,8 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
         # Of its buffer: `pa.array` would import pandas, to see whether this is one of its own.
         return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(np.ascontiguousarray(values))])
     ids = pa.from_numpy_dtype(dtype)
-    starts, flat = column(offsets, pa.int64(), len(offsets)), column(tokens, ids, len(tokens))
+    starts = column(np.asarray(offsets, np.int64), pa.int64(), len(offsets))
+    flat = column(tokens, ids, len(tokens))
     columns = [pa.LargeListArray.from_arrays(starts, flat),
                column(np.asarray(text_bytes, np.int64), pa.int64(), len(text_bytes)),
                column(names, pa.binary(KEY_BYTES), len(keys))]
