@@ -76,6 +76,7 @@ def test_a_worker_that_fails_after_its_last_test_fails_the_run(tmp_path):
         cwd=tmp_path, text=True, capture_output=True, timeout=HANG_S, check=False,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert answer.returncode == 1 and "at the end" in answer.stdout + answer.stderr, answer.stdout + answer.stderr
+    assert "a worker failed after its last test" in answer.stdout
 
 
 def test_groups_are_files_clusters_and_long_tests():

@@ -162,7 +162,8 @@ class Parent:
     def _fail(self, session: pytest.Session, reason: str) -> NoReturn:
         """Fail the run for what is no test's fault. The last failed tests are forgotten: to run them again would not
         show that all is well."""
-        self.config.cache.set("cache/lastfailed", {})  # type: ignore[union-attr]
+        if (last := self.config.pluginmanager.getplugin("lfplugin")) is not None:
+            last.lastfailed.clear()
         session.shouldfail = reason
         raise session.Failed(reason)
 

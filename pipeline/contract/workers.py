@@ -87,7 +87,8 @@ class Workers:
                     made.clear()
                     if not running or stop.over:
                         break
-                    for worker in wait(list(running), POLL_S):
+                    ready = wait(list(running), POLL_S)
+                    for worker in [worker for worker in running if worker in ready]:
                         try:
                             record, error = worker.recv()
                         except OSError:  # it was killed while it sent
