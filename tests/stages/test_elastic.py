@@ -63,7 +63,7 @@ def overrides(ranks, parallel):
 
 @pytest.mark.parametrize(("layouts", "options", "within"), [
     ((TWO, TWO, GRID), [], 1e-12),
-    pytest.param((INTERLEAVED, THREE, PIPELINE, PIPELINE), TIED, 1e-11, marks=pytest.mark.slow),
+    pytest.param((PIPELINE, PIPELINE, INTERLEAVED, THREE), TIED, 1e-11, marks=pytest.mark.slow),
     pytest.param((CONTEXT, CONTEXT, (4, {"cp": 2, "tp": 2})), ACROSS, 1e-12, marks=pytest.mark.slow),
     pytest.param((TWO, TWO, FOUR), MUON, 1e-10, marks=pytest.mark.slow),
     pytest.param((TWO, TWO, ZERO_3, FOUR, PIPELINE, ZERO_1, ZERO_2), FP32, 1e-4, marks=pytest.mark.slow),
