@@ -116,7 +116,7 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
         if not place.is_dir():
             raise UserError(f"{place} is to hold tasks (evaluate.task_folders), but it is not a folder.")
         here: dict[str, TaskFile] = {}
-        for path in sorted(place.rglob("*.yaml")):
+        for path in _yaml_files(place):
             settings, files = _read(path, ())
             name = settings.get("task")
             if not isinstance(name, str) or "group" in settings:
@@ -128,6 +128,11 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
     return found
 
 
+def _yaml_files(place: Path) -> list[Path]:
+    """All YAML files under a folder. A run may be in there too, and its folders may go meanwhile: os.walk passes them over."""
+    return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
+
+
 def write_absolute(place: Path, folder: Path) -> None:
     """Make every task and group under `place` a YAML file in `folder` that means the same from any working directory:
     lm_eval's own command line looks for data files where it was started, not beside the task."""
@@ -136,7 +141,7 @@ def write_absolute(place: Path, folder: Path) -> None:
         kwargs = task.settings.get("dataset_kwargs") or {}
         data = {"dataset_kwargs": {**kwargs, "data_files": task.data_files}} if kwargs.get("data_files") else {}
         wanted.append({"include": str(task.path.absolute()), "task": name, **data})
-    wanted += [{"include": str(path.absolute())} for path in sorted(place.rglob("*.yaml"))
+    wanted += [{"include": str(path.absolute())} for path in _yaml_files(place)
                if "group" in _read(path, ())[0]]
     for number, settings in enumerate(wanted):
         (folder / f"{number:05d}.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
