@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HANG_S = 1800
+HANG_S = 900
 """After so long a process or a condition counts as hung. No test may depend on it: where everything takes ten times as
 long as on a fast machine, the slowest wait is still far from it. pytest's own limit (pyproject.toml) is beyond it, so
 that the one who waits is the one who complains."""

@@ -24,7 +24,7 @@ from pipeline.contract.scratch import SCRATCH, remove_scratch
 from pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import begun_by
-from pipeline.contract.state import read_state, write_state
+from pipeline.contract.state import STATE, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.contract.workers import Workers
@@ -369,5 +369,7 @@ def _note_done(run: Run, name: str, *, locked: bool) -> None:
     held = None if locked else lock(run.folder, name, shared=True)
     if (manifest := read_manifest(folder)) is not None:
         with suppress(OSError):  # it may be another user's
+            for killed in folder.glob(f"{STATE}.*.tmp"):  # in the middle of its last word, after the commit
+                killed.unlink(missing_ok=True)
             write_state(folder, "done", step=manifest.counts.get("steps"))
     del held

@@ -129,7 +129,7 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
 
 
 def _yaml_files(place: Path) -> list[Path]:
-    """All YAML files under a folder. A run may be in there too, and its folders may go meanwhile: os.walk passes them over."""
+    """All YAML files under a folder. A run may be in there too, whose folders go: os.walk passes them over."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import traceback
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -68,6 +69,8 @@ class Group:
         context = multiprocessing.get_context("forkserver")
         server = forkserver._forkserver
         if server._preload_modules != PRELOADED:  # another test's, from which each rank would import all anew
+            if server._forkserver_pid is not None:  # else it ends only after all ranks that it started
+                os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
             context.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, ENVIRONMENT):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,11 +71,7 @@ def _done(checks: Sequence[Check], processes: int) -> Iterator[Found]:
     with ProcessPoolExecutor(min(processes, len(checks)), mp_context=get_context("spawn"),
                              initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         for start in range(0, len(checks), AHEAD):
-            yield from pool.map(_do, checks[start:start + AHEAD])
-
-
-def _do(check: Check) -> Found:
-    return check()
+            yield from pool.map(operator.call, checks[start:start + AHEAD])
 
 
 def share_of(text: str) -> float:
