@@ -119,6 +119,7 @@ def test_the_time_limit_is_a_request_to_save_and_queue_again(run):
 
 
 def test_all_nodes_lose_power_and_come_back(run):
+    """Slurm may try a start on a node that is not ready yet, and count it: no runner ever hears of it."""
     run.next_wait()
     job, count = run.job(), len(run.starts)
     for node in run.cluster.nodes:
@@ -131,17 +132,18 @@ def test_all_nodes_lose_power_and_come_back(run):
             run.next(lambda: not run.pending(job), "the job on the nodes that are back")
         run.cluster.start_node(node)
     start, end = run.next_start(count), run.next_end()
-    assert (start["job"], start["restart"], end.restart) == (job, 5, 4)
+    assert start["job"] == job and start["restart"] > end.restart == 4
 
 
 def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     """Only the first node's daemon dies: the old runner and a rank are still there when the job starts elsewhere."""
     run.next_wait()
-    job, first, old, count = run.job(), run.starts[-1]["nodes"][0], {run.runner(), run.rank(0)}, len(run.starts)
+    job, last, old, count = run.job(), run.starts[-1], {run.runner(), run.rank(0)}, len(run.starts)
+    first = last["nodes"][0]
     run.cluster.daemons.stop(f"slurmd-{first}")
     run.cluster.tell_of_loss(first)
     start = run.next_start(count)
-    assert (start["job"], start["restart"]) == (job, 6) and first not in start["nodes"]
+    assert start["job"] == job and start["restart"] > last["restart"] and first not in start["nodes"]
     run.go_on()  # the old rank 0: nobody can tell it to end, and its partner is gone
     run.until(lambda: not old & run.processes(), "the end of what ran on the lost node")
     run.next_wait()
