@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from types import TracebackType
 
@@ -70,3 +71,15 @@ def spelled(ranks: Sequence[int]) -> str:
         run = [number for _, number in group]
         found.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return ", ".join(found)
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Hide warnings that libraries log while they are imported: torchao's are of kernels for other GPUs."""
+    import logging
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

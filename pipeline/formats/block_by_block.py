@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.llama import Llama, Part
 from model.rope import RotaryTable
+from pipeline.console import quiet_imports
 from pipeline.formats.huggingface import parameter_shapes
 from pipeline.formats.weights import HuggingFaceWeights
 
@@ -89,7 +90,8 @@ def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
             them after.
         after: told the output of each part, by our names: tok_embeddings, layers.0 ..., norm, output.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with quiet_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils  # noqa: F401 - imports torchao
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()

@@ -7,10 +7,8 @@ values, so that a checkpoint knows nothing of it and either arithmetic goes on f
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -24,6 +22,7 @@ from model.llama import Llama
 from pipeline.config.outside import absent_torchao
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.console import quiet_imports
 from pipeline.errors import UserError
 from pipeline.parallel.compiling import compiles
 
@@ -104,7 +103,7 @@ def convert_to_fp8(model: Llama, train: TrainConfig, device: torch.device, tenso
     torch's own product of such factors takes a second there for a few million multiplications. tensor: see `division`.
     """
     names = frozenset(division(model.config, train, tensor).converted)
-    with _quietly():
+    with quiet_imports():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = replace(Float8LinearConfig.from_recipe_name(train.fp8_recipe), emulate=device.type == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
@@ -113,17 +112,6 @@ def convert_to_fp8(model: Llama, train: TrainConfig, device: torch.device, tenso
         # it may then exceed: losses became NaN (torchtitan#1108, pytorch#150859).
         inductor: Any = import_module("torch._inductor.config")
         inductor.emulate_precision_casts = True
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """torchao warns at its import of kernels for other GPUs than there are, which nothing here uses."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def refuse_without_fp8(config: Config, device: torch.device) -> None:
