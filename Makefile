@@ -26,11 +26,11 @@ test: setup
 
 # What `make test` leaves out: the rest of the crossings, stores, faults and documents.
 test-all: setup
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m 'slow and not soak' $(ARGS)
 
-# The files of the few tests that failed in the last run, alone. ARGS="-m slow" for those of `make test-all`.
+# The files of the few tests that failed in the last run, alone.
 test-again: setup
-	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files $(ARGS)
+	files=$$($(PY) -m tests.again) && $(PY) -m pytest -m 'not soak' $$files $(ARGS)
 
 # What takes hours: many kills, other seeds.
 soak: setup

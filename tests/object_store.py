@@ -112,6 +112,7 @@ class FaultyServer:
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
@@ -131,6 +132,9 @@ class FaultyServer:
             return _cut(self.application(environ, start))
         if kind == "truncate":
             return _truncated(self.application, environ, start)
+        if method == "PUT":  # moto looks at the condition of a write and then writes: another thread may come between
+            with self.writing:
+                return self.application(environ, start)
         return self.application(environ, start)
 
 

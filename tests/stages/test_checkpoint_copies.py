@@ -87,7 +87,8 @@ def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing
     assert "copied in part" in said and "step-00000008" in said and "continuing after step 4" in said
     assert all(fault.met == fault.times for fault in faults) and not events(fresh, "checkpoint_copy_failed")
     assert_equal_to_the_bit(fresh)
-    assert copies(url).whole == [12, 16] and not copies(url).unfinished and proven(fresh)
+    # A copy that takes long is followed by that of the newest step: step 12 may have been passed over.
+    assert copies(url).whole in ([12, 16], [8, 16]) and not copies(url).unfinished and proven(fresh)
     assert Store(url).head(LOCK) is None
 
 
