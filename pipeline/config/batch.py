@@ -56,9 +56,9 @@ class BatchPlan:
         """Sequences that no rank would take; a batch that is trained on leaves none."""
         return self.sequences - self.data_ranks * self.accumulation * self.micro_batch
 
-    def first(self, data_rank: int, steps: int = 0) -> int:
-        """Sequences that come before the ones of a data rank: those of `steps` whole batches and of lower ranks."""
-        return steps * self.sequences + data_rank * self.rank_sequences
+    def first(self, data_rank: int) -> int:
+        """Sequences of a batch that come before the ones of a data rank."""
+        return data_rank * self.rank_sequences
 
     def __str__(self) -> str:
         return (f"{self.tokens:,} tokens a step = {self.sequences:,} sequences of {self.sequence_length:,} = "

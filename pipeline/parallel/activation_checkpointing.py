@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,20 +24,27 @@ note while the layer runs, and with its operators through torch.compile, where w
 PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.kernels asks oneDNN for a product
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
+SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
+"""How tensor parallelism makes a product of the parts of it that its ranks have, each rank some rows."""
+SUMMED = {"wo", "w2"}
+"""The products that are made so."""
 
 
-def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequence[Activation] = ()) -> None:
+def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequence[Activation] = (),
+                           tensor: int = 1) -> None:
     """Apply `train.activation_checkpointing` to every n-th block (`train.recomputed_blocks`), in place. Results are
     bit-equal with and without.
 
-    always_kept: results that are kept whatever the configuration says.
+    always_kept: results that are kept whatever the configuration says. The result of a product that is a sum over ranks
+    is that sum: `tensor` ranks hold equal shares of it, but each a part of all of it.
     """
     if train.activation_checkpointing == "none":
         return
     extra: dict[str, Any] = {}
     chosen = train.kept_activations if train.activation_checkpointing == "selective" else []
     if chosen or always_kept:
-        policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators)
+        policy = _Policy(frozenset([*chosen, *always_kept]), model.backend.operators | PLAIN.operators,
+                         SUMMED if tensor > 1 else set())
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     blocks: list[Any] = list(model.layers)  # Any: forward is replaced on the instances
     for layer, block in zip(model.part.layers, blocks, strict=True):
@@ -48,33 +56,49 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
 
 
 def _name_products(block: nn.Module) -> None:
-    """Let each linear layer note its name while it runs, whoever calls it and however often."""
-    layers: list[tuple[str, Any]] = [(name, layer) for name, layer in block.named_modules()
-                                     if isinstance(layer, nn.Linear)]
-    for name, layer in layers:
-        layer.forward = partial(_named, name.rpartition(".")[2], layer.forward)
+    """Let each linear layer note its name while it runs, whoever calls it and however often.
+
+    The name is an attribute, and the class says what to do with it: blocks that differ in nothing else share a compiled
+    graph. With a function of its own on each layer they would not, since torch.compile guards functions by identity.
+    """
+    for name, layer in block.named_modules():
+        if isinstance(layer, nn.Linear):
+            named: Any = layer
+            named.product, named.__class__ = name.rpartition(".")[2], _named(type(named))  # type: ignore[arg-type]
 
 
-def _named(name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with traceback.annotate({PRODUCT: name}):
-        return forward(x)
+@cache
+def _named(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """A linear layer of `kind` that notes its `product` while it runs."""
+    class Named(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:
+            with noting_product(self):
+                return super().forward(x)
+
+    Named.__name__ = Named.__qualname__ = kind.__name__
+    return Named
+
+
+def noting_product(layer: nn.Module) -> AbstractContextManager[None]:
+    """Note the layer's name while its product is computed, if it has one."""
+    return traceback.annotate({PRODUCT: layer.product} if hasattr(layer, "product") else {})
 
 
 class _Policy:
     """Keeps the results that are named in `kept`.
 
-    attention: the operators whose results are that of attention.
+    attention: the operators whose results are that of attention. summed: the products that are sums over ranks.
     """
 
-    def __init__(self, kept: frozenset[str], attention: frozenset[Any]) -> None:
-        self.kept, self.attention = kept, attention
+    def __init__(self, kept: frozenset[str], attention: frozenset[Any], summed: Set[str]) -> None:
+        self.kept, self.attention, self.summed = kept, attention, summed
 
     def __call__(self, context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         if operator in self.attention:
             return _policy("attention" in self.kept)
-        if operator in PRODUCT_OPERATORS:
-            notes = traceback.get_current_meta().get("custom") or {}
-            return _policy(notes.get(PRODUCT) in self.kept)
+        if operator in PRODUCT_OPERATORS or operator in SUM_OPERATORS:
+            product = (traceback.get_current_meta().get("custom") or {}).get(PRODUCT)
+            return _policy(product in self.kept and (product in self.summed) == (operator in SUM_OPERATORS))
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +16,41 @@ from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 
-GRAPHS_A_PHASE = 32
-"""That a block may have in each phase."""
+GRAPHS = 32
+"""That blocks of one kind may have in each phase: of training and of validation, for each shape of a batch."""
+
+
+@dataclass
+class Calls:
+    """How often compiled blocks were called, and how often Python ran them nevertheless."""
+
+    all: int = 0
+    eager: int = 0
+
+
+CALLS = Calls()
+"""In this process, since `compiled_share` was last asked."""
+
+
+def compiled_share() -> float | None:
+    """Share of the calls of compiled blocks since the last call of this function that ran as a graph; None without any.
+
+    What is uncompiled on purpose (`uncompiled`) does not count.
+    """
+    share = 1 - CALLS.eager / CALLS.all if CALLS.all else None
+    CALLS.all = CALLS.eager = 0
+    return share
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run blocks without their graphs: for shapes of which each would be compiled anew, and for what looks inside."""
+    before = CALLS.all, CALLS.eager
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        CALLS.all, CALLS.eager = before
 
 
 def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig | None = None) -> bool:
@@ -25,22 +61,34 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
 
 
 def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's computation; what FSDP2 does around a block stays outside. options: of torch.compile.
+    """Compile each block's computation as one graph; what cannot be in it is an error. What FSDP2 does around a block
+    stays outside. options: of torch.compile.
 
-    Where phases have other shapes, each is compiled for its own: by itself, torch would make one graph for all sizes of
-    the second on. Then a batch's number of documents is part of a shape too, of which a phase has a few (powers of
-    two): torch, which gives up after so many graphs, is to allow for that many in each.
+    Blocks of one kind share their graphs. torch stops after so many graphs of the same code; it is to allow for all
+    kinds of blocks, with and without checkpointing, in all phases. Where phases have other shapes, each is compiled for
+    its own: by itself, torch would make one graph for all sizes of the second on. Then a batch's number of documents is
+    part of a shape too, of which a phase has a few (powers of two).
     """
-    dynamic = False if train.phases else None
-    if train.phases:
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, GRAPHS_A_PHASE * (1 + len(train.phases)))
-    for block in model.layers:
-        block.forward = _on_arrival(torch.compile(block.forward, options=options, dynamic=dynamic))
+    limits: Any = torch._dynamo.config
+    blocks: list[Any] = list(model.layers)
+    kinds = {(block.attention.windowed, block.attention.rotates) for block in blocks}
+    graphs = GRAPHS * 2 * len(kinds) * (1 + len(train.phases or []))
+    limits.recompile_limit = max(limits.recompile_limit, graphs)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 2 * graphs)
+    for block in blocks:
+        computation = torch.compile(partial(_computation, block.forward), fullgraph=True, options=options,
+                                    dynamic=False if train.phases else None)
+        block.forward = partial(_call, computation)
 
 
-def _on_arrival(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`compiled` for a block's input that may still be on its way from other ranks, as that of the first block is
+def _computation(forward: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
+    if not torch.compiler.is_compiling():
+        CALLS.eager += 1
+    return forward(*arguments, **named)
+
+
+def _call(compiled: Callable[..., Tensor], x: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Call a compiled block with an input that may still be on its way from other ranks, as that of the first block is
     under tensor parallelism: the embedding's sums are scattered over the sequence asynchronously.
 
     NOTE: torch (2.12, 2.13) takes such an AsyncCollectiveTensor apart at the entry of a graph and traces the tensor
@@ -48,12 +96,23 @@ def _on_arrival(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     embedding, gets zeros without a word (pytorch#191113). Older versions stop with an error instead. Waiting here costs
     nothing: a block's first operation reads the whole input. Gradients that arrive from other ranks are waited for by
     torch itself.
-    """
-    def forward(x: Tensor, *others: Any, **named: Any) -> Tensor:
-        arrived: Tensor = _Arrival.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
-        return compiled(arrived, *others, **named)
 
-    return forward
+    Raises:
+        RuntimeError: blocks need more graphs than `compile_blocks` allows; the text says why the last did not do.
+    """
+    CALLS.all += 1
+    arrived: Tensor = _Arrival.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
+    try:
+        return compiled(arrived, *others, **named)
+    except Exception as error:
+        from torch._dynamo.exc import FailOnRecompileLimitHit  # not above: its import takes a second
+        if not isinstance(error, FailOnRecompileLimitHit):
+            raise
+        reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
+        limit = torch._dynamo.config.recompile_limit
+        raise RuntimeError(f"Compiled blocks need more than {limit} graphs, so that each step may compile again. "
+                           f"torch's last reason: {reason}. Set train.compile=false to train without graphs, and "
+                           f"please report this.") from error
 
 
 class _Arrival(torch.autograd.Function):

@@ -50,7 +50,7 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     # NOTE: where attention is computed again inside a graph on a CPU, torch (2.13) stores the random numbers' state at
     # the place of what tensor parallelism stores, and stops. Nothing in it is random: kept, it needs no such state.
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
-    checkpoint_activations(model, train, always_kept=("attention",) if keep_attention else ())
+    checkpoint_activations(model, train, ("attention",) if keep_attention else (), grid.tensor)
     options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device) if parallel.async_tp else None
     if compiled:
         compile_blocks(model, train, options)

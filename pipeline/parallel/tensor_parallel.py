@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from model.llama import Llama
 from model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
+from pipeline.parallel.activation_checkpointing import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name that torch 2.13 has for it; with the older one it warns on every rank."""
@@ -47,17 +48,27 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None, None),
                                             desired_input_layouts=(Replicate(), None, None)),
             "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+            "attention.wo": SplitRows(output_layouts=SEQUENCE),
             "ffn_norm": SequenceParallel(),
             "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
             "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE)})
+            "feed_forward.w2": SplitRows(output_layouts=SEQUENCE)})
     around = {"tok_embeddings": SplitEmbedding(),
               "norm": SequenceParallel(),
               "output": SplitOutput()}
     parallelize_module(model, mesh, {name: style for name, style in around.items() if hasattr(model, name)})
     model.tie()  # both matrices were replaced
     model.losses = SplitLosses(mesh)
+
+
+class SplitRows(RowwiseParallel):
+    """torch's, whose sum over ranks has the name of its product, by which activation checkpointing knows it."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any,
+                           device_mesh: DeviceMesh) -> Any:
+        with noting_product(mod):
+            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
 
 
 class SplitEmbedding(ParallelStyle):

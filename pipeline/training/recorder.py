@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.config.phases import PhasePlan
 from pipeline.contract.stage_work import Work
+from pipeline.parallel.compiling import compiled_share
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.goodput import first_start
@@ -77,7 +78,8 @@ class Recorder:
             "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),
             **({"plan_changes": self._plan_changes} if self._plan_changes else {}),
             **({"look_s": round(self.look_s, 3)} if self.look_s else {}),
-            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {})}
+            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {}),
+            **({} if (share := compiled_share()) is None else {"compiled_share": round(share, 4)})}
         if self.ranks.leads:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._begun_at))

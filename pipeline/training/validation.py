@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from model.generate import generate
@@ -17,7 +16,7 @@ from pipeline.contract.stage_work import Work
 from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.shard_table import Opener, ShardTable, open_shards
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-from pipeline.parallel.compiling import compiles
+from pipeline.parallel.compiling import compiles, uncompiled
 from pipeline.parallel.context_parallel import whole_losses
 from pipeline.parallel.grid import Grid
 from pipeline.training.engines.engine import Engine
@@ -98,7 +97,7 @@ class Samples:
         if not self.prompts:
             return []
         if self.compiled:  # each length would be compiled anew
-            with torch.compiler.set_stance("force_eager"):
+            with uncompiled():
                 return self._draw(engine, pulse)
         return self._draw(engine, pulse)
 

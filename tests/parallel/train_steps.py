@@ -19,6 +19,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import pack
+from pipeline.parallel.compiling import CALLS
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn
@@ -83,31 +84,65 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     return {"results": results, "initial": digest(initial), "gradients": gradients}
 
 
-def passes(ranks, **settings):
-    """Passes without a backward pass between optimizer steps: what they gave after each step, on rank 0.
-
-    `losses` of every target, `logits`, and those of the last token alone, of what rank 0 trains on."""
-    found, built = [], build_engine
+@contextlib.contextmanager
+def after_each_step(look):
+    """Have `look(engine)` called after each step of the engines that `train_steps` builds."""
+    built = build_engine
 
     def watched(*given):
         engine = built(*given)
         step = engine.step
 
         def stepping(*arguments):
-            result, batch = step(*arguments), pack(windows(0)[:2])
-            extra = {"documents": batch.documents, "positions": batch.positions}
-            with torch.no_grad():
-                losses = engine.model(batch.tokens, batch.labels, **extra, reduction="none")
-                logits, last = engine.model(batch.tokens, **extra), engine.model(batch.tokens, last_only=True)
-            engine.free_unsharded()
-            found.append({"losses": losses, "logits": logits, "last": last[:, -1:]})
+            result = step(*arguments)
+            look(engine)
             return result
         engine.step = stepping
         return engine
 
     with mock.patch(f"{__name__}.build_engine", watched):
+        yield
+
+
+def passes(ranks, **settings):
+    """Passes without a backward pass between optimizer steps: what they gave after each step, on rank 0.
+
+    `losses` of every target, `logits`, and those of the last token alone, of what rank 0 trains on."""
+    found = []
+
+    def look(engine):
+        batch = pack(windows(0)[:2])
+        extra = {"documents": batch.documents, "positions": batch.positions}
+        with torch.no_grad():
+            losses = engine.model(batch.tokens, batch.labels, **extra, reduction="none")
+            logits, last = engine.model(batch.tokens, **extra), engine.model(batch.tokens, last_only=True)
+        engine.free_unsharded()
+        found.append({"losses": losses, "logits": logits, "last": last[:, -1:]})
+
+    with after_each_step(look):
         results = train_steps(ranks, **settings)["results"]
     return {"results": results, "passes": [{name: value.numpy() for name, value in step.items()} for step in found]}
+
+
+def compiled_calls(ranks, **settings):
+    """Of the calls of compiled blocks, by all ranks: [all, those that Python ran] of each step with the pass without
+    gradients that follows it, as validation has it."""
+    found, cp = [], settings.get("parallel", {}).get("cp", 1)
+
+    def look(engine):
+        batch = pack(windows(0)[:2])
+        if cp > 1:
+            batch = part_of(batch, cp, engine.grid.context_rank, False)
+        with torch.no_grad():
+            engine.model(**engine.inputs(batch), reduction="none")
+        engine.free_unsharded()
+        found.append([sum(counts) for counts in zip(*ranks.collect([CALLS.all, CALLS.eager]), strict=True)])
+        CALLS.all = CALLS.eager = 0
+
+    CALLS.all = CALLS.eager = 0
+    with after_each_step(look):
+        train_steps(ranks, **settings)
+    return {"calls": found}
 
 
 def traffic(ranks, **settings):

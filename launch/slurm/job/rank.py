@@ -74,12 +74,12 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of torch and NCCL that are set where nobody set them: collectives that fail instead of hanging, and a
-    record of the last ones for the account of a hang."""
+    """Variables of torch and NCCL that are set where nobody set them: a record of the last collectives, which
+    shows what hung, and folders for compilers."""
     node = environment.get("SLURMD_NODENAME", "node")
     caches = caches_folder()
     triton = caches / f"triton-{node}-{environment['SLURM_LOCALID']}"
-    wanted = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN",
+    wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN",
               # Of its own for every rank: compilers of several ranks wrote into one another's files on shared homes.
               "TRITON_CACHE_DIR": str(triton), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     return {name: value for name, value in wanted.items() if name not in environment}

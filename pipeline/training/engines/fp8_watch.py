@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.data.sampling.batch import Batch
+from pipeline.parallel.compiling import uncompiled
 from pipeline.parallel.pipeline_parallel import PipelinedModel
 from pipeline.training.engines.engine import Engine
 from pipeline.training.guards import json_number
@@ -57,7 +58,7 @@ class Fp8Watch:
         """
         # Rows: layer x factor. Columns: largest value; values other than 0; those that become 0 in either product.
         found = torch.zeros(len(self.names) * len(FACTORS), 4, dtype=torch.float64, device=self.device)
-        with self._hooked(found), torch.compiler.set_stance("force_eager"):
+        with self._hooked(found), uncompiled():
             self.engine.trial(batch, targets)
         self.engine.model.zero_grad(set_to_none=True)
         largest, counts = found[:, 0].contiguous(), found[:, 1:].contiguous()

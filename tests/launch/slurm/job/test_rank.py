@@ -50,7 +50,7 @@ def test_visible_gpus(tmp_path, visible, count):
 
 def test_what_the_user_set_stays():
     found = defaults({**SLURM, "NCCL_DEBUG": "INFO"})
-    assert "NCCL_DEBUG" not in found and found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "NCCL_DEBUG" not in found and found["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert found["TRITON_CACHE_DIR"].endswith("triton-gpu010-5")
 
 

@@ -1,0 +1,95 @@
+"""What is to run compiled runs compiled: every call of a block in training and in validation."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo
+
+from model.attention.sdpa import Sdpa
+from pipeline.config.loading import load_config
+from pipeline.config.training import TrainConfig
+from pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
+from tests.conftest import REPOSITORY
+from tests.model.varlen_on_cpu import NAME
+from tests.parallel.groups import run_case
+from tests.parallel.matrix import CHECKPOINTING
+from tests.parallel.test_activation_checkpointing import DOCUMENTS, TOKENS, built
+
+LAYERS = 12
+"""More than the graphs that torch by itself allows blocks to have."""
+KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_interval": 2}
+"""Of 12 layers, those with a window or not, rotated or not: four kinds."""
+
+
+def recipe(name):
+    """What a shipped configuration sets of layout and checkpointing, over two ranks where it has more."""
+    config = load_config(REPOSITORY / f"configs/{name}.yaml", check=False)
+    parallel = config.parallel
+    pipeline = {"pp": 2, "pp_schedule": parallel.pp_schedule, "pp_stages": min(parallel.pp_stages, 2),
+                "reshard": parallel.reshard} if parallel.pp > 1 else {}
+    axes = {axis: 2 for axis in ("tp", "cp") if getattr(parallel, axis) > 1}
+    return 2 ** (len(axes) + bool(pipeline)) if axes or pipeline else 1, {
+        "parallel": {**axes, **pipeline}, "accumulation": 2 if pipeline else 1,
+        "train": {"attention": NAME, **{key: getattr(config.train, key) for key in (
+            "activation_checkpointing", "kept_activations", "recomputed_blocks")}}}
+
+
+RECIPES = {name: recipe(name) for name in ("llama3.2_1b", "llama3_8b", "llama3_70b", "llama3_405b", "llama3_8b_128k",
+                                           "shakespeare_char_gpu", "tinystories")}
+OPTIONS = {
+    **{f"checkpointing {name}, four kinds of layers": (1, {"train": train, "shape": KINDS})
+       for name, train in CHECKPOINTING.items()},
+    "fp8": (1, {"precision": "fp8", "train": CHECKPOINTING["selective"]}),
+    "FSDP2, bf16, accumulation": (2, {"precision": "bf16", "accumulation": 2, "train": CHECKPOINTING["selective"]}),
+    "HSDP, every second": (4, {"parallel": {"dp_replicate": 2}, "train": CHECKPOINTING["every second"]}),
+    "ZeRO 1": (2, {"precision": "fp32", "parallel": {"engine": "deepspeed", "zero_stage": 1},
+                   "train": CHECKPOINTING["selective"]}),
+    "across documents, tied": (1, {"tied": True, "train": {"across_documents": True, **CHECKPOINTING["selective"]}}),
+    "tensor and context parallel, four kinds of layers": (4, {
+        "parallel": {"tp": 2, "cp": 2}, "shape": KINDS, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
+
+FEW = ("llama3_8b", "llama3_70b", "checkpointing selective, four kinds of layers")
+
+
+@pytest.mark.parametrize("case", [
+    *FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in [*RECIPES, *OPTIONS] if name not in FEW)])
+def test_every_call_of_a_block_runs_compiled(case):
+    """Also with more layers than torch allows graphs, and of all kinds of layers."""
+    ranks, settings = {**RECIPES, **OPTIONS}[case]
+    settings = {**settings, "shape": {"layers": LAYERS, **settings.get("shape", {})}}
+    found = run_case(ranks, "compiled", {"body": "tests.parallel.train_steps:compiled_calls", "steps": 3,
+                                         "backend": "aot_eager", **settings})
+    pipelined = settings.get("parallel", {}).get("pp", 1)
+    for calls, eager in found["calls"]:
+        assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0
+    assert len(found["calls"]) == 3
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A model of one block, compiled without code generation."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compile_blocks(model := built(Sdpa()), TrainConfig())
+    compiled_share()
+    return model
+
+
+def test_blocks_that_need_too_many_graphs_stop_the_run_with_the_reason(compiled):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled(TOKENS, documents=DOCUMENTS)
+        with pytest.raises(RuntimeError, match=r"more than 1 graphs.*size mismatch at index 1.*train.compile=false"):
+            compiled(TOKENS[:, :20], documents=DOCUMENTS[:, :20])
+
+
+def test_the_share_is_of_the_calls_since_it_was_last_asked_without_those_uncompiled_on_purpose(compiled):
+    assert compiled_share() is None
+    compiled(TOKENS, documents=DOCUMENTS)
+    with uncompiled():
+        compiled(TOKENS, documents=DOCUMENTS)
+    assert compiled_share() == 1.0 and compiled_share() is None
+    compiled(TOKENS, documents=DOCUMENTS)
+    with torch.compiler.set_stance("force_eager"):
+        compiled(TOKENS, documents=DOCUMENTS)
+    assert compiled_share() == 0.5
