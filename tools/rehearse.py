@@ -3,11 +3,14 @@
     python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128
     python -m tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
     python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
 The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
 pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
 minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do: these were
-rehearsed too. Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed. docs/training.md tells more.
+rehearsed too. With --spend, settings are searched that take the memory that would stay free and save time; each is
+rehearsed (minutes). Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed. docs/training.md tells
+more.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this one; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU: say whether it fits, or what would")
+    parser.add_argument("--spend", action="store_true", help="with --memory: search what saves time and fits")
     parser.add_argument("--cpu", action="store_true", help="as on CPU ranks, with their kernels and precision")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--table", action="store_true", help="the table of docs/training.md, in Markdown (minutes)")
@@ -48,6 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.config is None or options.ranks is None:
             raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
+        if options.spend and options.memory is None:
+            raise UserError("--spend needs --memory GB: how much a GPU has.")
+        if options.spend:
+            return spent(load_config(options.config, options.overrides), options)
         return rehearsed(load_config(options.config, options.overrides), options)
     except UserError as error:
         print(f"drover stops here: {error}", file=sys.stderr)
@@ -70,6 +78,23 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
     else:
         print("\n".join([*lines(config, found), *([f"memory     {text}"] if text else [])]))
     return 0 if fits else 1
+
+
+def spent(config: Config, options: argparse.Namespace) -> int:
+    """Search what memory buys, and print it as it is found; the exit status."""
+    from pipeline.rehearsal.apart import refuse
+    from pipeline.rehearsal.spending import spend
+    from pipeline.rehearsal.step import rehearsable
+
+    refuse(config, options.ranks, [0])
+    _, notes, shape = rehearsable(config, gpu=True)
+    print("\n".join(["estimated from counted FLOPs and bytes, to compare layouts; not a speed", *notes]))
+    path = spend(config, options.ranks, options.memory * 1e9, shape,
+                 gpus_per_node=config.launch.gpus_per_node or 8, tell=lambda layout: print(layout, flush=True))
+    for number, layout in enumerate(path[1:], 1):
+        print(f"step {number}     {layout}")
+    print(f"best       {path[-1]}")
+    return 0
 
 
 def row(config: Config, ranks: int) -> Sequence[str]:

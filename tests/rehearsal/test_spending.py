@@ -1,0 +1,92 @@
+"""What spare memory is spent on: lost time is counted as by hand, and the search takes what saves most of it."""
+
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from model.config import ModelConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
+from pipeline.rehearsal import spending
+from pipeline.rehearsal.report import Rehearsal
+from pipeline.rehearsal.spending import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops, spend, steps
+from pipeline.rehearsal.traffic import Channel, Traffic
+from tools.rehearse import main
+
+SHAPE = ModelConfig(dim=64, layers=8, heads=4, kv_heads=2, ffn_dim=96, vocab_size=128, context_length=256)
+
+
+def config_of(parallel=None, **train):
+    return Config(model=SHAPE, parallel=ParallelConfig(**parallel or {}),
+                  train=TrainConfig(**{"sequence_length": 256, "micro_batch": 2, "batch_tokens": 256 * 64, **train}))
+
+
+def rehearsal(peak=0, ranks=16, **sizes):
+    """One whose collectives have these bytes, by `group_operation`, in groups of two."""
+    channels = {Channel(*name.split("_"), 2): size for name, size in sizes.items()}
+    return Rehearsal(0, ranks, "", SimpleNamespace(bytes=peak), Traffic(Counter(channels), Counter(channels)), {}, {})
+
+
+def test_recomputed_operations_are_those_of_what_is_not_kept_but_for_w2():
+    forward = (SHAPE.flops_per_token(256, causal=True) - 6 * 128 * 64) / 3  # of all blocks
+    full = config_of(activation_checkpointing="full").train
+    assert recomputed_flops(full, SHAPE) == pytest.approx(forward - 2 * 8 * 64 * 96)
+    assert recomputed_flops(full.model_copy(update={"recomputed_blocks": 4}), SHAPE) == pytest.approx(
+        recomputed_flops(full, SHAPE) / 4)
+    assert recomputed_flops(config_of(activation_checkpointing="selective").train, SHAPE) == 0
+    assert recomputed_flops(config_of().train, SHAPE) == 0
+    some = config_of(activation_checkpointing="selective", kept_activations=["attention", "wq", "wk", "wv", "w1"])
+    assert recomputed_flops(some.train, SHAPE) == 2 * 8 * (64 * 64 + 64 * 96)
+
+
+def test_collectives_that_products_hide_cost_only_what_is_longer():
+    config = config_of({"tp": 2})
+    products = 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
+    node, network = NODE_BYTES * products, NETWORK_BYTES * products  # bytes that take as long
+    assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": node}), 8).exchanging == pytest.approx(0.5)
+    assert lost(config, SHAPE, rehearsal(**{"tensor_all-reduce": node}), 8).exchanging == pytest.approx(1.0)
+    assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": network}), 1).exchanging == pytest.approx(0.5)
+    for weights, exposed in ((2 * network, 0.0), (6 * network, 2.0)):
+        assert lost(config, SHAPE, rehearsal(**{"shard_all-gather": weights}), 8).exchanging == pytest.approx(exposed)
+    pipelined = config_of({"pp": 2})
+    found = lost(pipelined, SHAPE, rehearsal(**{"shard_all-gather": network, "pipeline_send": network,
+                                                "pipeline_receive": network}), 4)
+    assert found.exchanging == pytest.approx(1.5) and found.waiting == 1 / 4
+    assert found.time == pytest.approx(2.5 * 1.25)
+
+
+def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
+    """Memory and exchanged bytes are made up: each setting takes its own, and another micro-batch halves the bytes."""
+    config, told = config_of(activation_checkpointing="full"), []
+    a_step = 2 * NETWORK_BYTES * 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS  # bytes, among two
+
+    def rehearsed(changed, ranks, numbers):
+        train = changed.train
+        peak = 10 * train.micro_batch + {"full": 0, "selective": 30, "none": 70}[train.activation_checkpointing]
+        return [rehearsal(peak + 5 * (changed.parallel.reshard == "never"), ranks,
+                          **{"shard_all-gather": 4 * a_step / train.micro_batch})]
+    monkeypatch.setattr(spending, "rehearse_apart", rehearsed)
+    path = spend(config, 16, 100, SHAPE, gpus_per_node=1, tell=told.append)
+    assert path[0].settings == {} and [layout.peak for layout in path] == sorted(layout.peak for layout in path)
+    assert path[-1].settings == {"train.micro_batch": 4, "train.activation_checkpointing": "selective",
+                                 "train.recomputed_blocks": 1}
+    assert path[-1].peak == 70 and {layout.peak for layout in told} >= {20, 40, 50, 70, 110}
+    assert all(after.lost.time < before.lost.time for before, after in pairwise(path))
+
+
+def test_a_pipeline_gets_more_stages_up_to_its_layers():
+    found = list(steps(config_of({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 2})))
+    assert [step["parallel.pp_stages"] for step in found if "parallel.pp_stages" in step] == [3, 4]
+
+
+@pytest.mark.slow
+def test_the_command_shows_what_it_tried_and_what_is_best(capsys):
+    assert main(["--config", "configs/demo.yaml", "--ranks", "2", "--spend"]) == 2
+    assert "--spend needs --memory" in capsys.readouterr().err
+    assert main(["--config", "configs/demo.yaml", "--ranks", "2", "--memory", "80", "--spend", "model.vocab_size=4096",
+                 "train.micro_batch=8"]) == 0
+    said = capsys.readouterr().out
+    assert "as configured: " in said and "train.micro_batch=16: " in said and "\nbest       " in said
