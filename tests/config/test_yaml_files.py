@@ -62,4 +62,6 @@ def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, 
     assert f"looked in {tmp_path}/configs" in said and "--config" in said
     said = refusal(write(tmp_path / "c.yaml", "name: x\nbase: other.yaml\n"))
     assert f"{tmp_path}/other.yaml cannot be read" in said and f"Correct `base:` in {tmp_path}/c.yaml:2" in said
+    for base in ("[1, other.yaml]", "{a: 1}", "2"):
+        assert "`base` is a file name or a list" in refusal(write(tmp_path / "c.yaml", f"base: {base}\n"))
     assert str(tmp_path / "clusters" / "ours.yaml") in refusal(write(tmp_path / "c.yaml", "launch: {cluster: ours}\n"))

@@ -1,6 +1,7 @@
 """What ranks find when they start: memory of GPUs, and groups that wait as long as is said and have names."""
 
 import os
+import resource
 import subprocess
 import sys
 from datetime import timedelta
@@ -13,7 +14,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.parallel import ranks
-from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, extend_segments
+from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
 from pipeline.training.watchdog import longest_wait
 from tests.conftest import REPOSITORY
 from tests.parallel.groups import end_groups, run_case
@@ -72,3 +73,13 @@ def test_a_collective_waits_longer_than_the_watchdog_unless_told(minutes, hang, 
     config = Config(parallel=ParallelConfig(timeout_minutes=minutes),
                     train=TrainConfig(guards={"hang_minutes": hang}))
     assert longest_wait(config) == expected
+
+
+def test_as_many_files_may_be_open_as_the_hard_limit_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

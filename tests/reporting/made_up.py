@@ -144,8 +144,8 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False, text: 
             if name == "train":
                 # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
                 lines(place / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics())
-                lines(place / "samples.jsonl", [{"step": step, "prompt": "class ", "text": f"step{step} {text}"}
-                                                for step in (200, 400, 600)])
+                lines(place / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {text}"}
+                                                for step in (200, 400, 600) for prompt in ("class ", "import ")])
                 lines(place / "events.jsonl", [
                     {"event": "start", "time": "2026-03-01T10:00:01.000+00:00", "step": 0, "ranks": 2, "samples": 0},
                     {"event": "checkpoint", "time": "2026-03-01T10:00:09.000+00:00", "step": 9, "path": "x"},

@@ -131,6 +131,15 @@ def test_every_figure_of_a_task_can_be_read_alone(complete, page):
         assert row in text, row
     for form in (text, page.text):
         assert "Metrics are those of lm_eval 0.4.13" in form
+    # 0.725 is above chance by more than two standard errors, 0.325 and 0.275 are not.
+    assert re.findall(r'<tr class="strong"><td>(python_\w+)</td><td>[^<]*</td><td>(\w+)', complete[0]) == [
+        ("python_line", "acc")]
+
+
+def test_samples_are_the_first_prompts_of_each_step(complete, page):
+    for form in (complete[1], page.text):
+        assert all(f"class {step} " in form and f"import {step} " not in form for step in (200, 400, 600))
+        assert "3.480" in form, "a figure of the tokenizer that is no share"
 
 
 def test_clean_and_dirty_items_stand_beside_each_other(complete, page, tmp_path):
@@ -212,7 +221,7 @@ def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
     append(run, "samples", {"step": 601, "prompt": "class ", "text": "of no model"})
     append(run, "events", {"event": "plan_changed", "step": 598, "number": 1, "changes": ["shorter"]})
     facts = collect(run)
-    assert facts.metrics[-1]["step"] == 598 and [sample["step"] for sample in facts.samples] == [200, 400, 600]
+    assert facts.metrics[-1]["step"] == 598 and {sample["step"] for sample in facts.samples} == {200, 400, 600}
 
 
 def test_steps_that_went_wrong_are_told_and_left_out_of_the_curves(tmp_path):
