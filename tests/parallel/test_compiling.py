@@ -49,7 +49,7 @@ OPTIONS = {
     "tensor and context parallel, four kinds of layers": (4, {
         "parallel": {"tp": 2, "cp": 2}, "shape": KINDS, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
 
-FEW = ("llama3_8b", "llama3_70b", "checkpointing selective, four kinds of layers")
+FEW = ("llama3_8b", "checkpointing selective, four kinds of layers")
 
 
 @pytest.mark.parametrize("case", [
