@@ -28,9 +28,9 @@ test: setup
 test-all: setup
 	$(PYTEST) -m 'slow and not soak' $(ARGS)
 
-# The files of the few tests that failed in the last run, alone.
+# The files of the few tests that failed in the last run, alone. ARGS="-m 'slow and not soak'" after `make test-all`.
 test-again: setup
-	files=$$($(PY) -m tests.again) && $(PY) -m pytest -m 'not soak' $$files $(ARGS)
+	files=$$($(PY) -m tests.again) && $(PY) -m pytest $$files $(ARGS)
 
 # What takes hours: many kills, other seeds.
 soak: setup

@@ -52,9 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.config is None or options.ranks is None:
             raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
-        if options.spend and options.memory is None:
-            raise UserError("--spend needs --memory GB: how much a GPU has.")
         if options.spend:
+            if options.memory is None or options.json or options.cpu or options.rank:
+                raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or "
+                                "--rank.")
             return spent(load_config(options.config, options.overrides), options)
         return rehearsed(load_config(options.config, options.overrides), options)
     except UserError as error:
@@ -81,8 +82,9 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
 
 
 def spent(config: Config, options: argparse.Namespace) -> int:
-    """Search what memory buys, and print it as it is found; the exit status."""
+    """Search what spare memory buys, and print each layout when it was rehearsed; the exit status."""
     from pipeline.rehearsal.apart import refuse
+    from pipeline.rehearsal.fitting import TIGHT
     from pipeline.rehearsal.spending import spend
     from pipeline.rehearsal.step import rehearsable
 
@@ -90,9 +92,12 @@ def spent(config: Config, options: argparse.Namespace) -> int:
     _, notes, shape = rehearsable(config, gpu=True)
     print("\n".join(["estimated from counted FLOPs and bytes, to compare layouts; not a speed", *notes]))
     path = spend(config, options.ranks, options.memory * 1e9, shape,
-                 gpus_per_node=config.launch.gpus_per_node or 8, tell=lambda layout: print(layout, flush=True))
+                 gpus_per_node=config.launch.gpus_per_node or 8, tell=lambda line: print(line, flush=True))
     for number, layout in enumerate(path[1:], 1):
-        print(f"step {number}     {layout}")
+        print(f"change {number}   {layout}")
+    if path[-1].peak > TIGHT * options.memory * 1e9:
+        print("None of these fits. --memory without --spend says what would.")
+        return 1
     print(f"best       {path[-1]}")
     return 0
 
@@ -101,15 +106,16 @@ def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
     from pipeline.config.batch import BatchPlan
     from pipeline.config.phases import with_largest
+    from pipeline.parallel.stages import bubble
     from pipeline.rehearsal.apart import rehearse_apart
-    from pipeline.rehearsal.report import bubble, ends_and_middle, fullest, gigabytes
+    from pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
 
     most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
     kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
     config = with_largest(config)
-    lost = bubble(config.parallel, BatchPlan.of(config.train, config.parallel, ranks))
+    lost = bubble(config.model, config.parallel, BatchPlan.of(config.train, config.parallel, ranks).accumulation)
     return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}",
             gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),

@@ -162,8 +162,8 @@ def _pipeline(config: Config) -> Iterator[str]:
             yield ("parallel.pp_schedule zbv cuts backward passes in two, which torch cannot do with compiled blocks: "
                    "set train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
         if config.train.activation_checkpointing == "selective":
-            yield ("parallel.pp_schedule zbv cuts backward passes in two, and torch allows one for what selective "
-                   "checkpointing keeps: set train.activation_checkpointing to none, or to full.")
+            yield ("parallel.pp_schedule zbv runs each backward pass in two parts, but torch gives out only once what "
+                   "selective checkpointing kept: set train.activation_checkpointing to none or full.")
         if parallel.reshard != "never":
             yield ("parallel.pp_schedule zbv needs parallel.reshard never: a gradient that is computed later finds the "
                    "weights only where they are still gathered.")

@@ -25,9 +25,9 @@ PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.defaul
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.kernels asks oneDNN for a product
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
-"""How tensor parallelism makes a product of the parts of it that its ranks have, each rank some rows."""
+"""The operator that adds up the partial sums of a product whose weight is split by rows over ranks."""
 SUMMED = {"wo", "w2"}
-"""The products that are made so."""
+"""The products whose weights tensor parallelism splits by rows."""
 
 
 def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequence[Activation] = (),
@@ -35,8 +35,9 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
     """Apply `train.activation_checkpointing` to every n-th block (`train.recomputed_blocks`), in place. Results are
     bit-equal with and without.
 
-    always_kept: results that are kept whatever the configuration says. The result of a product that is a sum over ranks
-    is that sum: `tensor` ranks hold equal shares of it, but each a part of all of it.
+    always_kept: results that are kept whatever the configuration says. tensor: ranks of a tensor-parallel group. If
+    there are several, the sum over ranks is kept of wo and w2: a rank has its share of the sum, while its partial sum
+    is as large as the whole.
     """
     if train.activation_checkpointing == "none":
         return

@@ -17,7 +17,8 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 
 GRAPHS = 32
-"""That blocks of one kind may have in each phase: of training and of validation, for each shape of a batch."""
+"""How many graphs the blocks of one kind may have in one phase. Training and validation have graphs of their own, and
+so has each shape of a batch."""
 
 
 @dataclass
@@ -64,10 +65,10 @@ def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | N
     """Compile each block's computation as one graph; what cannot be in it is an error. What FSDP2 does around a block
     stays outside. options: of torch.compile.
 
-    Blocks of one kind share their graphs. torch stops after so many graphs of the same code; it is to allow for all
-    kinds of blocks, with and without checkpointing, in all phases. Where phases have other shapes, each is compiled for
-    its own: by itself, torch would make one graph for all sizes of the second on. Then a batch's number of documents is
-    part of a shape too, of which a phase has a few (powers of two).
+    Blocks of one kind share their graphs. torch limits the graphs of one function; the limit is raised to what all
+    kinds of blocks need in all phases, with and without checkpointing. Where phases have other shapes, each is compiled
+    for its own: by itself, torch would make one graph for all sizes of the second on. Then a batch's number of
+    documents is part of a shape too, of which a phase has a few (powers of two).
     """
     limits: Any = torch._dynamo.config
     blocks: list[Any] = list(model.layers)
@@ -98,21 +99,17 @@ def _call(compiled: Callable[..., Tensor], x: Tensor, *others: Any, **named: Any
     torch itself.
 
     Raises:
-        RuntimeError: blocks need more graphs than `compile_blocks` allows; the text says why the last did not do.
+        RuntimeError: blocks need more graphs than torch's limit; the text has its reason for the last recompilation.
     """
     CALLS.all += 1
     arrived: Tensor = _Arrival.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
     try:
         return compiled(arrived, *others, **named)
-    except Exception as error:
-        from torch._dynamo.exc import FailOnRecompileLimitHit  # not above: its import takes a second
-        if not isinstance(error, FailOnRecompileLimitHit):
-            raise
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         reason = torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
-        limit = torch._dynamo.config.recompile_limit
-        raise RuntimeError(f"Compiled blocks need more than {limit} graphs, so that each step may compile again. "
-                           f"torch's last reason: {reason}. Set train.compile=false to train without graphs, and "
-                           f"please report this.") from error
+        raise RuntimeError(f"torch reached its limit of compiled graphs. Its reason for the last recompilation: "
+                           f"{reason}. Set train.compile=false to train without compiled blocks, and please report "
+                           f"this.") from error
 
 
 class _Arrival(torch.autograd.Function):

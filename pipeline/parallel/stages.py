@@ -37,6 +37,24 @@ def _ends(model: ModelConfig) -> float:
     return model.vocab_size * model.dim / layer
 
 
+def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float | None:
+    """Time that a step of a pipeline loses by waiting, as a share of the time that its busiest rank works. None: it is
+    not known (zbv).
+
+    Each rank waits while a micro-batch passes through the stages before and after its own: p - 1 times the costliest
+    stage. In layers, where the output matrix counts as in `stage_layers`, and the embedding nothing: it multiplies
+    nothing.
+    """
+    if parallel.pp == 1:
+        return 0.0
+    if parallel.pp_schedule == "zbv":
+        return None
+    cost = [float(len(numbers)) for numbers in stage_layers(model, parallel.stages)]
+    cost[-1] += _ends(model)
+    busiest = max(sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp))
+    return (parallel.pp - 1) * max(cost) / (micro_batches * busiest)
+
+
 def largest_share(model: ModelConfig, parallel: ParallelConfig) -> float:
     """The part of the network's weights that the fullest rank of a pipeline holds; 1 without one."""
     if parallel.pp == 1:

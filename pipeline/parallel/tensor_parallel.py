@@ -62,7 +62,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
 
 
 class SplitRows(RowwiseParallel):
-    """torch's, whose sum over ranks has the name of its product, by which activation checkpointing knows it."""
+    """torch's RowwiseParallel, which also notes the layer's name while it adds up partial sums: activation
+    checkpointing finds the sum by that name."""
 
     @staticmethod
     def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any,

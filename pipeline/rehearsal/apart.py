@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from pipeline.config.checks import rank_problems, vocabulary_size
@@ -37,11 +37,14 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
     refuse(config, ranks, numbers)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.rehearsal.step"])  # imported once for all
-    workers = min(len(numbers), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+
+    def in_a_process(rank: int) -> Rehearsal:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:  # one pool with max_tasks_per_child may hang
+            return pool.submit(_rehearse, config, ranks, rank, gpu, all_micro_batches).result()
+
+    with ThreadPoolExecutor(min(len(numbers), len(os.sched_getaffinity(0)))) as threads:
         try:
-            return list(pool.map(_rehearse, *zip(*((config, ranks, rank, gpu, all_micro_batches) for rank in numbers),
-                                                 strict=True)))
+            return list(threads.map(in_a_process, numbers))
         except BrokenProcessPool as error:
             raise NotRehearsedError("A rehearsal's process was ended from outside. It takes some 1 GB of memory: is so "
                                     "much free here?") from error

@@ -11,7 +11,7 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
-from pipeline.parallel.stages import stage_layers
+from pipeline.parallel.stages import bubble, stage_layers
 from pipeline.rehearsal.memory import KINDS, Peak, readable
 
 if TYPE_CHECKING:
@@ -62,15 +62,6 @@ def ends_and_middle(config: Config, ranks: int) -> list[int]:
     return [place * each for place in sorted({0, config.parallel.pp // 2, config.parallel.pp - 1})]
 
 
-def bubble(parallel: ParallelConfig, plan: BatchPlan) -> float | None:
-    """Time lost by waiting in a pipeline, of the time used, if all stages take equally long; None: not known."""
-    if parallel.pp == 1:
-        return 0.0
-    if parallel.pp_schedule == "zbv":
-        return None
-    return (parallel.pp - 1) / (plan.accumulation * (parallel.stages // parallel.pp))
-
-
 def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
     """A page for the terminal."""
     ranks, parallel = found[0].ranks, config.parallel
@@ -79,7 +70,7 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
     page = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}", f"batch      {plan}"]
     if parallel.pp > 1:
-        lost = bubble(parallel, plan)
+        lost = bubble(config.model, parallel, plan.accumulation)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
     page += ["", *table(["memory at its peak", *(f"rank {one.rank:,}" for one in found)], [

@@ -6,7 +6,7 @@ same GPUs; it does not predict tokens per second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from model.config import ModelConfig
@@ -14,17 +14,19 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.phases import with_largest
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.errors import NotRehearsedError, UserError
+from pipeline.parallel.stages import bubble
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.fitting import TIGHT, changed, possible
 from pipeline.rehearsal.memory import readable
-from pipeline.rehearsal.report import Rehearsal, bubble, ends_and_middle, fullest
+from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 FLOPS = 0.5 * 989e12
 """FLOP/s of products: half of an H100's dense bf16 peak."""
 NODE_BYTES, NETWORK_BYTES = 0.8 * 450e9, 0.8 * 50e9
 """Bytes/s that a GPU sends: four fifths of an H100's NVLink, and of a network adapter of 400 Gb/s."""
 GAIN = 0.005
-"""Of the step's time, that a setting has to save: less is beyond what is estimated."""
+"""A setting has to save at least this share of the products' time; less is finer than the estimate."""
 
 
 @dataclass(frozen=True)
@@ -58,45 +60,58 @@ class Layout:
     lost: Lost
 
     def __str__(self) -> str:
-        named = " ".join(f"{key}={value}" for key, value in self.settings.items()) or "as configured"
-        return f"{named}: {readable(self.peak)}, {self.lost}"
+        return f"{named(self.settings)}: {readable(self.peak)}, {self.lost}"
+
+
+def named(settings: Mapping[str, object]) -> str:
+    """Settings as a command line takes them."""
+    return " ".join(f"{key}={value}" for key, value in settings.items()) or "as configured"
 
 
 def spend(config: Config, ranks: int, memory: float, shape: ModelConfig, *, gpus_per_node: int = 8,
-          tell: Callable[[Layout], None] = lambda _: None) -> list[Layout]:
-    """The configuration's layout, and each better one that a step from the one before it leads to.
+          tell: Callable[[str], None] = lambda _: None) -> list[Layout]:
+    """The configuration's layout, then each layout that the search moved to.
 
-    From where it is, the search rehearses every single change (`steps`) that takes memory to save time, and goes to the
-    one that saves most and fits, of equal ones to the smallest. It ends where none saves time.
+    The search rehearses every single change (`changes`) that takes memory and may save time. It moves to the one that
+    saves most and fits, of equal ones to the smallest. It ends where none saves time.
 
     Args:
         memory: bytes of a GPU, of which TIGHT may be used.
         shape: the network with its vocabulary.
-        tell: called with every layout that was rehearsed.
+        tell: called with a line on every layout.
 
     Raises:
-        UserError: the configuration cannot be rehearsed.
+        UserError: the configuration cannot be rehearsed, or its pipeline is zbv, whose waiting is not known.
     """
+    if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv":
+        raise UserError("What spare memory buys is not searched with parallel.pp_schedule zbv, whose waiting time is "
+                        "not known. Take 1f1b or interleaved.")
+
     def rehearsed(settings: dict[str, object]) -> Layout:
         other = changed(config, settings)
-        most = fullest(rehearse_apart(other, ranks, ends_and_middle(other, ranks)[::2]))
+        most = fullest(rehearse_apart(other, ranks, ends_and_middle(other, ranks)))
         layout = Layout(settings, most.peak.bytes, lost(other, shape, most, gpus_per_node))
-        tell(layout)
+        tell(str(layout))
         return layout
+
+    def tried(settings: dict[str, object]) -> Iterator[Layout]:
+        try:
+            yield rehearsed(settings)
+        except (NotRehearsedError, UserError) as error:
+            tell(f"{named(settings)}: not rehearsed: {error}")
 
     path = [rehearsed({})]
     while True:
         before = path[-1]
-        tried = [rehearsed({**before.settings, **step}) for step in steps(changed(config, before.settings))
-                 if possible(config, {**before.settings, **step}, ranks)]
-        better = [layout for layout in tried
+        candidates = [{**before.settings, **change} for change in changes(changed(config, before.settings))]
+        better = [layout for settings in candidates if possible(config, settings, ranks) for layout in tried(settings)
                   if layout.peak <= TIGHT * memory and layout.lost.time < before.lost.time - GAIN]
         if not better:
             return path
         path.append(min(better, key=lambda layout: (round(layout.lost.time / GAIN), layout.peak)))
 
 
-def steps(config: Config) -> Iterator[dict[str, object]]:
+def changes(config: Config) -> Iterator[dict[str, object]]:
     """Single changes that take memory and may save time."""
     train, parallel = config.train, config.parallel
     if train.activation_checkpointing == "full":
@@ -130,8 +145,9 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
     neighbours = sizes.tensor * sizes.context  # the ranks of a tensor group follow each other, then those of a context
     span = {"tensor": sizes.tensor, "context": neighbours, "shard": neighbours * sizes.shard,
             "weights": neighbours * sizes.shard}
-    # FSDP2 exchanges weights and gradients beside the products, but in a pipeline before and after all of them.
-    beside = sizes.replicate * sizes.shard > 1 and sizes.pipeline == 1
+    # FSDP2 exchanges weights and gradients beside the products, but in a pipeline before and after all of them. A group
+    # of all ranks counts as FSDP2's wherever FSDP2 has more than one rank.
+    beside = sizes.replicate * sizes.shard * sizes.context > 1 and sizes.pipeline == 1
     at_once_s = hidden_s = 0.0
     for channel, size in found.traffic.bytes.items():
         if channel.operation == "receive":
@@ -144,7 +160,7 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
         else:
             hidden_s += seconds
     exchanged_s = at_once_s + max(0.0, hidden_s - products_s - recomputed_s)
-    return Lost(bubble(parallel, plan) or 0.0, recomputed_s / products_s, exchanged_s / products_s)
+    return Lost(bubble(shape, parallel, plan.accumulation) or 0.0, recomputed_s / products_s, exchanged_s / products_s)
 
 
 def recomputed_flops(train: TrainConfig, shape: ModelConfig) -> float:

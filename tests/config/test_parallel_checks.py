@@ -52,7 +52,7 @@ ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": F
     ({**ZBV, "model": MODEL.model_copy(update={"tied_embeddings": True})}, "does not take model.tied_embeddings"),
     ({**ZBV, "train": {"compile": None}}, "which torch cannot do with compiled blocks"),
     ({**ZBV, "reshard": "always"}, "zbv needs parallel.reshard never"),
-    ({**ZBV, "train": {"compile": False, "activation_checkpointing": "selective"}}, "what selective checkpointing"),
+    ({**ZBV, "train": {"compile": False, "activation_checkpointing": "selective"}}, "selective checkpointing kept"),
     ({"async_tp": True}, "parallel.async_tp true has nothing to cut where parallel.tp is 1"),
     ({"async_tp": True, "tp": 2, "train": {"compile": False}}, "done by the compiler, but train.compile is false"),
     ({"timeout_minutes": 30}, "parallel.timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0"),

@@ -7,7 +7,7 @@ import pytest
 from model.config import ModelConfig
 from model.presets import PRESETS
 from pipeline.config.parallel import ParallelConfig
-from pipeline.parallel.stages import largest_share, stage_layers
+from pipeline.parallel.stages import bubble, largest_share, stage_layers
 
 WIDE = ModelConfig(dim=64, layers=12, heads=4, kv_heads=4, ffn_dim=128, vocab_size=1024)
 """Whose embedding weighs as much as 1.6 layers."""
@@ -53,3 +53,13 @@ def test_the_fullest_rank_is_what_the_forecast_reckons_with():
     for schedule in ("1f1b", "interleaved", "zbv"):
         share = largest_share(WIDE, ParallelConfig(pp=2, pp_schedule=schedule))
         assert 0.5 <= share < 0.65
+
+
+@pytest.mark.parametrize("settings, expected", [
+    ({}, 0.0), ({"pp": 16}, 15 / 16), ({"pp": 16, "pp_schedule": "zbv"}, None),
+    ({"pp": 16, "pp_schedule": "interleaved", "pp_stages": 2}, 15 / 16 * 4 / 8),
+    # Of 64 stages some have one layer, of 112 most: the costliest has two, and the busiest rank eight.
+    ({"pp": 16, "pp_schedule": "interleaved", "pp_stages": 4}, 15 / 16 * 2 / 8),
+    ({"pp": 16, "pp_schedule": "interleaved", "pp_stages": 7}, 15 / 16 * 2 / 8)])
+def test_a_pipeline_waits_for_its_costliest_stage(settings, expected):
+    assert bubble(PRESETS["llama3.1_405b"], ParallelConfig(**settings), 16) == expected
