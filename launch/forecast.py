@@ -91,8 +91,9 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     """Bytes of weights, gradients and the optimizer's state that each rank holds at least, activations not counted.
 
     FSDP2 holds all in fp32, split over dp_shard x cp x tp ranks; with parallel.reduce=last, gradients over tp only
-    besides. In a pipeline a step has both these and the gathered weights of all of a rank's stages, and torch keeps
-    room for each micro-batch's hidden states and their gradients; the rank with most weights is meant.
+    besides, and with parallel.reshard=never the gathered weights. In a pipeline a step has both these and the gathered
+    weights of all of a rank's stages, and torch keeps room for each micro-batch's hidden states and their gradients;
+    the rank with most weights is meant.
     Under ZeRO the fp32 master and state are split over all ranks (on the GPU unless offloaded), gradients from stage 2
     on, weights from stage 3 on; those are in bf16.
     """
@@ -100,11 +101,13 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     if count is None or states is None:
         return None
     if parallel.engine == "fsdp2":
-        spread = (2 * WEIGHT_BYTES * count + states) / (ranks // (parallel.dp_replicate * parallel.pp))
+        sharers, width = ranks // (parallel.dp_replicate * parallel.pp), _width(config)
+        spread = (2 * WEIGHT_BYTES * count + states) / sharers
         shape = shape_of(config)
         if parallel.pp == 1 or shape is None:
-            return math.ceil(spread + (WEIGHT_BYTES * count / parallel.tp if parallel.reduce == "last" else 0))
-        width = _width(config)
+            gathered = width if parallel.reshard == "never" and sharers > parallel.tp else 0
+            whole = gathered + (WEIGHT_BYTES if parallel.reduce == "last" else 0)
+            return math.ceil(spread + whole * count / parallel.tp)
         in_steps = largest_share(shape, parallel) * (spread + (WEIGHT_BYTES + width) * count / parallel.tp)
         return math.ceil(in_steps + _received(config, ranks) * width)
     master = 0 if parallel.offload != "none" else (WEIGHT_BYTES * count + states) / ranks
