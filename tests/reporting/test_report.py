@@ -221,7 +221,8 @@ def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
     append(run, "samples", {"step": 601, "prompt": "class ", "text": "of no model"})
     append(run, "events", {"event": "plan_changed", "step": 598, "number": 1, "changes": ["shorter"]})
     facts = collect(run)
-    assert facts.metrics[-1]["step"] == 598 and {sample["step"] for sample in facts.samples} == {200, 400, 600}
+    assert facts.metrics[-1]["step"] == 598 and [sample["step"] for sample in facts.samples[::2]] == [200, 400, 600] \
+        and len(facts.samples) == 6
 
 
 def test_steps_that_went_wrong_are_told_and_left_out_of_the_curves(tmp_path):
