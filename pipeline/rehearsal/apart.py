@@ -39,7 +39,7 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
     context.set_forkserver_preload(["pipeline.rehearsal.step"])  # imported once for all
 
     def in_a_process(rank: int) -> Rehearsal:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:  # one pool with max_tasks_per_child is suspected to hang
+        with ProcessPoolExecutor(1, mp_context=context) as pool:  # max_tasks_per_child is suspected of hangs
             return pool.submit(_rehearse, config, ranks, rank, gpu, all_micro_batches).result()
 
     with ThreadPoolExecutor(min(len(numbers), len(os.sched_getaffinity(0)))) as threads:
