@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.credentials import credential_problems
-from launch.forecast import Disk, readable, state_bytes_per_rank
+from launch.forecast import Disk, state_bytes_per_rank
 from launch.plan import Job, Options
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import export_problem, place_problems, problems, rank_problems
@@ -18,6 +18,7 @@ from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
 from pipeline.config.tree import Config
+from pipeline.console import readable
 from pipeline.contract.run import Run, State
 from pipeline.contract.stages import STAGES, before
 from pipeline.data.filters.base import unusable as unusable_filters

@@ -6,14 +6,14 @@ import shlex
 import sys
 
 from launch.estimate import Estimate
-from launch.forecast import Disk, gathered_bytes_per_layer, parameters, readable, shape_of, state_bytes_per_rank
+from launch.forecast import Disk, gathered_bytes_per_layer, parameters, shape_of, state_bytes_per_rank
 from launch.plan import Job, Options
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.checks import rank_problems
 from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
-from pipeline.console import duration
+from pipeline.console import duration, readable
 from pipeline.contract.run import Run
 from pipeline.parallel.stages import stage_layers
 

@@ -101,7 +101,7 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     if count is None or states is None:
         return None
     if parallel.engine == "fsdp2":
-        sharers, width = ranks // (parallel.dp_replicate * parallel.pp), _width(config)
+        sharers, width = ranks // (parallel.sizes(ranks).replicate * parallel.pp), _width(config)
         spread = (2 * WEIGHT_BYTES * count + states) / sharers
         shape = shape_of(config)
         if parallel.pp == 1 or shape is None:
@@ -136,15 +136,6 @@ def gathered_bytes_per_layer(config: Config) -> int:
     model, train = config.model, with_largest(config).train
     kv_heads = model.kv_heads // config.parallel.tp
     return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_dim * _width(config)
-
-
-def readable(size: float) -> str:
-    """Bytes as a person says them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def corpus_bytes(config: Config) -> int:

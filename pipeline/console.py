@@ -23,6 +23,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
 
 
+def readable(size: float) -> str:
+    """Bytes as a person compares them: three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}" if size else "0"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 class ProgressBar:
     """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
 

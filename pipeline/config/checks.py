@@ -55,6 +55,9 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
     if found := grid_problems(config.parallel, ranks):
         return found
+    if config.train.profile.start is not None and (absent := [
+            rank for rank in config.train.profile.ranks if rank >= ranks]):
+        return [f"train.profile.ranks names {', '.join(map(str, absent))}, but there are {ranks} ranks, from 0 on."]
     if not config.train.phases:
         return batch_problems(config.train, config.parallel, ranks)
     found = [f"{phase.name}: {problem}" for phase, within in in_phases(config)
@@ -71,16 +74,17 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     """Why so many ranks cannot be laid out as the configuration says."""
     sizes = {"pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard,
              "cp": parallel.cp, "tp": parallel.tp}
-    if parallel.dp_shard == -1:
-        del sizes["dp_shard"]
+    rest = [name for name, size in sizes.items() if size == -1]
+    for name in rest:
+        del sizes[name]
     for optional in ("pp", "cp"):  # named where they are used
         if sizes[optional] == 1:
             del sizes[optional]
     needed = math.prod(sizes.values())
     terms = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if parallel.dp_shard == -1 and ranks % needed:
-        return [f"{ranks} ranks are not divisible by {needed} (parallel: {terms}, dp_shard -1 for the rest)."]
-    if parallel.dp_shard != -1 and ranks != needed:
+    if rest and ranks % needed:
+        return [f"{ranks} ranks are not divisible by {needed} (parallel: {terms}, {rest[0]} -1 for the rest)."]
+    if not rest and ranks != needed:
         return [f"parallel: {terms} is {needed}, but there are {ranks} ranks."]
     return []
 
@@ -172,6 +176,11 @@ def _pipeline(config: Config) -> Iterator[str]:
 def _shards(config: Config) -> Iterator[str]:
     if config.parallel.dp_shard == 0:
         yield "parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest."
+    if config.parallel.dp_replicate == 0:
+        yield "parallel.dp_replicate is 0; give the number of copies, or -1 for as many as the ranks make."
+    if config.parallel.dp_replicate == config.parallel.dp_shard == -1:
+        yield ("parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks; give one of them a "
+               "number, as in dp_replicate=-1 dp_shard=8: a copy on every 8 ranks.")
 
 
 def _activation_checkpointing(config: Config) -> Iterator[str]:
@@ -217,7 +226,7 @@ def _deepspeed(config: Config) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     if parallel.engine != "deepspeed":
         return
-    if parallel.tp > 1 or parallel.dp_replicate > 1 or parallel.dp_shard != -1:
+    if parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1:
         yield (f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
                f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take 'fsdp2'.")
     yield from (f"parallel.{name} {size} is for parallel.engine 'fsdp2', not 'deepspeed'."

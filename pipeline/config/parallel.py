@@ -27,9 +27,10 @@ class ParallelConfig(Section):
     engine: Literal["fsdp2", "deepspeed"] = execution("fsdp2")
     """`fsdp2` is torch's own sharding and composes with tensor, context and pipeline parallelism; `deepspeed` is
     ZeRO, which can also keep optimizer states or weights in host memory (`offload`)."""
-    dp_replicate: int = execution(1, gt=0)
+    dp_replicate: int = execution(1, ge=-1)
     """Full copies of the sharded model (HSDP). With many nodes: one copy per group of nodes, so that weights are
-    gathered inside the group and only gradients travel between groups."""
+    gathered inside the group and only gradients travel between groups. -1: as many as the ranks make, so that
+    `dp_replicate: -1` with `dp_shard: 8` is a copy on each node of eight GPUs, on any number of nodes."""
     dp_shard: int = execution(-1, ge=-1)
     """Ranks that share one copy of weights, gradients and moments; -1: all the rest."""
     tp: int = execution(1, gt=0)
@@ -72,9 +73,10 @@ class ParallelConfig(Section):
 
     def sizes(self, ranks: int) -> GridSizes:
         """The axes that so many ranks make up; where they do not, `checks.grid_problems` says why."""
-        others = self.pp * self.dp_replicate * self.cp * self.tp
-        shard = ranks // others if self.dp_shard == -1 else self.dp_shard
-        return GridSizes(self.pp, self.dp_replicate, shard, self.cp, self.tp)
+        each = self.pp * self.cp * self.tp
+        copies = ranks // (each * self.dp_shard) if self.dp_replicate == -1 else self.dp_replicate
+        shard = ranks // (each * copies) if self.dp_shard == -1 else self.dp_shard
+        return GridSizes(self.pp, copies, shard, self.cp, self.tp)
 
     @property
     def stages(self) -> int:

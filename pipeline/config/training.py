@@ -58,6 +58,18 @@ class TokenCacheConfig(Section):
     which no hash tells to be right. `auto`: shards, where all that are trained and measured on fit into `gb`."""
 
 
+class ProfileConfig(Section):
+    """Looks closely at some steps: at what each operation takes of their time, and of a GPU's memory."""
+
+    start: int | None = execution(None, gt=0)
+    """The first step that is profiled, counted from the start of the process: 5, or later, since the first ones compile
+    and take memory. null: none."""
+    steps: int = execution(3, gt=0)
+    """How many steps are profiled, one after another."""
+    ranks: list[Annotated[int, Field(ge=0)]] = execution([0])
+    """Ranks that are profiled; each writes its files into train/profile."""
+
+
 class TrainConfig(Section):
     """Stage 4: pretraining."""
 
@@ -199,6 +211,8 @@ class TrainConfig(Section):
     """Prompts of the sample texts."""
     checkpoint: CheckpointConfig = execution({}, validate_default=True)
     """When to save, and what to keep."""
+    profile: ProfileConfig = execution({}, validate_default=True)
+    """Where the time and the memory of some steps go: traces and tables in train/profile. docs/training.md."""
 
     @model_validator(mode="before")
     @classmethod

@@ -9,8 +9,8 @@ from pipeline.config.checks import problems, rank_problems
 from pipeline.config.partial import UnknownSettingError
 from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
+from pipeline.console import readable
 from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.memory import readable
 from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from pipeline.console import readable
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -23,15 +25,6 @@ KINDS = ("weights", "gradients", "moments", "gathered", "activations", "received
 optimizer's states. gathered: weights of other ranks, in the computing precision. received: what a pipeline keeps room
 for, hidden states and their gradients. logits: of the output head's chunk, with their gradients. activations: all else.
 """
-
-
-def readable(size: float) -> str:
-    """Bytes as a person compares them: three digits."""
-    for unit in ("B", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}" if size else "0"
-        size /= 1000
-    return f"{size:.3g} GB" if size < 999.5 else f"{size:,.0f} GB"
 
 
 @dataclass

@@ -11,8 +11,9 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
+from pipeline.console import readable
 from pipeline.parallel.stages import bubble, stage_layers
-from pipeline.rehearsal.memory import KINDS, Peak, readable
+from pipeline.rehearsal.memory import KINDS, Peak
 
 if TYPE_CHECKING:
     from pipeline.rehearsal.traffic import Channel, Traffic

@@ -14,11 +14,11 @@ from pipeline.config.batch import BatchPlan
 from pipeline.config.phases import with_largest
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.console import readable
 from pipeline.errors import NotRehearsedError, UserError
 from pipeline.parallel.stages import bubble
 from pipeline.rehearsal.apart import rehearse_apart
 from pipeline.rehearsal.fitting import TIGHT, changed, possible
-from pipeline.rehearsal.memory import readable
 from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 FLOPS = 0.5 * 989e12
@@ -125,7 +125,8 @@ def changes(config: Config) -> Iterator[dict[str, object]]:
         yield {"parallel.reshard": "never"}
     if parallel.pp == 1 and parallel.reduce == "each":
         yield {"parallel.reduce": "last"}
-    yield {"parallel.dp_replicate": 2 * parallel.dp_replicate}
+    if parallel.dp_replicate > 0:
+        yield {"parallel.dp_replicate": 2 * parallel.dp_replicate}
     if parallel.pp > 1 and parallel.pp_schedule == "interleaved":
         most = config.model.layers // parallel.pp
         for stages in sorted({parallel.pp_stages + 1, min(2 * parallel.pp_stages, most), most}):

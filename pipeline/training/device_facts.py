@@ -8,9 +8,10 @@ import sys
 import torch
 
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
-               "B200": 2250.0, "V100": 125.0}
-"""Dense bf16 peaks from the vendors' data sheets (V100: fp16), by a part of the device's name. A card that is not
-here gets no MFU: no figure is better than a guessed one."""
+               "GB200": 2500.0, "GB300": 2500.0, "B200": 2250.0, "B300": 2250.0, "V100": 125.0, "RTX 4090": 165.2,
+               "MI300X": 1307.4, "MI325X": 1307.4}
+"""Dense bf16 peaks from the vendors' data sheets (V100: fp16; RTX 4090: sums in fp32), by a part of the device's name;
+the first that fits counts. A card that is not here gets no MFU: no figure is better than a guessed one."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -28,6 +29,17 @@ def memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def allocator_facts(device: torch.device) -> dict[str, float]:
+    """What torch's allocator tells of a GPU, as fields of a step's line: the most memory in MB that it has taken from
+    the GPU so far, and how often it found none and gave back its cache to go on. Such retries cost much time, and come
+    before running out of memory. {} elsewhere."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {"memory_reserved_mb": round(stats["reserved_bytes.all.peak"] / 1e6, 1),
+            "memory_retries": stats["num_alloc_retries"]}
 
 
 def compiled_graphs() -> int:

@@ -38,6 +38,7 @@ KINDS = {
     "spike": "the rank's loss and gradients are `factor` times theirs (1000)",
     "flip": "one bit of one weight of the rank's own is flipped (`bit`; by default the mantissa's highest)",
     "slow": "the step begins `seconds` late (2)",
+    "memory": "the step asks for more memory than the device has",
     "wait": "the step begins once its `.go` file is there or a request to end comes",
 }
 GO = ".go"
@@ -104,13 +105,15 @@ class Faults:
 
         asked: whether this process has been asked to end.
         """
-        for fault in self._due(step, "slow", "wait", "flip", "exit", "kill", "hang"):
+        for fault in self._due(step, "slow", "wait", "flip", "memory", "exit", "kill", "hang"):
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
             elif fault.kind == "wait":
                 wait_for(self.folder / f"{fault.name}{GO}", asked)
             elif fault.kind == "flip":
                 self._say(f"injected fault: {flip_bit(model, fault.bit)}")
+            elif fault.kind == "memory":
+                raise torch.OutOfMemoryError(f"{SWITCH} asks for it")
             elif fault.kind == "exit":
                 sys.exit(EXIT_STATUS)
             elif fault.kind == "kill":

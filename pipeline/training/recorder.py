@@ -15,7 +15,7 @@ from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.goodput import first_start
 from pipeline.records.metrics import PLAN_CHANGED, plan_changes
 from pipeline.training.async_saver import Saved
-from pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from pipeline.training.engines.engine import StepResult
 from pipeline.training.guards import json_number
 from pipeline.training.progress_line import ProgressLine
@@ -72,7 +72,7 @@ class Recorder:
             "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after.samples],
             "tokens": after.tokens, "targets": after.targets - before.targets, "tokens_per_s": round(tokens_per_s, 1),
             "step_s": round(step_s, 5), "data_wait_s": round(waited_s, 5),
-            "memory_mb": round(memory_mb(self.ranks.device), 1),
+            "memory_mb": round(memory_mb(self.ranks.device), 1), **allocator_facts(self.ranks.device),
             "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
             "time": round(now, 3), "train_s": trained,
             "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.records.hangs import write_places
 from pipeline.records.pending_evaluations import PendingEvaluations
 from pipeline.records.rollbacks import excluded_by, no_longer_left_out, read_rollbacks
+from pipeline.training import garbage
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.commit import commit
@@ -43,7 +45,9 @@ from pipeline.training.guards import StepLimits, Verdict
 from pipeline.training.initial_weights import initial_values
 from pipeline.training.monitor import Monitor
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
+from pipeline.training.out_of_memory import explanation
 from pipeline.training.precision import DTYPES
+from pipeline.training.profiling import Profiling
 from pipeline.training.rank_agreement import RankAgreement
 from pipeline.training.recorder import Recorder, train_s
 from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
@@ -143,7 +147,8 @@ class Session:
                      *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision),
                      *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
-        self.leaving = self.begun = False
+        self.profiling = Profiling(train.profile, work.folder, self.ranks, watchdog, self.say, self.recorder.event)
+        self.leaving = self.begun = self.through = False
         self.stop = StopRequest(self.ranks, work.run.folder, train.stop_after_minutes, work.began)
         work.run.forget_manifests()  # of very many shards they are large
         self.copies.begin(found)
@@ -201,6 +206,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.watchdog.pause()
+        garbage.end()
+        self.profiling.end()
         self.stop.__exit__()
         self.batches.close()
         self.tokens.close()
@@ -211,6 +218,11 @@ class Session:
             self.copies.close()
         self._record_saves()
         self.recorder.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            text = explanation(error, self.engine, self.ranks, self.progress.step + 1)
+            if not self.through:  # another start would end in the same step
+                raise UserError(text) from error
+            print(text, file=sys.stderr, flush=True)
         if error is None:  # after a failure the other ranks are not here to take leave of
             stop_ranks()
 
@@ -236,6 +248,8 @@ class Session:
             self._note_phase()
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
+        garbage.begin()
+        self.profiling.begin()
         self.step_began = time.perf_counter()
         while self.unfinished:
             yield self.progress.step + 1
@@ -278,6 +292,7 @@ class Session:
         """Let the faults happen that a test injects into this step, and have replicas compared in it if that is due;
         the limits above which its update is left out."""
         self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
+        self.watchdog.step_begins()
         return self.guard_runner.guards.limits()
 
     def judge(self, step: int, result: StepResult) -> Verdict:
@@ -326,6 +341,9 @@ class Session:
     def end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
         self._record_saves()
+        self.profiling.step(self.progress.step)
+        garbage.collect(self.progress.step)
+        self.through = True
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()

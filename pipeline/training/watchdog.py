@@ -34,6 +34,9 @@ SLACK = timedelta(minutes=10)
 """So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
+STEP_S = 100.0
+"""The longest silence within a step, unless 10 median steps are longer: every rank has its batch by then, so none waits
+for a disk or a store."""
 TOGETHER_S = 30.0
 """For the other ranks to write too, because a launcher ends them all once one has ended."""
 REST_S = 2.0
@@ -68,7 +71,8 @@ class Watchdog:
     def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
         self.folder, self.rank, self.step, self._limit_s, self._ranks = folder, rank, 0, limit_s, ranks
         self._steps: deque[float] = deque(maxlen=101)
-        self._pulses, self._paused, self._first, self._over = 0, False, False, threading.Event()
+        self._pulses, self._over = 0, threading.Event()
+        self._paused = self._first = self._in_step = False
         self._silent, self._seen, self._looked = 0.0, 0, 0.0
 
     @classmethod
@@ -91,7 +95,11 @@ class Watchdog:
 
     def pulse(self, *, first: bool = False) -> None:
         """A sign of life; ends a pause. first: what comes now is done for the first time, so it may have to compile."""
-        self._pulses, self._paused, self._first = self._pulses + 1, False, first
+        self._pulses, self._paused, self._first, self._in_step = self._pulses + 1, False, first, False
+
+    def step_begins(self) -> None:
+        """All ranks have their batch: until the next pulse they only compute and exchange."""
+        self._pulses, self._in_step = self._pulses + 1, True
 
     def finished(self, step: int, seconds: float) -> None:
         """Step number `step` is done, in so many seconds."""
@@ -116,7 +124,8 @@ class Watchdog:
         """Seconds of silence that are no hang."""
         if self._first or not self._steps:
             return FIRST * limit_s
-        return max(limit_s, SLOWEST * statistics.median(list(self._steps)))
+        shortest = min(limit_s, STEP_S) if self._in_step else limit_s
+        return max(shortest, SLOWEST * statistics.median(list(self._steps)))
 
     def hangs_for(self, limit_s: float, now: float, interval: float) -> float | None:
         """Seconds of silence, where they are a hang; to be asked every `interval` seconds.

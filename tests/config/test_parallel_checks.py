@@ -34,7 +34,8 @@ ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": F
     ({"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 513})}, "the vocabulary (513) is not divisible"),
     ({"tp": 2, "model": MODEL.model_copy(update={"context_length": 257})}, "model.context_length (257)"),
     ({"tp": 2, "train": {"sequence_length": 127, "batch_tokens": 127 * 8}}, "train.sequence_length (127)"),
-    ({"dp_shard": 0}, "parallel.dp_shard is 0"),
+    ({"dp_shard": 0}, "parallel.dp_shard is 0"), ({"dp_replicate": 0}, "parallel.dp_replicate is 0"),
+    ({"dp_replicate": -1}, "parallel.dp_replicate and parallel.dp_shard are both -1"),
     ({"offload": "optimizer"}, "parallel.offload 'optimizer' is for parallel.engine 'deepspeed'"),
     ({"engine": "deepspeed", "tp": 2}, "spreads one copy over all ranks"),
     ({"engine": "deepspeed", "offload": "params"}, "needs parallel.zero_stage 3, not 2"),
@@ -75,6 +76,8 @@ def test_what_can_be_spread_is_accepted(settings):
 
 
 @pytest.mark.parametrize(("settings", "ranks", "words"), [
+    ({"dp_replicate": -1, "dp_shard": 4, "tp": 2}, 12, "12 ranks are not divisible by 8 (parallel: dp_shard 4 x tp 2, "
+                                                       "dp_replicate -1 for the rest)"),
     ({"tp": 2}, 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
     ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
     ({"train": EIGHT}, 2, "8 sequences"),
@@ -86,6 +89,16 @@ def test_what_can_be_spread_is_accepted(settings):
 ])
 def test_ranks_that_cannot_be_laid_out(settings, ranks, words):
     assert any(words in problem for problem in rank_problems(config(**settings), ranks))
+
+
+def test_copies_can_be_as_many_as_the_ranks_make():
+    assert ParallelConfig(dp_replicate=-1, dp_shard=4, tp=2).sizes(24) == (1, 3, 4, 1, 2)
+
+
+def test_profiled_ranks_are_there():
+    wanted = config(train={"profile": {"start": 5, "ranks": [0, 2]}})
+    assert rank_problems(wanted, 4) == []
+    assert rank_problems(wanted, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
 
 
 def test_ranks_of_a_tensor_group_share_their_samples():

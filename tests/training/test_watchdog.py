@@ -14,7 +14,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.training.monitor import Monitor
 from pipeline.training.sampling_attempts import MOST_ENDED, SamplingAttempts
-from pipeline.training.watchdog import Watchdog
+from pipeline.training.watchdog import STEP_S, Watchdog
 
 LIMIT = 600.0
 
@@ -70,6 +70,24 @@ def test_what_is_done_for_the_first_time_may_compile(watched, tmp_path):
     start = Watched(tmp_path)
     start.dog.pulse()
     start.passes(FIRST * LIMIT - 1)
+
+
+def test_within_a_step_where_nobody_waits_for_data_the_limit_is_shorter(watched):
+    watched.dog.step_begins()
+    watched.passes(STEP_S - 1)
+    watched.dog.finished(4, 1.0)
+    watched.passes(LIMIT - 1)
+    watched.dog.step_begins()
+    with pytest.raises(HungError):
+        watched.passes(STEP_S + 2)
+
+
+def test_ten_slow_steps_are_no_hang_within_a_step(tmp_path):
+    slow = Watched(tmp_path)
+    for step in range(1, 4):
+        slow.dog.finished(step, 30.0)
+    slow.dog.step_begins()
+    slow.passes(299)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -206,7 +206,7 @@ class Inventory:
             mend = ("Put it back from a copy: it cannot be made again" if name in _ONCE else
                     f"Delete it: --stage {stage} writes what it needs of it")
             self.checks.append(Check(check_seal, (path, mend), passing=True))
-        elif parts[0] == "hangs" or path.suffix in _ENDLESS:
+        elif parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.report.note(LOGS, str(path))
         elif not finished:
             self.report.note(BEHIND if damaged else BEGUN, str(path))

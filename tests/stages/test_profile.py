@@ -1,0 +1,47 @@
+"""Where time and memory go: steps that are profiled, and what is said where memory does not suffice."""
+
+import gzip
+import json
+
+from tests.conftest import run_stage
+from tests.stages.training import curve, events, run_with_faults, train_folder
+from tools.verify.__main__ import main as verify
+
+
+def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh):
+    profile = ["train.profile.start=3", "train.profile.steps=2", "train.profile.ranks=[1]", "train.steps=6"]
+    said = run_stage("train", fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
+    folder = train_folder(fresh) / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"steps-3-4.rank{rank}.{kind}" for rank in (0, 1) for kind in ("operations.txt", "trace.json.gz")]
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((folder / f"steps-3-4.rank{rank}.trace.json.gz").read_bytes()))
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert sum(name.startswith("ProfilerStep#") for name in names) == 2
+        assert any("all_reduce" in name for name in names) and "aten::mm" in names
+        assert "aten::mm" in (folder / f"steps-3-4.rank{rank}.operations.txt").read_text()
+    found, = events(fresh, "profile")
+    assert (found["step"], found["steps"], found["rank"]) == (4, 2, 0) and "aten::mm" in found["shares"]
+    assert 0.5 < sum(found["shares"].values()) < 1.01 and "profiled 2 steps up to step 4; most time: " in said
+    run_stage("train", fresh, "name=plain", "train.steps=6", ranks=2)
+    assert curve(fresh) == curve(fresh, "plain")
+    assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
+
+
+def test_a_profile_that_training_does_not_come_to_is_told(fresh):
+    said = run_stage("train", fresh, "train.steps=4", "train.profile.start=5").stdout
+    assert ("train.profile: training ended after 4 steps of this start, before the 7 that were to be done; no "
+            "profile is written") in said
+    assert not (train_folder(fresh) / "profile").exists()
+
+
+def test_memory_that_does_not_suffice_is_explained_and_stops_only_a_start_that_does_nothing_else(fresh):
+    first = run_with_faults(fresh, "memory:rank=0,step=1", "train.steps=4", expect=2)
+    assert "Traceback" not in first.stderr
+    for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
+                 "of the optimizer's states; the rest", "python -m tools.rehearse", "--ranks 1 --memory <GB of a GPU>"):
+        assert told in first.stderr
+    later = run_with_faults(fresh, "memory:rank=0,step=3", "train.steps=4", expect=1)
+    assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr
+    run_stage("train", fresh, "train.steps=4")
+    assert [record["step"] for record in curve(fresh)] == [1, 2, 3, 4]
