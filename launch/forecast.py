@@ -135,7 +135,7 @@ def gathered_bytes_per_layer(config: Config) -> int:
     precision; where it is not chosen, bf16 is meant."""
     model, train = config.model, with_largest(config).train
     kv_heads = model.kv_heads // config.parallel.tp
-    return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_dim * _width(config)
+    return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_width * _width(config)
 
 
 def corpus_bytes(config: Config) -> int:

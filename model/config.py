@@ -4,7 +4,7 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,6 +53,48 @@ class RopeScaling(BaseModel):
         return found
 
 
+class YarnScaling(BaseModel):
+    """YaRN's stretching of the rotary wavelengths (Peng et al., 2023), as in Qwen2.5 and Qwen3 for long contexts."""
+
+    model_config = _MODEL_CONFIG
+
+    kind: Literal["yarn"]
+    """`yarn`: without it, the scaling is Llama 3.1's."""
+    factor: float
+    """How many times longer slow wavelengths become."""
+    original_context_length: int
+    """The context length, in tokens, that the model was trained with before the extension."""
+    beta_fast: float = 32.0
+    """Pairs of dimensions that turn more often than this within the original context stay as they are."""
+    beta_slow: float = 1.0
+    """Pairs that turn less often than this are stretched by the whole factor; those between, by a part of it."""
+    attention_factor: float | None = None
+    """What rotated queries and keys are multiplied by. None: 0.1 ln(factor) + 1, the paper's."""
+
+    @property
+    def amplitude(self) -> float:
+        """`attention_factor`, or the paper's."""
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+    def __str__(self) -> str:
+        return (f"YaRN's factor {self.factor:g} from {self.original_context_length:,} tokens, between "
+                f"{self.beta_slow:g} and {self.beta_fast:g} turns, amplitude {self.amplitude:.4g}")
+
+    def problems(self) -> list[str]:
+        """Every impossible value as a sentence; empty if there is none."""
+        found = []
+        if self.factor < 1:
+            found.append(f"rope_scaling.factor must be at least 1, not {self.factor}.")
+        if not 0 < self.beta_slow < self.beta_fast:
+            found.append(f"rope_scaling.beta_slow ({self.beta_slow}) must be above 0 and below beta_fast "
+                         f"({self.beta_fast}).")
+        for name, value in (("original_context_length", self.original_context_length),
+                            ("attention_factor", self.attention_factor)):
+            if value is not None and value <= 0:
+                found.append(f"rope_scaling.{name} must be above 0, not {value}.")
+        return found
+
+
 class ModelConfig(BaseModel):
     """Everything that decides the network's shape and arithmetic.
 
@@ -67,7 +109,7 @@ class ModelConfig(BaseModel):
     layers: int = 6
     """Number of blocks. At equal size, deeper and narrower learns a little better and runs slower."""
     heads: int = 8
-    """Query heads of each layer; dim / heads is the head width (Llama: 128; 64 for the 1B)."""
+    """Query heads of each layer; dim / heads is their width unless head_dim says it (Llama: 128; 64 for the 1B)."""
     kv_heads: int = 4
     """Key and value heads, each shared by heads / kv_heads query heads. Fewer make the cache smaller when
     generating; equal to `heads` is classic multi-head attention."""
@@ -84,13 +126,18 @@ class ModelConfig(BaseModel):
     """Longest sequence in tokens, in training and generation. Attention's share of the cost grows with it."""
     rope_theta: float = 500000.0
     """Base of the rotary wavelengths: 500000 in Llama 3, 10000 in Llama 2. Larger suits longer contexts."""
-    rope_scaling: RopeScaling | None = None
-    """Only for extending a trained model's context (Llama 3.1 and later); None when training from zero."""
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    """Only for extending a trained model's context: as Llama 3.1 and later, or with `kind: yarn` by YaRN. None when
+    training from zero."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm; 1e-5 in every published Llama."""
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""
+    head_dim: int | None = _added(None)
+    """Width of a head where it is not dim / heads, as in Qwen3's small models and Mistral Nemo. None: dim / heads."""
+    qkv_bias: bool = _added(False)
+    """Adds a learned vector to queries, keys and values, as in Qwen2."""
     qk_norm: bool = _added(False)
     """RMSNorm of each head's queries and keys before the rotation, as in Qwen3: it bounds attention's scores, which
     keeps training at large learning rates stable."""
@@ -113,20 +160,21 @@ class ModelConfig(BaseModel):
             "rope_theta",
             "norm_eps",
         )
-        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size", "full_attention_interval", "no_rope_layer_interval")
+        optional = ("ffn_dim", "ffn_dim_multiplier", "vocab_size", "head_dim", "full_attention_interval",
+                    "no_rope_layer_interval")
         found = []
         for name in sizes + optional:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 found.append(f"{name} must be above 0, not {value}.")
         if self.dim > 0 and self.heads > 0:
-            if self.dim % self.heads:
-                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}).")
-            elif self.head_dim % 2:
-                found.append(
-                    f"dim / heads ({self.dim} / {self.heads} = {self.head_dim}) must be even: "
-                    "rotary embedding turns pairs of dimensions."
-                )
+            if self.head_dim is None and self.dim % self.heads:
+                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim says how "
+                             "wide a head is.")
+            elif self.head_width % 2:
+                found.append((f"dim / heads ({self.dim} / {self.heads} = {self.head_width})" if self.head_dim is None
+                              else f"head_dim ({self.head_dim})")
+                             + " must be even: rotary embedding turns pairs of dimensions.")
         if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
             found.append(f"heads ({self.heads}) must be divisible by kv_heads ({self.kv_heads}).")
         if self.ffn_dim is not None and self.ffn_dim_multiplier is not None:
@@ -163,9 +211,9 @@ class ModelConfig(BaseModel):
         return found
 
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """Width of one attention head."""
-        return self.dim // self.heads
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a query of this layer (from 0) sees at most; None: all before it."""
@@ -197,15 +245,19 @@ class ModelConfig(BaseModel):
     @property
     def matmul_parameter_count(self) -> int:
         """Parameters that multiply every token: the blocks' matrices and the output layer (even if tied)."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        attention = 2 * self.dim * (self.heads + self.kv_heads) * self.head_width
         feed_forward = 3 * self.dim * self.hidden
         return self.layers * (attention + feed_forward) + self._known_vocab_size() * self.dim
 
     @property
     def non_embedding_parameter_count(self) -> int:
         """Parameters of blocks and norms: without the token embedding and without the output layer."""
-        norms = (2 * self.layers + 1) * self.dim + (2 * self.layers * self.head_dim if self.qk_norm else 0)
-        return self.matmul_parameter_count - self._known_vocab_size() * self.dim + norms
+        vectors = (2 * self.layers + 1) * self.dim  # norms
+        if self.qk_norm:
+            vectors += 2 * self.layers * self.head_width
+        if self.qkv_bias:
+            vectors += self.layers * (self.heads + 2 * self.kv_heads) * self.head_width
+        return self.matmul_parameter_count - self._known_vocab_size() * self.dim + vectors
 
     @property
     def parameter_count(self) -> int:
@@ -216,24 +268,24 @@ class ModelConfig(BaseModel):
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Floating-point operations to train on one token: forward, and twice as many backward.
 
-        full attention:   6 * matmul_parameter_count + 12 * layers * dim * sequence_length
-        causal attention: 6 * matmul_parameter_count +  6 * layers * dim * sequence_length
+        full attention:   6 * matmul_parameter_count + 12 * layers * width * sequence_length
+        causal attention: 6 * matmul_parameter_count +  6 * layers * width * sequence_length
 
-        A multiply-add counts 2. The attention term is the two products QK^T and PV, 2 * 2 * dim *
-        sequence_length forward per layer; a causal query sees half of the keys on average. The full form is
-        PaLM's (appendix B), which most published MFU numbers use; the causal one is closer to what fused
-        kernels compute. Neither counts the embedding lookup, norms or recomputation. A layer with a
+        A multiply-add counts 2; width is heads * head_width, which is dim in every Llama. The attention term is the two
+        products QK^T and PV, 2 * 2 * width * sequence_length forward per layer; a causal query sees half of the keys on
+        average. The full form is PaLM's (appendix B), which most published MFU numbers use; the causal one is closer to
+        what fused kernels compute. Neither counts the embedding lookup, norms or recomputation. A layer with a
         sliding_window w below sequence_length has w in its place, and causal w - w^2 / (2 sequence_length).
         """
         seen = 0.0
         for layer in range(self.layers):
             width = min(self.window_of(layer) or sequence_length, sequence_length)
             seen += width - width * width / (2 * sequence_length) if causal else width
-        return 6.0 * self.matmul_parameter_count + 12.0 * self.dim * seen
+        return 6.0 * self.matmul_parameter_count + 12.0 * self.heads * self.head_width * seen
 
     def kv_cache_bytes(self, batch: int, length: int, bytes_per_value: int) -> int:
         """Bytes of keys and values kept for `batch` sequences of `length` tokens, all layers together."""
-        return 2 * self.layers * batch * length * self.kv_heads * self.head_dim * bytes_per_value
+        return 2 * self.layers * batch * length * self.kv_heads * self.head_width * bytes_per_value
 
     def _known_vocab_size(self) -> int:
         if self.vocab_size is None:

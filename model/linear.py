@@ -12,18 +12,19 @@ from model.kernels import by_onednn, onednn_product
 
 
 class Linear(nn.Linear):
-    """torch's linear layer without bias, by `product` where that is to be preferred. Differentiable once there."""
+    """torch's linear layer, by default without bias, by `product` where that is to be preferred. Differentiable once
+    there."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""
         # Asked in this order: one token at a time, the questions of `_plain` take longer than small products.
         if not torch.compiler.is_compiling() and by_onednn().with_weight and _plain(x, self.weight):
             out: Tensor = _Linear.apply(x, self.weight)
-            return out
-        return F.linear(x, self.weight)
+            return out if self.bias is None else out + self.bias
+        return F.linear(x, self.weight, self.bias)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

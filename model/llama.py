@@ -262,7 +262,7 @@ def initial_value(
     - embedding, wq, wk, wv, w1, w3: normal, standard deviation 0.02
     - wo, w2: 0.02 / sqrt(2 * layers), because that many of them add up
     - output: dim**-0.5, so that first logits are of order 1; when tied, the embedding's own value
-    - norms: 1
+    - norms: 1; biases: 0
 
     Normals are cut at 3 standard deviations. Raises ValueError for a name that is not a Llama's.
     """
@@ -273,6 +273,8 @@ def initial_value(
     match name.split(".")[-2:]:
         case ["attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm", "weight"]:
             return value.fill_(1)
+        case ["wq" | "wk" | "wv", "bias"]:
+            return value.fill_(0)
         case ["tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3", "weight"]:
             deviation = 0.02
         case ["wo" | "w2", "weight"]:

@@ -5,6 +5,8 @@ as much again. Here the rows are processed in chunks, and each chunk's gradients
 still exist, so the peak is a few times one chunk.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,39 @@ class VocabularyPartition:
         return part
 
 
+@dataclass(frozen=True)
+class Passes:
+    """The two passes over a chunk's logits, each fused into a kernel or two (`compiled`). Logits stay in the type of
+    the product, and the gradient takes their place: no float32 matrix is ever written.
+
+    log_sum_exp: see `log_sum_exp`. gradient: see `into_gradient`.
+    """
+
+    log_sum_exp: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    @classmethod
+    def compiled(cls) -> "Passes":
+        """By torch.compile, for any number of rows."""
+        return cls(torch.compile(log_sum_exp, fullgraph=True), torch.compile(into_gradient, fullgraph=True))
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Of logits (rows, vocabulary) in any type: (rows, 1) in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1, keepdim=True)
+
+
+def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: Tensor, here: Tensor) -> Tensor:
+    """Overwrite logits (rows, vocabulary) by softmax(logits) * factors - onehot(label).
+
+    All others are (rows, 1). normaliser: log-sum-exp over the whole vocabulary. factors: 0 in rows that are ignored.
+    columns, here: of `VocabularyPartition.columns`.
+    """
+    of_label = (torch.arange(logits.shape[1], device=logits.device) == columns) & here
+    probabilities = (logits.to(normaliser.dtype) - normaliser).exp() * factors
+    return logits.copy_(probabilities - of_label.to(normaliser.dtype))
+
+
 class Losses:
     """What a decoder's last hidden states lose against labels, through its output matrix.
 
@@ -52,13 +87,16 @@ class Losses:
 
     Attributes:
         z_loss: see `cross_entropy_sum`; of `total` only, as `each` is for measuring.
+        passes: what goes over logits in `total`, where that is compiled.
     """
 
     z_loss: float = 0.0
+    passes: Passes | None = None
 
     def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`cross_entropy_sum` for hidden (batch, length, dim) and labels (batch, length)."""
-        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), z_loss=self.z_loss)
+        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), z_loss=self.z_loss,
+                                 passes=self.passes)
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`token_losses` for the same shapes: (batch, length)."""
@@ -75,11 +113,12 @@ def cross_entropy_sum(
     chunk_tokens: int | None = None,
     vocabulary: VocabularyPartition = WHOLE,
     z_loss: float = 0.0,
+    passes: Passes | None = None,
 ) -> Tensor:
     """Sum over the rows of -log softmax(hidden @ weight.T)[label], in nats; rows labelled -100 count nothing.
 
     z_loss: this times the square of each row's log-sum-exp is added (PaLM, Chowdhery et al. 2022, section 5), which
-    keeps logits from drifting.
+    keeps logits from drifting. passes: None for torch's operators, one after the other.
 
     hidden: (rows, dim); weight: (vocabulary, dim); labels: (rows,) int64. Logits are computed in the weight's
     dtype, the rest in float32 (float64 stays float64). Returns a scalar in float32 or float64. Differentiable
@@ -89,7 +128,7 @@ def cross_entropy_sum(
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
     # Inside a Function gradients always look disabled, and needs_input_grad ignores no_grad: ask out here.
     chunk = _chunk(hidden, chunk_tokens)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss,
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, passes,
                                              torch.is_grad_enabled())
     return loss
 
@@ -144,6 +183,22 @@ def _chunk_losses(
     return losses.squeeze(-1).masked_fill(labels == IGNORED, 0.0), factors
 
 
+def _fused_losses(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyPartition, z_loss: float, passes: Passes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (rows,), 0 where ignored, and what `into_gradient` wants of the rows: normaliser and factors. Leaves the
+    logits as they are."""
+    columns, here = vocabulary.columns(labels)
+    normaliser = vocabulary.normaliser(passes.log_sum_exp(logits))
+    losses = normaliser - vocabulary.total(logits.gather(-1, columns).to(normaliser.dtype).masked_fill_(~here, 0.0))
+    factors = torch.ones_like(normaliser)
+    if z_loss:
+        losses += z_loss * normaliser.square()
+        factors += 2 * z_loss * normaliser
+    ignored = (labels == IGNORED).unsqueeze(-1)
+    return losses.masked_fill_(ignored, 0.0).squeeze(-1), normaliser, factors.masked_fill_(ignored, 0.0)
+
+
 def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: VocabularyPartition) -> Tensor:
     """softmax(logits) - onehot(label), 0 in ignored rows; overwrites what `_chunk_losses` left in the logits."""
     gradient = exponentials.mul_(factors.masked_fill((labels == IGNORED).unsqueeze(-1), 0.0))
@@ -161,6 +216,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         vocabulary: VocabularyPartition,
         z_loss: float,
+        passes: Passes | None,
         gradients: bool,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -171,12 +227,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[rows], weight)
-            losses, factors = _chunk_losses(logits, labels[rows], vocabulary, z_loss)
+            if passes is None:
+                logits = _logits(hidden[rows], weight)
+                losses, factors = _chunk_losses(logits, labels[rows], vocabulary, z_loss)
+            else:
+                logits = product(hidden[rows].to(weight.dtype), weight)
+                losses, normaliser, factors = _fused_losses(logits, labels[rows], vocabulary, z_loss, passes)
             loss += losses.sum()
             if hidden_gradient is None and weight_gradient is None:
                 continue
-            gradient = _logits_gradient(logits, factors, labels[rows], vocabulary).to(weight.dtype)
+            if passes is None:
+                gradient = _logits_gradient(logits, factors, labels[rows], vocabulary).to(weight.dtype)
+            else:
+                gradient = passes.gradient(logits, normaliser, factors, *vocabulary.columns(labels[rows]))
             if hidden_gradient is not None:
                 hidden_gradient[rows] = product(gradient, weight.T)
             if weight_gradient is not None:
@@ -190,10 +253,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, loss_gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient * loss_gradient
         if weight_gradient is not None:
             weight_gradient = (weight_gradient * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None, None

@@ -10,23 +10,39 @@ import math
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig, RopeScaling, YarnScaling
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> Tensor:
     """Angle per position of each pair: (head_dim / 2,) float64 on the CPU, from fast to slow.
 
-    Scaling follows llama-models' apply_scaling: wavelengths below original / high_freq_factor stay, those
-    above original / low_freq_factor are stretched by the factor, those between are blended.
+    Llama 3.1's scaling follows llama-models' apply_scaling: wavelengths below original / high_freq_factor stay, those
+    above original / low_freq_factor are stretched by the factor, those between are blended. YaRN's, as transformers
+    has it, blends by a pair's number, between the pairs that turn beta_fast and beta_slow times within the original
+    context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        def pair_of(turns: float) -> float:
+            ratio = scaling.original_context_length / (2 * math.pi * turns)
+            return head_dim * math.log(ratio) / (2 * math.log(theta))
+        first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+        last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
+        pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+        stretched = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+        return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
     turns = scaling.original_context_length * frequencies / (2 * math.pi)  # within the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def amplitude(scaling: RopeScaling | YarnScaling | None) -> float:
+    """What rotated queries and keys are multiplied by, beside being turned."""
+    return scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +109,8 @@ class RotaryTable:
         key = (device, dtype)
         if key not in self._tables:
             config = self.config
-            frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+            frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
             cos, sin = cos_sin(torch.arange(config.context_length, device="cpu"), frequencies)
-            self._tables[key] = (cos.to(device, dtype), sin.to(device, dtype))
+            size = amplitude(config.rope_scaling)
+            self._tables[key] = ((size * cos).to(device, dtype), (size * sin).to(device, dtype))
         return self._tables[key]

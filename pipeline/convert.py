@@ -16,8 +16,9 @@ from pipeline.files import output_record, sync, write_text
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+    from pipeline.contract.input_check import Expected
     from pipeline.contract.stage_work import Work
-    from pipeline.formats.sharded_tensors import CheckpointReader
+    from pipeline.formats.averaging import MeanReader
 
 PREFIX = "model."
 """Of the names of weights in a checkpoint."""
@@ -43,9 +44,9 @@ def _convert(work: Work) -> None:
 
     from pipeline.config.checks import export_problem
     from pipeline.data.stored.opening import heldout_file
+    from pipeline.formats.averaging import MeanReader
     from pipeline.formats.huggingface import stream_folder
-    from pipeline.formats.sharded_tensors import CheckpointReader
-    from pipeline.records.checkpoints import read_marker
+    from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from pipeline.records.generation_settings import FILE, read_settings
     from pipeline.tokenization.export import SETTINGS, with_length
 
@@ -59,6 +60,8 @@ def _convert(work: Work) -> None:
         "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
             f"{trained.counts['checkpoint']}/")),
         *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))])
+    others = [train_folder / CHECKPOINTS / checkpoint_name(step) for step in work.config.convert.average]
+    work.check([expected for other in others if other != checkpoint for expected in _files_of(other)])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
     settings = work.config.convert
     temporary, final = work.folder / "hf.tmp", work.folder / "hf"
@@ -66,8 +69,9 @@ def _convert(work: Work) -> None:
         if folder.exists():
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
-    work.say(f"{checkpoint.name}: {trained.counts['parameters']:,} parameters as {settings.dtype}")
-    with CheckpointReader(checkpoint) as reader:
+    named = f"the mean of {', '.join(other.name for other in others)}" if others else checkpoint.name
+    work.say(f"{named}: {trained.counts['parameters']:,} parameters as {settings.dtype}")
+    with MeanReader(others or [checkpoint]) as reader:
         shapes = {name.removeprefix(PREFIX): reader.shape(name) for name in reader.names(PREFIX)}
         generation = read_settings(train_folder / FILE)
         stream_folder(temporary, shapes, lambda name: reader.read(PREFIX + name), config,
@@ -85,10 +89,26 @@ def _convert(work: Work) -> None:
     sync(work.folder)
     outputs = [output_record(work.folder, path) for path in sorted(final.iterdir())]
     work.commit(outputs, {**counts, "parameters": trained.counts["parameters"], "dtype": settings.dtype,
-                          "checkpoint": checkpoint.name})
+                          "checkpoint": checkpoint.name,
+                          **({"averaged": [other.name for other in others]} if others else {})})
 
 
-def _prove(work: Work, folder: Path, config: ModelConfig, reader: CheckpointReader) -> dict[str, Any]:
+def _files_of(checkpoint: Path) -> list[Expected]:
+    """The files of a checkpoint that is averaged, by its own marker; UserError where it is not whole."""
+    from pipeline.contract.input_check import Expected
+    from pipeline.records.checkpoints import complete_checkpoints, step_of, whole_marker
+
+    if (marker := whole_marker(checkpoint)) is None:
+        there = ", ".join(str(step_of(path)) for path in complete_checkpoints(checkpoint.parent.parent))
+        raise UserError(f"convert.average names step {step_of(checkpoint)}, of which there is no whole checkpoint in "
+                        f"{checkpoint.parent} (there are those of {there or 'none'}). Training saves after the steps "
+                        f"that convert.average names if it knows them by then: name steps that are there, or train "
+                        f"again.")
+    return [Expected(checkpoint / record["path"], record["sha256"], "is not what training saved",
+                     "Put the right file back, or leave its step out of convert.average") for record in marker["files"]]
+
+
+def _prove(work: Work, folder: Path, config: ModelConfig, reader: MeanReader) -> dict[str, Any]:
     """Read the folder back: config and tensors must be the checkpoint's; load it as a user would: what transformers
     computes must be as near to exact arithmetic as single precision is, and ids those of the vocabulary."""
     import torch

@@ -136,11 +136,11 @@ class Bench:
         device, (config, length) = self.device, shape(shape_name, self.device, self.layers)
         starts = begins(length)
         lengths = (tuple(end - begin for begin, end in zip(starts, [*starts[1:], length], strict=True)),)
-        backend = choose("auto", Where(device.device, torch.bfloat16, False, config.head_dim, segmented=True)).backend
+        backend = choose("auto", Where(device.device, torch.bfloat16, False, config.head_width, segmented=True)).backend
         for ranks in (2, 8):
             found, of_rank = gathered(lengths, ranks, 0), len(places(lengths, ranks)[0, 0])
             index = torch.from_numpy(found.index).to(device.device)
-            q, k, v = (torch.randn(1, tokens, heads, config.head_dim, device=device.device, dtype=torch.bfloat16,
+            q, k, v = (torch.randn(1, tokens, heads, config.head_width, device=device.device, dtype=torch.bfloat16,
                                    requires_grad=True) for tokens, heads in (
                 (of_rank, config.heads), (length, config.kv_heads), (length, config.kv_heads)))
             numbers = torch.zeros(1, of_rank, dtype=torch.int32, device=device.device)

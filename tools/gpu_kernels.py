@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model import loss as ours
 from model.attention.sdpa import dense_mask
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
+from model.loss import Passes, cross_entropy_sum
 from pipeline.training.device_facts import memory_mb, peak_flops
 
 Report = Callable[..., None]
@@ -205,12 +205,12 @@ def attention(device: Device, report: Report, config: ModelConfig, begins: list[
     begins: where documents start, the first at 0. packed: attention stays inside documents. TFLOP/s are nominal: half
     of full attention for causal and for documents alike, whatever a kernel really computes.
     """
-    heads, groups, width = config.heads, config.kv_heads, config.head_dim
+    heads, groups, width = config.heads, config.kv_heads, config.head_width
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, count, width, device=device.device, dtype=torch.bfloat16, requires_grad=True)
                for count in (heads, groups, groups))
     upstream = torch.randn_like(q)
-    flops = 6.0 * config.dim * length * length  # as ModelConfig.flops_per_token counts a layer
+    flops = 6.0 * heads * width * length * length  # as ModelConfig.flops_per_token counts a layer
     reference: list[Tensor] = []  # what the first way gave: the others must agree
 
     def measure(run: Callable[[], Tensor], backward: bool = True) -> dict[str, Any]:
@@ -341,14 +341,9 @@ def head_losses(device: Device) -> dict[str, Callable[[Tensor, Tensor, Tensor], 
     """Sums of cross-entropies from (hidden, weight, labels), by name."""
     chunks = (16, 64) if device.tiny else (1024, 2048, 4096, 8192)
     return {**{f"ours, chunks of {chunk}": partial(cross_entropy_sum, chunk_tokens=chunk) for chunk in chunks},
-            "ours, elementwise parts compiled": _ours_compiled, "ours, sums by addmm": _ours_summing_in_products,
+            "ours, compiled": partial(cross_entropy_sum, passes=Passes.compiled()),
+            "ours, sums by addmm": _ours_summing_in_products,
             "linear_cross_entropy": _linear_cross_entropy, "plain": _plain, "plain, compiled": _compiled_plain}
-
-
-def _ours_compiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    with mock.patch.object(ours, "_chunk_losses", torch.compile(ours._chunk_losses)), \
-            mock.patch.object(ours, "_logits_gradient", torch.compile(ours._logits_gradient)):
-        return cross_entropy_sum(hidden, weight, labels)
 
 
 def _ours_summing_in_products(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
     """A preset's line of the table."""
     context = shape.context_length
     return (name, f"{shape.parameter_count:,}", str(shape.layers), f"{shape.dim:,}", str(shape.heads),
-            str(shape.kv_heads), str(shape.head_dim), f"{shape.hidden:,}", f"{context:,}",
+            str(shape.kv_heads), str(shape.head_width), f"{shape.hidden:,}", f"{context:,}",
             f"{shape.kv_cache_bytes(1, 1, 2):,} B", binary(shape.kv_cache_bytes(1, context, 2)),
             f"{shape.flops_per_token(context, causal=False):.3e}", decimal(2 * shape.parameter_count),
             decimal(TRAINING_BYTES * shape.parameter_count))
@@ -92,7 +92,7 @@ def kv_cache(name: str, shape: ModelConfig, batch: int, length: int, dtype: str)
     size = shape.kv_cache_bytes(batch, length, BYTES[dtype])
     beyond = f"; the context is {shape.context_length:,}" if length > shape.context_length else ""
     return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {batch} x "
-            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_dim} x {BYTES[dtype]} bytes{beyond}")
+            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[dtype]} bytes{beyond}")
 
 
 def budget(name: str, shape: ModelConfig, tokens_per_parameter: float, peak_tflops: float, mfu: float) -> str:

@@ -64,14 +64,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_width
         self.rotates, self.windowed = config.rotates(layer), config.window_of(layer) is not None
-        kv_width = config.kv_heads * config.head_dim
-        self.wq = Linear(config.dim, config.dim)
-        self.wk = Linear(config.dim, kv_width)
-        self.wv = Linear(config.dim, kv_width)
-        self.wo = Linear(config.dim, config.dim)
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
+        self.wq = Linear(config.dim, width, bias=config.qkv_bias)
+        self.wk = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.wv = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.wo = Linear(width, config.dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
                                     for _ in range(2))
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:

@@ -91,10 +91,12 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
 
 def export_problem(model: ModelConfig) -> str:
     """Why the stage convert cannot export this network, as a sentence; empty where it can."""
-    if model.qk_norm and model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers:
-        return ("model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network "
-                "that no class of transformers computes: it can be trained, but not exported.")
-    return ""
+    unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
+    found = [name for name, has in (("model.qkv_bias (as Qwen2 has it)", model.qkv_bias),
+                                    ("model.qk_norm (as Qwen3)", model.qk_norm),
+                                    ("model.no_rope_layer_interval (as SmolLM3)", unrotated)) if has]
+    return "" if len(found) < 2 else (f"{' and '.join(found)} together are a network that no class of transformers "
+                                      f"computes: it can be trained, but not exported.")
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -171,6 +173,14 @@ def _pipeline(config: Config) -> Iterator[str]:
         if parallel.reshard != "never":
             yield ("parallel.pp_schedule zbv needs parallel.reshard never: a gradient that is computed later finds the "
                    "weights only where they are still gathered.")
+
+
+def _average(config: Config) -> Iterator[str]:
+    steps = config.convert.average
+    if sorted(set(steps)) != steps:
+        yield f"convert.average is {steps}: name each step once, in order."
+    if beyond := [step for step in steps if step > config.train.steps]:
+        yield f"convert.average names step {beyond[0]}, but training ends after train.steps {config.train.steps}."
 
 
 def _shards(config: Config) -> Iterator[str]:
@@ -398,8 +408,8 @@ def place_problems(config: Config) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model, _samples, _prompts, _evaluation, _shards, _pipeline, _activation_checkpointing, _attention, _fsdp2,
-    _async_tensor_parallel, _timeout, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding, _sources,
-    _filters, _near_duplicates, _sinks, _phases, _max_epochs, store_problems, place_problems)
+    _async_tensor_parallel, _timeout, _average, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding,
+    _sources, _filters, _near_duplicates, _sinks, _phases, _max_epochs, store_problems, place_problems)
 PHASE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sequence, _batch, _tensor_parallel, _context_parallel, _fp8, _mixture)
 """Of settings that phases may have for themselves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,10 @@ from pipeline.config.section import Section, added, execution
 class ConvertConfig(Section):
     """Stage 5: the checkpoint as a Hugging Face folder."""
 
+    average: list[Annotated[int, Field(gt=0)]] = added([])
+    """Steps of checkpoints of which the mean of the weights is exported, as in [9000, 9500, 10000]: Llama 3 was
+    averaged so over the end of its training. Training saves after these steps and keeps what it saves. []: the last
+    checkpoint's own weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the exported weights."""
     max_shard_mb: float = Field(4000.0, gt=0)

@@ -49,12 +49,15 @@ ELSEWHERE = {
     "model.layers": "num_layers n_layers n_layer num_hidden_layers depth",
     "model.heads": "num_heads n_heads n_head num_attention_heads",
     "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups",
+    "model.head_dim": "d_head head_size kv_channels",
+    "model.qkv_bias": "attention_bias add_qkv_bias attn_bias",
     "model.ffn_dim": "intermediate_size ffn_hidden_size d_ff hidden_dim mlp_dim",
     "model.context_length": "max_position_embeddings max_seq_len seq_len seq_length block_size context_size n_ctx "
                             "sequence_length",
     "model.rope_theta": "rope_base rotary_base",
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying",
     "model.norm_eps": "rms_norm_eps norm_epsilon layer_norm_eps",
+    "convert.average": "ema ema_decay checkpoint_averaging weight_averaging swa polyak",
     "parallel": "distributed parallelism fsdp deepspeed",
     "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tp_size "
                    "tensor_model_parallel_size",

@@ -3,11 +3,12 @@ weights; pipeline/formats reads those."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig, RopeScaling, YarnScaling
 from pipeline.config.yaml_source import read_yaml
 from pipeline.errors import UserError
 from pipeline.files import read_json
@@ -16,7 +17,8 @@ POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What of a shape may be changed by name where weights are there: how a context is extended."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` says of a layer."""
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+           "smollm3": "SmolLM3ForCausalLM"}
 _ONLY = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": None, "residual_multiplier": 1.0,
@@ -36,7 +38,7 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
     if kind not in (*CLASSES, "mistral"):
         raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)} and mistral can be read.")
     heads = content["num_attention_heads"]
-    only = {**_ONLY, **(_LLAMA_ONLY if kind == "llama" else {}), "head_dim": content["hidden_size"] // heads}
+    only = {**_ONLY, **(_LLAMA_ONLY if kind == "llama" else {})}
     for key, value in only.items():
         if content.get(key, value) not in (value, None):
             raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
@@ -48,6 +50,7 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
     rope = content.get(where) or {}
     if kind != "llama" and "rope_theta" not in rope and "rope_theta" not in content:
         raise ValueError(f"config.json has no rope_theta, whose default a {kind} of transformers decides: write it.")
+    width = content.get("head_dim")
     return ModelConfig(
         dim=content["hidden_size"],
         layers=content["num_hidden_layers"],
@@ -60,6 +63,8 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
         rope_scaling=_scaling(rope, where),
         norm_eps=content.get("rms_norm_eps", 1e-6),
         tied_embeddings=content.get("tie_word_embeddings", False),
+        head_dim=None if width is not None and width * heads == content["hidden_size"] else width,
+        qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         **_layers(content, kind),
     )
@@ -76,9 +81,9 @@ def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
     types = content.get("layer_types")
     if types is None:  # what the classes themselves make of that
         first = content.get("max_window_layers", 28)
-        slides = {"mistral": lambda layer: True, "qwen3": lambda layer: layer >= first,
-                  "smollm3": lambda layer: not rotated[layer]}.get(kind, lambda layer: False)
-        types = [SLIDING if window and slides(layer) else FULL for layer in layers]
+        slides = {"mistral": layers, "qwen2": layers[first:], "qwen3": layers[first:],
+                  "smollm3": [layer for layer in layers if not rotated[layer]]}.get(kind, ())
+        types = [SLIDING if window and layer in slides else FULL for layer in layers]
     if other := sorted(set(types) - {FULL, SLIDING}):
         raise ValueError(f"config.json has layer_types with {other[0]!r}; only {FULL} and {SLIDING} can be read.")
     if SLIDING in types and not window:
@@ -101,22 +106,37 @@ def _interval(holds: Sequence[bool], key: str) -> int | None:
     return interval
 
 
-def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | None:
+def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config.json has {where}.partial_rotary_factor = {rope['partial_rotary_factor']!r}; only 1.0 "
                          f"can be read.")
     if kind == "default":
         return None
+    if kind == "yarn":
+        return _yarn(rope, where)
     if kind != "llama3":
         raise ValueError(f"config.json has {where}.{'rope_type' if 'rope_type' in rope else 'type'} = {kind!r}: of "
-                         f"rotary scalings only 'default' and 'llama3' can be read.")
+                         f"rotary scalings only 'default', 'llama3' and 'yarn' can be read.")
     return RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
         original_context_length=rope["original_max_position_embeddings"],
     )
+
+
+def _yarn(rope: dict[str, Any], where: str) -> YarnScaling:
+    if rope.get("truncate", True) is not True:
+        raise ValueError(f"config.json has {where}.truncate = {rope['truncate']!r}; only true can be read.")
+    factor, size = float(rope["factor"]), rope.get("attention_factor")
+    powers = rope.get("mscale"), rope.get("mscale_all_dim")
+    if size is None and all(powers):  # DeepSeek's way to say it
+        above, below = (0.1 * float(power or 0) * math.log(max(factor, 1)) + 1 for power in powers)
+        size = above / below
+    return YarnScaling(kind="yarn", factor=factor, original_context_length=rope["original_max_position_embeddings"],
+                       beta_fast=float(rope.get("beta_fast") or 32), beta_slow=float(rope.get("beta_slow") or 1),
+                       attention_factor=None if size is None else float(size))
 
 
 def shape_in(folder: Path) -> ModelConfig:

@@ -57,7 +57,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
                             f"{tokenizer.used}. They do not belong together: give the model the tokenizer that it was "
                             f"trained with.")
         model = load_model(weights, device, dtype)
-    where = Where(device, dtype, compiled=False, head_dim=weights.config.head_dim,
+    where = Where(device, dtype, compiled=False, head_dim=weights.config.head_width,
                   windowed=weights.config.sliding_window is not None)
     model.backend = choose("auto", where).backend
     return OpenedModel(model, tokenizer, weights.config, weights.path)

@@ -60,7 +60,7 @@ def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int |
     config = weights.config
     allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(ranks.device)))
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
-    attention = choose("auto", Where(ranks.device, dtype, compiled=False, head_dim=config.head_dim,
+    attention = choose("auto", Where(ranks.device, dtype, compiled=False, head_dim=config.head_width,
                                      windowed=config.sliding_window is not None))
     if ranks.leads:
         if attention.fallback:

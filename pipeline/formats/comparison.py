@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.rope import RotaryTable, Rotation, rotary_frequencies
+from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
 from pipeline.errors import UserError, listed
 from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
 from pipeline.formats.huggingface import read_config, read_tensors
@@ -27,7 +27,7 @@ below 4 (measured for logits up to 96, contexts up to 4,096); a wrong weight or 
 _DEFECT = "This is a defect of the export, of the disk or of the installed transformers; nothing was committed."
 
 SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_length", "rope_theta", "rope_scaling",
-         "norm_eps", "tied_embeddings", "qk_norm", "layer_kinds")
+         "norm_eps", "tied_embeddings", "head_width", "qkv_bias", "qk_norm", "layer_kinds")
 """What of a ModelConfig a config.json says; `hidden` stands for the three ways to give the feed-forward width."""
 
 
@@ -275,6 +275,7 @@ class SingleAngles(RotaryTable):
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         config = self.config
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).float()
+        frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling).float()
         angles = positions.float().unsqueeze(-1) * frequencies
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+        size = amplitude(config.rope_scaling)
+        return Rotation((size * angles.cos()).to(dtype), (size * angles.sin()).to(dtype))

@@ -40,6 +40,8 @@ _BLOCK_NAMES = {
 _NORM_NAMES = {"attention.q_norm.weight": "self_attn.q_norm.weight",
                "attention.k_norm.weight": "self_attn.k_norm.weight"}
 """As in Qwen3, of models with qk_norm."""
+_BIAS_NAMES = {f"attention.w{letter}.bias": f"self_attn.{letter}_proj.bias" for letter in "qkv"}
+"""As in Qwen2, of models with qkv_bias."""
 
 
 def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -178,8 +180,9 @@ def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]
 def their_names(config: ModelConfig) -> dict[str, str]:
     """Our parameter names and theirs."""
     names = dict(_OUTER_NAMES)
+    of_block = {**_BLOCK_NAMES, **(_NORM_NAMES if config.qk_norm else {}), **(_BIAS_NAMES if config.qkv_bias else {})}
     for layer in range(config.layers):
-        for ours, theirs in (_BLOCK_NAMES | (_NORM_NAMES if config.qk_norm else {})).items():
+        for ours, theirs in of_block.items():
             names[f"layers.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}"
     return names
 
@@ -188,9 +191,9 @@ def rotated_heads(name: str, config: ModelConfig) -> int | None:
     """How many heads' rows the parameter holds if the rotary embedding acts on them, else None. A norm's weight is one
     head, which all share."""
     match name.split(".")[-2:]:
-        case ["wq", "weight"]:
+        case ["wq", "weight" | "bias"]:
             return config.heads
-        case ["wk", "weight"]:
+        case ["wk", "weight" | "bias"]:
             return config.kv_heads
         case ["q_norm" | "k_norm", "weight"]:
             return 1

@@ -1,7 +1,8 @@
 """A network's shape as Hugging Face's config.json; pipeline/config/shapes.py reads it.
 
-A Llama is a LlamaForCausalLM. With queries and keys normed, or with layers that have a sliding window or no rotary
-embedding, it is the descendant of Llama that transformers computes the same by: Qwen3 or SmolLM3. Mistral is read too.
+A Llama is a LlamaForCausalLM. With biases of queries, keys and values, with queries and keys normed, or with layers
+that have a sliding window or no rotary embedding, it is the descendant of Llama that transformers computes the same by:
+Qwen2, Qwen3 or SmolLM3. Mistral is read too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.config import ModelConfig
+from model.config import ModelConfig, YarnScaling
 from pipeline.config.checks import export_problem
 from pipeline.config.shapes import CLASSES, FULL, SLIDING
 
@@ -21,13 +22,9 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         raise ValueError(problem)
     scaling = None
     if config.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_context_length,
-        }
+        said = config.rope_scaling.model_dump(exclude={"kind"}, exclude_none=True)
+        scaling = {"rope_type": "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3",
+                   "original_max_position_embeddings": said.pop("original_context_length"), **said}
     kind, extra = _family(config)
     return {
         "architectures": [CLASSES[kind]],
@@ -38,7 +35,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_width,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -60,8 +57,10 @@ def _family(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     windowed, rotated = SLIDING in types, [int(config.rotates(layer)) for layer in range(config.layers)]
     windows = {"use_sliding_window": windowed, "sliding_window": config.sliding_window if windowed else None,
                "layer_types": types}
-    if config.qk_norm:  # max_window_layers: what readers before layer_types ask, layers from there on have the window
-        return "qwen3", {**windows, "max_window_layers": types.index(SLIDING) if windowed else config.layers}
+    if config.qk_norm or config.qkv_bias:
+        # max_window_layers: what readers before layer_types ask, layers from there on have the window.
+        first = types.index(SLIDING) if windowed else config.layers
+        return "qwen3" if config.qk_norm else "qwen2", {**windows, "max_window_layers": first}
     if windowed or not all(rotated):
         # Its default would be a token that small vocabularies do not have.
         return "smollm3", {**windows, "no_rope_layers": rotated, "pad_token_id": None,

@@ -113,10 +113,12 @@ def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
-    if config.qk_norm or config.sliding_window is not None or config.no_rope_layer_interval is not None:
-        raise UserError("Meta's model has no normed queries and keys, sliding windows or layers without a rotary "
-                        "embedding (qk_norm, sliding_window, no_rope_layer_interval), and would compute something "
-                        "else with these weights. Take --format hf.")
+    if (config.head_dim is not None or config.qkv_bias or config.qk_norm or config.sliding_window is not None
+            or config.no_rope_layer_interval is not None):
+        raise UserError("Meta's model has no heads of another width, biases, normed queries and keys, sliding windows "
+                        "or layers without a rotary embedding (head_dim, qkv_bias, qk_norm, sliding_window, "
+                        "no_rope_layer_interval), and would compute something else with these weights. Take "
+                        "--format hf.")
     read = meta_reads(config, parts)
     if read.rope_scaling != config.rope_scaling:
         raise UserError(f"Meta's {PARAMS} can only say that rotary wavelengths are stretched, and of a model of this "

@@ -18,7 +18,7 @@ def choose_attention(name: str, config: ModelConfig, device: torch.device, preci
         UserError: there is no such backend, or it cannot run here.
     """
     try:
-        return choose(name, Where(device, precision, compiled, config.head_dim, config.sliding_window is not None,
+        return choose(name, Where(device, precision, compiled, config.head_width, config.sliding_window is not None,
                                   segmented))
     except ValueError as error:
         raise UserError(f"train.attention cannot be had here: {error}") from error

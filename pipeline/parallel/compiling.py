@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from model.llama import Llama
+from model.loss import Passes
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 
@@ -63,7 +64,7 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
 
 def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | None = None) -> None:
     """Compile each block's computation as one graph; what cannot be in it is an error. What FSDP2 does around a block
-    stays outside. options: of torch.compile.
+    stays outside. options: of torch.compile. The loss's two passes over logits are compiled too.
 
     Blocks of one kind share their graphs. torch limits the graphs of one function; the limit is raised to what all
     kinds of blocks need in all phases, with and without checkpointing. Where phases have other shapes, each is compiled
@@ -80,6 +81,7 @@ def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | N
         computation = torch.compile(partial(_computation, block.forward), fullgraph=True, options=options,
                                     dynamic=False if train.phases else None)
         block.forward = partial(_call, computation)
+    model.losses.passes = Passes.compiled()
 
 
 def _computation(forward: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:

@@ -33,7 +33,7 @@ def _ends(model: ModelConfig) -> float:
     """How many layers' weights the embedding has; the output matrix has as many."""
     if model.vocab_size is None:
         return UNKNOWN_WEIGHT
-    layer = 2 * model.dim * (model.dim + model.kv_heads * model.head_dim) + 3 * model.dim * model.hidden
+    layer = 2 * model.dim * (model.heads + model.kv_heads) * model.head_width + 3 * model.dim * model.hidden
     return model.vocab_size * model.dim / layer
 
 

@@ -168,9 +168,10 @@ def recomputed_flops(train: TrainConfig, shape: ModelConfig) -> float:
     """FLOPs a token that are computed again for the backward pass, which never needs w2's result."""
     if train.activation_checkpointing == "none":
         return 0.0
-    key_value = shape.kv_heads * shape.head_dim
-    layer = {"wq": shape.dim * shape.dim, "wk": shape.dim * key_value, "wv": shape.dim * key_value,
-             "wo": shape.dim * shape.dim, "w1": shape.dim * shape.hidden, "w3": shape.dim * shape.hidden}
+    key_value = shape.kv_heads * shape.head_width
+    queries = shape.dim * shape.heads * shape.head_width
+    layer = {"wq": queries, "wk": shape.dim * key_value, "wv": shape.dim * key_value,
+             "wo": queries, "w1": shape.dim * shape.hidden, "w3": shape.dim * shape.hidden}
     forward = {name: 2.0 * size * shape.layers for name, size in layer.items()}
     forward["attention"] = (shape.flops_per_token(train.sequence_length, causal=True)
                             - 6.0 * shape.matmul_parameter_count) / 3

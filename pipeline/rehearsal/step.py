@@ -72,7 +72,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
         precision = "bf16"
         notes.append("fp8 is rehearsed as bf16, which keeps as much for the backward pass")
     if gpu:
-        where = Where(cpu, DTYPES[precision], train.compile is not False, model.head_dim,
+        where = Where(cpu, DTYPES[precision], train.compile is not False, model.head_width,
                       model.sliding_window is not None, parallel.cp > 1)
         name, note = attention.on_gpus(name, where)
         notes += [note] if note else []

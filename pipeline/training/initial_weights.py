@@ -25,9 +25,10 @@ from pipeline.parallel.ranks import Ranks
 from pipeline.records.generation_settings import keep_settings
 from pipeline.records.weight_files import RUN
 
-DEPARTURES = ("qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
+DEPARTURES = ("qkv_bias", "qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
 """Where Llama's descendants differ."""
-SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "ffn_dim": "hidden",
+SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_width",
+        "ffn_dim": "hidden",
         "tied_embeddings": "tied_embeddings", "norm_eps": "norm_eps", **{name: name for name in DEPARTURES}}
 """What must be the weights' own: the setting that says it, and where a ModelConfig has it."""
 TOKENIZER = "tokenizer.json"

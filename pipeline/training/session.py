@@ -94,7 +94,7 @@ class Session:
         pending = PendingEvaluations(work.run.folder, self.config)
         self.checkpoints = Checkpoints(work.folder / CHECKPOINTS, self.ranks, self.say,
                                        needed=lambda step: pending(step) or self.tokens.needs(step)
-                                       or self.copies.needs(step))
+                                       or self.copies.needs(step) or step in self.config.convert.average)
         with self.watchdog.paused(self.ranks.barrier):
             self.copies = Copying(work, self.ranks, self.checkpoints, self.say)
             found = self.copies.newest_valid()
@@ -260,9 +260,10 @@ class Session:
         return self.progress.step < self.config.train.steps
 
     def checkpoint_is_due(self, step: int, agreed: Agreement) -> bool:
-        """Whether to save after a step: every so many steps or minutes, before leaving, and at the end."""
-        every = self.config.train.checkpoint.every_steps
-        return self.monitor.due(step, every) or agreed.save or agreed.stop is not None
+        """Whether to save after a step: every so many steps or minutes, before leaving, at the end, and what the export
+        is to be the mean of."""
+        due = self.monitor.due(step, self.config.train.checkpoint.every_steps) or step in self.config.convert.average
+        return due or agreed.save or agreed.stop is not None
 
     def lr(self, step: int) -> float:
         """Learning rate of a step."""

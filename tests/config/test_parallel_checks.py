@@ -11,6 +11,7 @@ from model.config import ModelConfig
 from pipeline.config import outside
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.data import TokenizerConfig
+from pipeline.config.evaluation import ConvertConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
@@ -93,6 +94,13 @@ def test_ranks_that_cannot_be_laid_out(settings, ranks, words):
 
 def test_copies_can_be_as_many_as_the_ranks_make():
     assert ParallelConfig(dp_replicate=-1, dp_shard=4, tp=2).sizes(24) == (1, 3, 4, 1, 2)
+
+
+@pytest.mark.parametrize("steps, problem", [
+    ([4, 2], "convert.average is [4, 2]: name each step once, in order."),
+    ([2, 2000], "convert.average names step 2000, but training ends after train.steps 1000.")])
+def test_the_steps_of_an_average_are_steps_of_the_training_in_order(steps, problem):
+    assert problems(config().model_copy(update={"convert": ConvertConfig(average=steps)})) == [problem]
 
 
 def test_profiled_ranks_are_there():

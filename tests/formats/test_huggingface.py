@@ -1,13 +1,14 @@
 """Export and import against transformers, which is the oracle for the whole network."""
 
 import json
+import math
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig, RopeScaling, YarnScaling
 from model.llama import Llama, initialise
 from pipeline.config.shapes import shape_of
 from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface
@@ -16,6 +17,7 @@ from tests.formats.exporting import write_state
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
 SCALING = {"context_length": 512, "rope_scaling": RopeScaling(factor=8, original_context_length=64)}
+YARN = {"context_length": 512, "rope_scaling": YarnScaling(kind="yarn", factor=8, original_context_length=64)}
 CONFIGS = {
     "untied": ModelConfig(**SMALL, context_length=128),
     "tied": ModelConfig(dim=32, layers=1, heads=4, kv_heads=4, vocab_size=70, tied_embeddings=True),
@@ -28,6 +30,10 @@ CONFIGS = {
     "SmolLM3, windows": ModelConfig(**SMALL, **SCALING, sliding_window=9, full_attention_interval=3,
                                     no_rope_layer_interval=4),
     "every layer with a window": ModelConfig(**SMALL, sliding_window=5),
+    "Qwen2, wide heads": ModelConfig(**SMALL, head_dim=10, qkv_bias=True, sliding_window=7, full_attention_interval=2),
+    "Qwen3, YaRN": ModelConfig(**SMALL, head_dim=16, qk_norm=True, **YARN),
+    "Llama, YaRN with an amplitude": ModelConfig(**SMALL, head_dim=16, **{**YARN, "rope_scaling": YarnScaling(
+        kind="yarn", factor=4, original_context_length=64, beta_fast=16, beta_slow=2, attention_factor=1.3)}),
     "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
 }
 
@@ -40,6 +46,8 @@ def built(config, dtype=torch.float32):
         for name, parameter in model.named_parameters():
             # Strong attention and uneven norms: a wrong layout or a forgotten norm must show.
             parameter.mul_(5 if "attention.w" in name else 1)
+            if name.endswith("bias"):
+                parameter.normal_(generator=generator)
             if "norm" in name:
                 parameter.mul_(0.5 + torch.rand(parameter.shape, generator=generator))
     return model.to(dtype)
@@ -77,6 +85,7 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
 @pytest.mark.parametrize("name, architecture, windows", [
     ("untied", "LlamaForCausalLM", None),
     ("Qwen3, windows", "Qwen3ForCausalLM", ["sliding_attention", "full_attention"] * 2),
+    ("Qwen2, wide heads", "Qwen2ForCausalLM", ["sliding_attention", "full_attention"] * 2),
     ("SmolLM3", "SmolLM3ForCausalLM", ["full_attention"] * 4),
     ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 4)])
 def test_the_export_has_the_name_that_transformers_has_for_it(name, architecture, windows):
@@ -91,7 +100,14 @@ def test_what_transformers_has_no_name_for_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("class_name, settings, read", [
-    ("MistralForCausalLM", {"sliding_window": 6}, {"sliding_window": 6}),
+    ("MistralForCausalLM", {"sliding_window": 6, "head_dim": 16}, {"sliding_window": 6, "head_dim": 16}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+     {"qkv_bias": True, "sliding_window": 6}),
+    ("Qwen2ForCausalLM", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.5}}, {"qkv_bias": True, "rope_scaling": YarnScaling(
+            kind="yarn", factor=4, original_context_length=32,
+            attention_factor=(0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))}),
     ("Qwen3ForCausalLM", {"head_dim": 8}, {"qk_norm": True}),
     ("Qwen3ForCausalLM", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
      {"qk_norm": True, "sliding_window": 6}),
@@ -108,7 +124,8 @@ def test_a_folder_that_transformers_wrote_computes_the_same_here(class_name, set
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, **settings)).eval()
     theirs.save_pretrained(tmp_path)
     config, state = read_folder(tmp_path)
-    shape = {"qk_norm": False, "sliding_window": None, "full_attention_interval": None, "no_rope_layer_interval": None}
+    shape = {"head_dim": None, "qkv_bias": False, "rope_scaling": None, "qk_norm": False, "sliding_window": None,
+             "full_attention_interval": None, "no_rope_layer_interval": None}
     assert {name: getattr(config, name) for name in shape} == shape | read
     ours = Llama(config)
     ours.load_state_dict(state)

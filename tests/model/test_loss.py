@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import model.linear
 from model.kernels import ByOnednn
-from model.loss import cross_entropy_sum, token_losses
+from model.loss import Passes, cross_entropy_sum, into_gradient, log_sum_exp, token_losses
+from pipeline.training.device_facts import compiled_graphs
 from tests.model.agreement import Recorder, agree
 
 
@@ -26,11 +27,12 @@ def golden(hidden, weight, labels, z_loss=0.0):
     return losses + z_loss * logits.logsumexp(dim=-1).square() * (labels != -100)
 
 
+@pytest.mark.parametrize("passes", [None, Passes(log_sum_exp, into_gradient)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
 @pytest.mark.parametrize("chunk", [1, 4, 100, None])
-def test_equals_torch(chunk, z_loss):
+def test_equals_torch(chunk, z_loss, passes):
     hidden, weight, labels = example()
-    loss = cross_entropy_sum(hidden, weight, labels, chunk, z_loss=z_loss)
+    loss = cross_entropy_sum(hidden, weight, labels, chunk, z_loss=z_loss, passes=passes)
     expected = golden(hidden, weight, labels, z_loss).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     agree(loss, expected, [hidden, weight], value=1e-11, gradient=1e-13)
@@ -53,6 +55,22 @@ def test_float32_and_peaked_logits(by_onednn, scale, monkeypatch):
                              strict=True):
         # A logit of a thousand is known to 1e-4 in float32, and so is its probability.
         assert (actual - known).abs().max() <= (1e-6 if scale == 1 else 1e-3) * known.abs().max()
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_compiled_passes_are_as_exact_and_serve_any_number_of_rows(dtype, bound):
+    hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = golden(*exact, labels).sum()
+    gradients = torch.autograd.grad(expected, exact)
+    torch._dynamo.reset()
+    graphs, passes = compiled_graphs(), Passes.compiled()
+    for chunk in (64, 32, 7):  # and what is left of 70: 6
+        loss = cross_entropy_sum(hidden, weight, labels, chunk, z_loss=0.0, passes=passes)
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=bound)
+        for actual, known in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
+            assert actual.dtype == dtype and (actual.double() - known).norm() <= bound * known.norm()
+    assert 2 <= compiled_graphs() - graphs <= 4, "one graph for the first number of rows, and one for all others"
 
 
 def test_only_the_wanted_gradients_are_computed():

@@ -35,7 +35,7 @@ def test_presets_have_the_published_sizes(name):
     if name in LADDER:
         shape = shape.model_copy(update={"vocab_size": 4096 if name == "ladder_1m" else 32000})
         assert shape.parameter_count == LADDER[name]
-        assert shape.dim == 64 * shape.layers and shape.head_dim == 64
+        assert shape.dim == 64 * shape.layers and shape.head_width == 64
     elif name in COUNTED:
         assert shape.parameter_count == COUNTED[name]
     else:

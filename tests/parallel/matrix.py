@@ -68,7 +68,7 @@ def alone(name: str, **settings: Any) -> Case:
 
 muon = partial(case, reference="one process, Muon", optimizer="muon")
 z_loss = partial(case, reference="one process, z-loss", z_loss=0.03)
-descendant = partial(case, reference="one process, QK-norm and windows", shape=DESCENDANT)
+descendant = partial(case, reference="one process, a descendant", shape=DESCENDANT)
 pipelined = partial(case, reference="one process, 4 layers", shape=FOUR, pp=2)
 tied_pipelined = partial(pipelined, reference="one process, 4 layers, tied", tied=True)
 context = partial(case, cp=2)
@@ -107,13 +107,13 @@ LAYOUTS = [
     z_loss("FSDP2 x 2, accumulation 2, z-loss", 2, accumulation=2),
     z_loss("tensor parallel 2, z-loss", 2, tp=2),
     z_loss("tensor parallel 2, aot_eager, z-loss", 2, tp=2, backend="aot_eager"),
-    alone("QK-norm and windows", shape=DESCENDANT),
-    descendant("FSDP2 x 2, accumulation 2, QK-norm and windows", 2, accumulation=2),
-    descendant("HSDP 2 x 2, QK-norm and windows", 4, dp_replicate=2),
-    descendant("tensor parallel 2, QK-norm and windows", 2, tp=2),
-    descendant("FSDP2 x tensor parallel 2 x 2, QK-norm and windows", 4, tp=2),
-    alone("Muon, QK-norm and windows", shape=DESCENDANT, optimizer="muon"),
-    muon("tensor parallel 2, Muon, QK-norm and windows", 2, reference="one process, Muon, QK-norm and windows",
+    alone("a descendant", shape=DESCENDANT),
+    descendant("FSDP2 x 2, accumulation 2, a descendant", 2, accumulation=2),
+    descendant("HSDP 2 x 2, a descendant", 4, dp_replicate=2),
+    descendant("tensor parallel 2, a descendant", 2, tp=2),
+    descendant("FSDP2 x tensor parallel 2 x 2, a descendant", 4, tp=2),
+    alone("Muon, a descendant", shape=DESCENDANT, optimizer="muon"),
+    muon("tensor parallel 2, Muon, a descendant", 2, reference="one process, Muon, a descendant",
          shape=DESCENDANT, tp=2),
     alone("4 layers", shape=FOUR),
     alone("4 layers, tied", shape=FOUR, tied=True),
@@ -135,7 +135,7 @@ LAYOUTS = [
               backend="aot_eager", activation_checkpointing="selective"),
     pipelined("pipeline 2 x FSDP2 2, accumulation 4, bf16", 4, reference="one process, 4 layers, bf16", bound=1e-2,
               looser=10, precision="bf16", accumulation=4),
-    descendant("pipeline 2, accumulation 4, QK-norm and windows", 2, accumulation=4, pp=2),
+    descendant("pipeline 2, accumulation 4, a descendant", 2, accumulation=4, pp=2),
     context("context parallel 2, accumulation 2", 2, accumulation=2),
     context("context parallel 4", 4, cp=4),
     context("context parallel 2 x FSDP2 2, reduced once, accumulation 2", 4, accumulation=2, reduce="last"),
@@ -148,7 +148,7 @@ LAYOUTS = [
             reference="one process, 50 steps", accumulation=2, pp=2, tp=2),
     context("context parallel 2 x FSDP2 2, Muon", 4, reference="one process, Muon", optimizer="muon"),
     context("context parallel 2, z-loss", 2, reference="one process, z-loss", z_loss=0.03),
-    context("context parallel 4, QK-norm and windows", 4, reference="one process, QK-norm and windows", cp=4,
+    context("context parallel 4, a descendant", 4, reference="one process, a descendant", cp=4,
             shape=DESCENDANT),
     alone("float32", precision="fp32"),
     checkpointed("all activations recomputed", activation_checkpointing="full"),
@@ -166,8 +166,8 @@ LAYOUTS = [
     deepspeed("DeepSpeed ZeRO 3 x 2, weights in host memory", accumulation=2, zero_stage=3, offload="params"),
     alone("float32, z-loss", precision="fp32", z_loss=0.03),
     deepspeed("DeepSpeed ZeRO 3 x 2, z-loss", reference="one process, float32, z-loss", zero_stage=3, z_loss=0.03),
-    alone("float32, QK-norm and windows", precision="fp32", shape=DESCENDANT),
-    deepspeed("DeepSpeed ZeRO 3 x 2, QK-norm and windows", reference="one process, float32, QK-norm and windows",
+    alone("float32, a descendant", precision="fp32", shape=DESCENDANT),
+    deepspeed("DeepSpeed ZeRO 3 x 2, a descendant", reference="one process, float32, a descendant",
               zero_stage=3, shape=DESCENDANT),
     deepspeed("DeepSpeed ZeRO 2 x 2, compiled", zero_stage=2, backend="aot_eager"),
     case("one process, bf16", 1, reference="one process, float32", bound=2e-2, looser=5, precision="bf16"),
@@ -219,7 +219,7 @@ def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = 
     ranks, parallel = CROSSED[layout]
     named = {backend or "eager": True, "tied": tied, f"checkpointing: {checkpointing}": checkpointing != "none",
              "accumulation 2": accumulation == 2, "across documents": across_documents,
-             "weights kept": reshard == "never", "QK-norm and windows": descends}
+             "weights kept": reshard == "never", "a descendant": descends}
     name = ", ".join([*([attention.rpartition(":")[2]] if attention else []), layout,
                       *(option for option, holds in named.items() if holds)])
     return Case(name, plain(tied, descends, across_documents, attention is not None).name, 1e-12, ranks,
@@ -232,7 +232,7 @@ def crossing(layout: str, checkpointing: str, tied: bool, backend: str | None = 
 def plain(tied: bool, descends: bool, across_documents: bool = False, masked: bool = False) -> Case:
     """What the combinations are compared with. masked: attention by the dense mask."""
     name = (f"{'dense mask' if masked else 'one process, three steps'}{', tied' * tied}"
-            f"{', across documents' * across_documents}{', QK-norm and windows' * descends}")
+            f"{', across documents' * across_documents}{', a descendant' * descends}")
     return Case(name, settings={"steps": 3, "tied": tied, "shape": shape(descends), "train": {
         "across_documents": across_documents, **({"attention": "sdpa"} if masked else {})}})
 

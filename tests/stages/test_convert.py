@@ -50,8 +50,10 @@ def logits(model, vocab_size):
     ("bfloat16", {"tied_embeddings": True}),
     pytest.param("float32", {"qk_norm": True, "sliding_window": 16, "full_attention_interval": 2},
                  marks=pytest.mark.slow),
+    pytest.param("float32", {"qkv_bias": True, "head_dim": 24, "rope_scaling": {
+        "kind": "yarn", "factor": 4, "original_context_length": 32}}, marks=pytest.mark.slow),
     ("float32", {"tied_embeddings": True, "no_rope_layer_interval": 2, "sliding_window": 16})],
-    ids=["tied", "Qwen3", "SmolLM3"])
+    ids=["tied", "Qwen3", "Qwen2", "SmolLM3"])
 def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, changes):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     config = spread(**changes)
@@ -63,7 +65,8 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, cha
     assert ours.std() > 0.01 and (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
     counts = read_manifest(folder / "convert").counts
     assert counts["largest_logit_difference"] < 1e-5 and counts["layers_compared"] == 2
-    assert counts["tensors_compared"] == 2 * (9 + 2 * ("qk_norm" in changes)) + 3 - ("tied_embeddings" in changes)
+    beside = 2 * ("qk_norm" in changes) + 3 * ("qkv_bias" in changes)
+    assert counts["tensors_compared"] == 2 * (9 + beside) + 3 - ("tied_embeddings" in changes)
     bos = AutoTokenizer.from_pretrained(out)("def f():").input_ids[0]
     assert bos == exported.config.bos_token_id
 

@@ -129,8 +129,9 @@ which puts flat ranges in their place later. Settings: `config.train`, and `opti
 
 
 def decays(name: str, tied: bool) -> bool:
-    """Whether weight decay applies: never to norms and embeddings, nor to an output matrix that is the embedding."""
-    return not (name.endswith("norm.weight") or name.startswith("tok_embeddings.")
+    """Whether weight decay applies: never to norms, biases and embeddings, nor to an output matrix that is the
+    embedding."""
+    return not (name.endswith(("norm.weight", ".bias")) or name.startswith("tok_embeddings.")
                 or (tied and name.startswith("output.")))
 
 
