@@ -92,11 +92,9 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
 def export_problem(model: ModelConfig) -> str:
     """Why the stage convert cannot export this network, as a sentence; empty where it can."""
     unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
-    found = [name for name, has in (("model.qkv_bias (as Qwen2 has it)", model.qkv_bias),
-                                    ("model.qk_norm (as Qwen3)", model.qk_norm),
-                                    ("model.no_rope_layer_interval (as SmolLM3)", unrotated)) if has]
-    return "" if len(found) < 2 else (f"{' and '.join(found)} together are a network that no class of transformers "
-                                      f"computes: it can be trained, but not exported.")
+    return "" if not (model.qk_norm and unrotated) else (
+        "model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network that no "
+        "class of transformers computes: it can be trained, but not exported.")
 
 
 def _model(config: Config) -> Iterator[str]:

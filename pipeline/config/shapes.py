@@ -17,10 +17,10 @@ POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What of a shape may be changed by name where weights are there: how a context is extended."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` says of a layer."""
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-           "smollm3": "SmolLM3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+"""What is written. Qwen2 and Mistral are read too."""
 _ONLY = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
+    "hidden_act": "silu", "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": None, "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None,
 }
@@ -35,8 +35,9 @@ written says it."""
 def shape_of(content: dict[str, Any]) -> ModelConfig:
     """The shape that a Hugging Face config.json says; ValueError, naming the key, if it is no network of ours."""
     kind = content.get("model_type", "llama")
-    if kind not in (*CLASSES, "mistral"):
-        raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)} and mistral can be read.")
+    if kind not in (*CLASSES, "qwen2", "mistral"):
+        raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)}, qwen2 and mistral can be "
+                         f"read.")
     heads = content["num_attention_heads"]
     only = {**_ONLY, **(_LLAMA_ONLY if kind == "llama" else {})}
     for key, value in only.items():
@@ -64,7 +65,8 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
         norm_eps=content.get("rms_norm_eps", 1e-6),
         tied_embeddings=content.get("tie_word_embeddings", False),
         head_dim=None if width is not None and width * heads == content["hidden_size"] else width,
-        qkv_bias=kind == "qwen2",
+        # Mistral's class has none, whatever its config.json says.
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and bool(content.get("attention_bias"))),
         qk_norm=kind == "qwen3",
         **_layers(content, kind),
     )

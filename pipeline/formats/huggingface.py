@@ -41,7 +41,9 @@ _NORM_NAMES = {"attention.q_norm.weight": "self_attn.q_norm.weight",
                "attention.k_norm.weight": "self_attn.k_norm.weight"}
 """As in Qwen3, of models with qk_norm."""
 _BIAS_NAMES = {f"attention.w{letter}.bias": f"self_attn.{letter}_proj.bias" for letter in "qkv"}
-"""As in Qwen2, of models with qkv_bias."""
+"""Of models with qkv_bias."""
+FOURTH_BIAS = "self_attn.o_proj.bias"
+"""What their classes have beside those, and our network has not: written as zeros, and read only if it is zero."""
 
 
 def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +59,8 @@ def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
             continue
         heads = rotated_heads(name, config)
         yield names[name], half_rows(tensor, heads) if heads else tensor
+        for theirs in _fourth_bias(name, config):
+            yield theirs, tensor.new_zeros(config.dim)
 
 
 def from_huggingface(
@@ -70,6 +74,10 @@ def from_huggingface(
     names = {theirs: ours for ours, theirs in their_names(config).items()}
     for name, tensor in state:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+            continue
+        if name.endswith(FOURTH_BIAS) and config.qkv_bias:
+            if tensor.any():
+                raise ValueError(f"{name} is not zero: that network computes something else.")
             continue
         if name not in names:
             raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
@@ -124,7 +132,10 @@ def write_shard(path: Path, names: list[str], read: Callable[[str], Tensor], con
                 dtype: torch.dtype) -> None:
     """Write one file of `shard_files`, tensor by tensor."""
     theirs, shapes = their_names(config), parameter_shapes(config)
-    layouts = {theirs[name]: Layout(dtype, shapes[name]) for name in names}
+    layouts = {}
+    for name in names:
+        layouts[theirs[name]] = Layout(dtype, shapes[name])
+        layouts |= {bias: Layout(dtype, (config.dim,)) for bias in _fourth_bias(name, config)}
     pairs = to_huggingface(((name, read(name)) for name in names), config)
     write_tensors(path, layouts, (tensor.detach().to("cpu", dtype).contiguous() for _, tensor in pairs))
 
@@ -138,7 +149,9 @@ def descriptions(files: Mapping[str, list[str]], config: ModelConfig, dtype: tor
     """
     theirs, shapes = their_names(config), parameter_shapes(config)
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    where = {theirs[name]: file for file, names in files.items() for name in names}
+    where = {their: file for file, names in files.items() for name in names
+             for their in (theirs[name], *_fourth_bias(name, config))}
+    size += (len(where) - len(shapes)) * config.dim * dtype.itemsize
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
                 "config.json": {**config_to_json(config, dtype), **token_ids},
                 "generation_config.json": {**(generation or {}), **token_ids}}
@@ -185,6 +198,13 @@ def their_names(config: ModelConfig) -> dict[str, str]:
         for ours, theirs in of_block.items():
             names[f"layers.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}"
     return names
+
+
+def _fourth_bias(name: str, config: ModelConfig) -> list[str]:
+    """Their name of the bias that belongs to our parameter and is none of ours; [] for most."""
+    if not (config.qkv_bias and name.endswith("attention.wo.weight")):
+        return []
+    return [f"model.{name.removesuffix('attention.wo.weight')}{FOURTH_BIAS}"]
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:

@@ -1,8 +1,10 @@
 """A network's shape as Hugging Face's config.json; pipeline/config/shapes.py reads it.
 
-A Llama is a LlamaForCausalLM. With biases of queries, keys and values, with queries and keys normed, or with layers
-that have a sliding window or no rotary embedding, it is the descendant of Llama that transformers computes the same by:
-Qwen2, Qwen3 or SmolLM3. Mistral is read too.
+A Llama is a LlamaForCausalLM. With queries and keys normed, or with layers that have a sliding window or no rotary
+embedding, it is the descendant of Llama that transformers computes the same by: Qwen3 or SmolLM3. Biases of queries,
+keys and values are `attention_bias` of each of these classes, which add a fourth, of the product after attention: it is
+written as zeros. Qwen2 has three, but for that name transformers splits text by Qwen's rules, whatever tokenizer lies
+beside it. Qwen2 and Mistral are read.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": False,
         **extra,
         "max_position_embeddings": config.context_length,
@@ -57,10 +59,10 @@ def _family(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     windowed, rotated = SLIDING in types, [int(config.rotates(layer)) for layer in range(config.layers)]
     windows = {"use_sliding_window": windowed, "sliding_window": config.sliding_window if windowed else None,
                "layer_types": types}
-    if config.qk_norm or config.qkv_bias:
+    if config.qk_norm:
         # max_window_layers: what readers before layer_types ask, layers from there on have the window.
         first = types.index(SLIDING) if windowed else config.layers
-        return "qwen3" if config.qk_norm else "qwen2", {**windows, "max_window_layers": first}
+        return "qwen3", {**windows, "max_window_layers": first}
     if windowed or not all(rotated):
         # Its default would be a token that small vocabularies do not have.
         return "smollm3", {**windows, "no_rope_layers": rotated, "pad_token_id": None,

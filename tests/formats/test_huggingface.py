@@ -30,8 +30,9 @@ CONFIGS = {
     "SmolLM3, windows": ModelConfig(**SMALL, **SCALING, sliding_window=9, full_attention_interval=3,
                                     no_rope_layer_interval=4),
     "every layer with a window": ModelConfig(**SMALL, sliding_window=5),
-    "Qwen2, wide heads": ModelConfig(**SMALL, head_dim=10, qkv_bias=True, sliding_window=7, full_attention_interval=2),
-    "Qwen3, YaRN": ModelConfig(**SMALL, head_dim=16, qk_norm=True, **YARN),
+    "biases, wide heads": ModelConfig(**SMALL, head_dim=10, qkv_bias=True),
+    "biases, windows": ModelConfig(**SMALL, qkv_bias=True, sliding_window=7, full_attention_interval=2),
+    "biases, Qwen3, YaRN": ModelConfig(**SMALL, head_dim=16, qkv_bias=True, qk_norm=True, **YARN),
     "Llama, YaRN with an amplitude": ModelConfig(**SMALL, head_dim=16, **{**YARN, "rope_scaling": YarnScaling(
         kind="yarn", factor=4, original_context_length=64, beta_fast=16, beta_slow=2, attention_factor=1.3)}),
     "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
@@ -85,7 +86,7 @@ def test_an_export_computes_the_same_in_transformers_and_is_read_back_to_the_bit
 @pytest.mark.parametrize("name, architecture, windows", [
     ("untied", "LlamaForCausalLM", None),
     ("Qwen3, windows", "Qwen3ForCausalLM", ["sliding_attention", "full_attention"] * 2),
-    ("Qwen2, wide heads", "Qwen2ForCausalLM", ["sliding_attention", "full_attention"] * 2),
+    ("biases, wide heads", "LlamaForCausalLM", None),
     ("SmolLM3", "SmolLM3ForCausalLM", ["full_attention"] * 4),
     ("every layer with a window", "SmolLM3ForCausalLM", ["sliding_attention"] * 4)])
 def test_the_export_has_the_name_that_transformers_has_for_it(name, architecture, windows):

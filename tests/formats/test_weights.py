@@ -13,7 +13,7 @@ from model.config import ModelConfig, RopeScaling
 from model.llama import Llama, initialise
 from pipeline.config.shapes import shape_of
 from pipeline.errors import UserError
-from pipeline.formats.huggingface import to_huggingface
+from pipeline.formats.huggingface import read_folder, to_huggingface
 from pipeline.formats.huggingface_config import config_to_json
 from pipeline.formats.weights import MODEL, load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
@@ -169,8 +169,9 @@ def test_nothing_in_a_pickled_file_is_executed(tmp_path):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"vocab_size": 91}, r"is \[90, 48\]; by config.json it is \[91, 48\]"),
     ({"num_hidden_layers": 3}, "layers.2.* is missing"), ({"hidden_size": "removed"}, "it has no 'hidden_size'"),
-    ({"model_type": "mamba"}, "model_type = 'mamba'; only llama, qwen2, qwen3, smollm3 and mistral"),
-    ({"attention_bias": True}, "attention_bias = True"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"model_type": "mamba"}, "model_type = 'mamba'; only llama, qwen3, smollm3, qwen2 and mistral"),
+    ({"attention_bias": True},
+     r"layers\.0\.self_attn\.q_proj\.bias is missing"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"head_dim": 128}, r"is \[48, 48\]; by config.json it is \[768, 48\]"),
     ({"sliding_window": 4096}, "sliding_window = 4096"),
     ({"use_qk_norm": True}, "use_qk_norm = True"), ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -212,3 +213,21 @@ def test_a_folder_of_something_else_names_what_is_known(tmp_path):
         open_weights(tmp_path)
     with pytest.raises(UserError, match="is no folder"):
         open_weights(tmp_path / "none")
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25])
+def test_the_fourth_bias_is_read_only_where_it_is_zero(value, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=90, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, attention_bias=True))
+    torch.nn.init.constant_(theirs.model.layers[1].self_attn.o_proj.bias, value)
+    theirs.save_pretrained(tmp_path)
+    if value:
+        with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.bias is not zero: that network computes"):
+            open_weights(tmp_path)
+        with pytest.raises(ValueError, match="is not zero"):
+            read_folder(tmp_path)
+    else:
+        with open_weights(tmp_path) as weights:
+            assert weights.config.qkv_bias and "layers.1.attention.wk.bias" in weights.shapes
