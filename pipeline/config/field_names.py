@@ -37,6 +37,7 @@ ELSEWHERE = {
     "train.precision": "dtype mixed_precision bf16 fp16 fp8 float8 amp param_dtype",
     "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity ac",
     "train.attention": "attn_implementation attention_backend attn_type attn_impl",
+    "train.flash": "flash_attention use_flash_attn flash_attn",
     "train.compile": "torch_compile",
     "train.loader_threads": "num_workers dataloader_num_workers",
     "train.log_every": "log_interval logging_steps log_freq log_every_n_steps",

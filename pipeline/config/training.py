@@ -132,6 +132,10 @@ class TrainConfig(Section):
     where documents begin, for bf16 on GPUs. `by_document`: each document alone, not with compile. `flex`: a kernel
     generated for the mask, for GPUs. `sdpa`: the dense mask, anywhere, slow at long sequences. `auto` takes the first
     of these that runs here; or give a backend of your own as module:class."""
+    flash: Literal["auto", "fa2", "fa3", "fa4"] = execution("auto")
+    """Which FlashAttention kernels `varlen` and plain causal attention use on GPUs. `fa2`: torch's own. `fa3`: for
+    Hopper, where flash-attn 3 is installed (module flash_attn_interface). `fa4`: for Hopper and Blackwell (module
+    flash_attn.cute; torch calls it a prototype). `auto`: fa3 where it can be had, else fa2."""
     precision: Literal["auto", "fp32", "bf16", "fp64", "fp8"] = "auto"
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
     the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp8`: as bf16, but for the blocks' matrix

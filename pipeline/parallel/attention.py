@@ -1,13 +1,24 @@
-"""Which backend computes attention inside documents, from the settings and the rank's device."""
+"""Which backend computes attention inside documents, and which flash kernels, from the settings and the device."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
 import torch
+import torch.nn.attention
 
 from model.attention.backend import Where
 from model.attention.choosing import Choice, choose
 from model.config import ModelConfig
 from pipeline.errors import UserError
+
+OWN = "fa2"
+"""The flash kernels that torch has itself."""
+FLASH = {"fa3": ("flash_attn_interface", (9,)), "fa4": ("flash_attn.cute", (9, 10))}
+"""Others, by name: the module that brings them, and the first numbers of the compute capabilities that they are for."""
+KERNELS: Any = torch.nn.attention
 
 
 def choose_attention(name: str, config: ModelConfig, device: torch.device, precision: torch.dtype,
@@ -22,3 +33,34 @@ def choose_attention(name: str, config: ModelConfig, device: torch.device, preci
                                   segmented))
     except ValueError as error:
         raise UserError(f"train.attention cannot be had here: {error}") from error
+
+
+def choose_flash(name: str, device: torch.device) -> str:
+    """Have torch use the flash kernels that `train.flash` (name) means here, in `varlen` and in plain causal attention;
+    which they are. `auto` is FlashAttention 3 where it can be had.
+
+    Raises:
+        UserError: they are asked for by name and cannot be had.
+    """
+    chosen = ("fa3" if not _lacks("fa3", device) else OWN) if name == "auto" else name
+    if chosen == OWN:
+        return OWN
+    if lacks := _lacks(chosen, device):
+        raise UserError(f"train.flash={chosen} cannot be had here: it {lacks}. Take train.flash=auto.")
+    KERNELS.activate_flash_attention_impl(chosen.upper())
+    return chosen
+
+
+def _lacks(name: str, device: torch.device) -> str:
+    """Why kernels of FLASH cannot be used, as the rest of a sentence; empty if they can."""
+    module, majors = FLASH[name]
+    if device.type != "cuda":
+        return f"needs a GPU, not a {device.type} device"
+    if (major := torch.cuda.get_device_capability(device)[0]) not in majors:
+        return f"is for compute capability {' and '.join(f'{number}.x' for number in majors)}, not {major}.x"
+    if name.upper() not in getattr(KERNELS, "list_flash_attention_impls", list)():
+        return f"is not known to torch {torch.__version__}"
+    with suppress(ModuleNotFoundError):  # of the package that a module is in
+        if find_spec(module) is not None:
+            return ""
+    return f"needs the module {module}, which is not installed"

@@ -144,7 +144,7 @@ class Session:
             self.monitor = Monitor(work, self.grid, self.engine, self.recorder, watchdog, self.say, chosen,
                                    self.batches.table, self.batches.opener)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, why),
-                     *kernel_lines(self.config, self.engine.attention, self.ranks.device, precision),
+                     *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(decided, self.model_config, self.grid.tensor, self.ranks.device)]:
             self.say(text)
         self.profiling = Profiling(train.profile, work.folder, self.ranks, watchdog, self.say, self.recorder.event)
@@ -241,6 +241,7 @@ class Session:
                             device=self.ranks.device_name or self.ranks.device.type,
                             deterministic=is_deterministic(self.ranks.device, self.config.train.deterministic),
                             precision=self.progress.precision, attention=self.engine.attention.backend.name,
+                            flash=self.engine.flash,
                             compile=self.config.train.compile, **packing_facts(self.data),
                             torch=torch.__version__, job=os.environ.get("SLURM_JOB_ID", ""))
         self.begun = True  # what comes before the record of a start would be the start before's

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from model.attention.choosing import Choice
 from model.config import ModelConfig
 from model.kernels import chosen
 from pipeline.config.batch import BatchPlan
@@ -16,6 +15,7 @@ from pipeline.data.sampling.consumption import planned_by
 from pipeline.data.sampling.loader import TrainingData
 from pipeline.data.sampling.packed_data import PackedData
 from pipeline.parallel.grid import Grid
+from pipeline.training.engines.engine import Engine
 
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
@@ -40,9 +40,10 @@ def packing_facts(data: TrainingData) -> dict[str, Any]:
     return {"packing": {"kind": "best_fit", **data.packing_facts()}, **planned} if data.packings else {}
 
 
-def kernel_lines(config: Config, attention: Choice, device: torch.device, dtype: torch.dtype) -> list[str]:
+def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: torch.dtype) -> list[str]:
     """What computes attention and, where there is a choice (float32 on CPUs), the products; and why not the best."""
-    found = [f"attention {attention.backend.name}"]
+    attention = engine.attention
+    found = [f"attention {attention.backend.name}{f', flash kernels {engine.flash}' * (device.type == 'cuda')}"]
     if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
         found.append(f"float32 products {chosen()}")
     fallback = attention.fallback and (not config.train.across_documents or config.parallel.cp > 1)

@@ -11,7 +11,8 @@ import torch
 from model.attention.by_document import ByDocument
 from model.config import ModelConfig
 from pipeline.errors import UserError
-from pipeline.parallel.attention import choose_attention
+from pipeline.parallel import attention
+from pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
 from tests.conftest import run_stage
 from tests.stages.training import train_folder
 
@@ -24,6 +25,27 @@ def test_what_cannot_be_had_is_said_to_the_user():
         choose_attention("varlen", ModelConfig(), CPU, torch.bfloat16, False)
     with pytest.raises(UserError, match="'by_document' cannot be compiled"):
         choose_attention("by_document", ModelConfig(), CPU, torch.float32, True)
+
+
+@pytest.mark.parametrize("name, capability, installed, taken", [
+    ("auto", 9, ["flash_attn_interface", "flash_attn.cute"], "fa3"), ("auto", 9, [], OWN),
+    ("auto", 10, ["flash_attn_interface", "flash_attn.cute"], OWN), ("fa2", 9, ["flash_attn_interface"], OWN),
+    ("fa4", 10, ["flash_attn.cute"], "fa4"), ("fa3", 9, [], "needs the module flash_attn_interface, which is not"),
+    ("fa3", 10, ["flash_attn_interface"], r"is for compute capability 9\.x, not 10\.x"),
+    ("fa4", 8, ["flash_attn.cute"], r"is for compute capability 9\.x and 10\.x, not 8\.x"),
+    ("fa3", None, [], "needs a GPU, not a cpu device"), ("auto", None, [], OWN)])
+def test_newer_flash_kernels_are_used_where_gpu_and_packages_allow(monkeypatch, name, capability, installed, taken):
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(KERNELS, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(attention, "find_spec", lambda module: module if module in installed else None)
+    device = CPU if capability is None else torch.device("cuda", 0)
+    if " " in taken:
+        with pytest.raises(UserError, match=f"train.flash={name} cannot be had here: it {taken}"):
+            choose_flash(name, device)
+    else:
+        assert choose_flash(name, device) == taken
+    assert activated == ([taken.upper()] if taken in ("fa3", "fa4") else [])
 
 
 def test_a_run_says_what_computed_its_attention(fresh):

@@ -10,7 +10,7 @@ from model.attention.backend import Backend
 from model.config import ModelConfig
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
-from pipeline.parallel.attention import choose_attention
+from pipeline.parallel.attention import choose_attention, choose_flash
 from pipeline.parallel.compiler import refuse_without_compiler
 from pipeline.parallel.compiling import compiles
 from pipeline.parallel.fp8 import refuse_without_fp8
@@ -37,6 +37,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     refuse_without_fp8(config, grid.ranks.device)
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
                                  compiles(config.train, grid.ranks.device, config.parallel), grid.context > 1)
+    flash = choose_flash(config.train.flash, grid.ranks.device)
     make = _zero if config.parallel.engine == "deepspeed" else _fsdp if grid.pipeline == 1 else _pipeline
     backend = attention.backend
     if grid.context > 1:
@@ -45,6 +46,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     engine = make(config, model, grid, precision, accumulation, initial, backend)
     # Under context parallelism a sequence that is one document is told to the model as such (context_parallel.part_of).
     engine.across_documents, engine.attention = config.train.across_documents and grid.context == 1, attention
+    engine.flash = flash
     engine.windowed = model.sliding_window is not None
     return engine
 

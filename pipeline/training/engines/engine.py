@@ -21,6 +21,7 @@ from model.loss import IGNORED
 from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from pipeline.parallel.attention import OWN
 from pipeline.parallel.pipeline_parallel import parameter_names
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.base import Optimizer
@@ -60,6 +61,7 @@ class Engine(ABC):
         across_documents: whether attention is plain causal attention, without a mask between documents.
         windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
+        flash: which flash kernels are used on GPUs (pipeline/parallel/attention.py).
         loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
         before_update: called in each step between its last backward pass and its update.
         proven: whether a step of this attempt gave every parameter a gradient (`prove_gradients`).
@@ -70,6 +72,7 @@ class Engine(ABC):
     across_documents: bool = False
     windowed: bool = False
     attention: Choice = Choice(PLAIN)
+    flash: str = OWN
     loss_factor: float = 1.0
     before_update: Callable[[], None] = staticmethod(lambda: None)
     proven: bool = False
