@@ -140,7 +140,7 @@ def stages_text(config: Config) -> str:
 def _departures(model: ModelConfig) -> list[str]:
     """What the network has otherwise than a Llama, a line each."""
     found = ["biases of queries, keys and values"] if model.qkv_bias else []
-    found += [f"heads {model.head_dim} wide"] if model.head_dim else []
+    found += [f"heads {model.head_dim} wide"] if model.head_dim and model.heads * model.head_dim != model.dim else []
     found += ["queries and keys normed (QK-norm)"] if model.qk_norm else []
     if model.sliding_window is not None:
         full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""

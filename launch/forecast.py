@@ -65,7 +65,8 @@ def kept_checkpoints(config: Config) -> int:
     permanent = train.checkpoint.permanent_every
     owed = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0  # should their jobs not start
     copied = 0 if train.checkpoint.copy_to is None else 2  # one that is being copied, and one that waits for it
-    return train.checkpoint.keep + 1 + copied + (train.steps // permanent if permanent else 0) + owed
+    averaged = sum(1 for step in config.convert.average if permanent is None or step % permanent)
+    return train.checkpoint.keep + 1 + copied + (train.steps // permanent if permanent else 0) + averaged + owed
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:

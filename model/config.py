@@ -4,9 +4,9 @@ Pure arithmetic on Python numbers: planners and config loaders import this witho
 """
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 _MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
@@ -95,6 +95,15 @@ class YarnScaling(BaseModel):
         return found
 
 
+def _scaling_kind(value: Any) -> str:
+    return str(value.get("kind", "llama3") if isinstance(value, dict) else getattr(value, "kind", "llama3"))
+
+
+Scaling = Annotated[Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")],
+                    Discriminator(_scaling_kind)]
+"""Either way to stretch rotary wavelengths; without `kind` it is Llama 3.1's."""
+
+
 class ModelConfig(BaseModel):
     """Everything that decides the network's shape and arithmetic.
 
@@ -126,7 +135,7 @@ class ModelConfig(BaseModel):
     """Longest sequence in tokens, in training and generation. Attention's share of the cost grows with it."""
     rope_theta: float = 500000.0
     """Base of the rotary wavelengths: 500000 in Llama 3, 10000 in Llama 2. Larger suits longer contexts."""
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: Scaling | None = None
     """Only for extending a trained model's context: as Llama 3.1 and later, or with `kind: yarn` by YaRN. None when
     training from zero."""
     norm_eps: float = 1e-5

@@ -7,7 +7,7 @@ still exist, so the peak is a few times one chunk.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ CHUNK_TOKENS_CPU = 256
 
 CHUNK_TOKENS_ACCELERATOR = 2048
 """Small chunks would spend their time on adding up the weight's gradient; by arithmetic, not measured. For
-Llama 3's vocabulary one chunk is 1 GiB in float32."""
+Llama 3's vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 by compiled passes."""
 
 
 class VocabularyPartition:
@@ -54,6 +54,9 @@ class Passes:
 
     log_sum_exp: see `log_sum_exp`. gradient: see `into_gradient`.
     """
+
+    used: ClassVar[bool] = True
+    """False while nothing compiled is to run: run as operators, these passes need more memory than torch's own."""
 
     log_sum_exp: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -93,10 +96,15 @@ class Losses:
     z_loss: float = 0.0
     passes: Passes | None = None
 
+    @property
+    def usable_passes(self) -> Passes | None:
+        """`passes`, unless nothing compiled is to run."""
+        return self.passes if Passes.used else None
+
     def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`cross_entropy_sum` for hidden (batch, length, dim) and labels (batch, length)."""
         return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), z_loss=self.z_loss,
-                                 passes=self.passes)
+                                 passes=self.usable_passes)
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`token_losses` for the same shapes: (batch, length)."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's frequency scaling.
+"""Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's or YaRN's frequency scaling.
 
 Dimensions 2i and 2i+1 of a head are one pair, turned by position * theta^(-2i / head_dim). Hugging Face pairs
 i with i + head_dim/2 instead; `pipeline.formats.huggingface` permutes the weights between the two.

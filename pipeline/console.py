@@ -25,11 +25,11 @@ def duration(seconds: float) -> str:
 
 def readable(size: float) -> str:
     """Bytes as a person compares them: three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5:
             return f"{size:.3g} {unit}" if size else "0"
         size /= 1000
-    return f"{size:.3g} TB"
+    return f"{size:.3g} PB"
 
 
 class ProgressBar:

@@ -33,9 +33,7 @@ def train(work: Work) -> None:
         for step in session.steps():
             batch = session.batches.next()
             agreed = session.agree(batch)
-            limits = session.before_update(step)
-            result = session.engine.step(batch.split(session.batch.micro_batch), session.batch.accumulation,
-                                         agreed.targets, session.lr(step), limits)
+            result = session.update(step, batch, agreed)
             verdict = session.judge(step, result)
             if verdict.outcome == "rollback":
                 session.roll_back(verdict)

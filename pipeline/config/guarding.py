@@ -43,5 +43,5 @@ class GuardConfig(Section):
     """Without a sign of life for so long, and for 10 median steps, a rank is taken to hang: all write their stacks and
     end, and a launcher starts again from the last checkpoint. A step, a held-out batch and each token of a sample text
     are signs of life; saving and loading are not watched. Three times as long for what may compile: until the first
-    step is done, and for the first held-out batches. Once a step is done, 100 seconds (and 10 median steps) are the
-    limit within the next ones, from where all ranks have their batch. null: never."""
+    step is done, and for the first held-out batches. In later steps the limit is 100 seconds (300 where blocks are
+    compiled; or 10 median steps, if longer) once all ranks have their batch. null: never."""

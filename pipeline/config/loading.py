@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -138,6 +138,9 @@ def _with_preset(values: Values) -> Values:
     shape = found.model_dump()
     if not {"ffn_dim_multiplier", "multiple_of"} & section.keys():  # one way to say the width, the plain one
         shape |= {"ffn_dim": found.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
+    given, own = section.get("rope_scaling"), shape["rope_scaling"]
+    if isinstance(given, dict) and own is not None and ("kind" in given) != ("kind" in own):
+        shape["rope_scaling"] = None  # of another kind: nothing of it is left
     below = Values()
     below.tree = {"model": shape}
     below.places = {("model", key): f"the preset {name}" for key in shape}
@@ -254,10 +257,19 @@ def _known_keys(at: Path_, tree: Any) -> list[str]:
             section = section.model_fields[str(part)].annotation
         if isinstance(part, int) and isinstance(node, dict):
             section = _item_class(node.get("kind"), ".".join(map(str, at[:depth]))) or section
-    for candidate in [section, *getattr(section, "__args__", ())]:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return [*candidate.model_fields, *(["preset"] if candidate is ModelConfig else [])]
+    sections = _sections_in(section)
+    of_kind = [found for found in sections
+               if isinstance(node, dict) and ("kind" in node) == ("kind" in found.model_fields)]
+    for found in (of_kind or sections)[:1]:
+        return [*found.model_fields, *(["preset"] if found is ModelConfig else [])]
     return []
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _sections_in(part)]
 
 
 def _item_class(kind: Any, setting: str) -> Any:

@@ -74,7 +74,7 @@ class ParallelConfig(Section):
     def sizes(self, ranks: int) -> GridSizes:
         """The axes that so many ranks make up; where they do not, `checks.grid_problems` says why."""
         each = self.pp * self.cp * self.tp
-        copies = ranks // (each * self.dp_shard) if self.dp_replicate == -1 else self.dp_replicate
+        copies = max(1, ranks // (each * self.dp_shard)) if self.dp_replicate == -1 else self.dp_replicate
         shard = ranks // (each * copies) if self.dp_shard == -1 else self.dp_shard
         return GridSizes(self.pp, copies, shard, self.cp, self.tp)
 

@@ -131,6 +131,9 @@ def _scaling(rope: dict[str, Any], where: str) -> RopeScaling | YarnScaling | No
 def _yarn(rope: dict[str, Any], where: str) -> YarnScaling:
     if rope.get("truncate", True) is not True:
         raise ValueError(f"config.json has {where}.truncate = {rope['truncate']!r}; only true can be read.")
+    for key in ("factor", "original_max_position_embeddings"):  # for which transformers knows replacements
+        if rope.get(key) is None:
+            raise ValueError(f"config.json has no {where}.{key}: write it.")
     factor, size = float(rope["factor"]), rope.get("attention_factor")
     powers = rope.get("mscale"), rope.get("mscale_all_dim")
     if size is None and all(powers):  # DeepSeek's way to say it

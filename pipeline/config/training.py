@@ -159,7 +159,8 @@ class TrainConfig(Section):
     """For `selective`: the results that are kept, by name: `attention` and the matrix products. w2's is not in the
     default: the backward pass never needs it."""
     compile: bool | None = execution(None)
-    """torch.compile for each block; null: on GPUs only. Rounding changes a little; recompilations are counted."""
+    """torch.compile for each block and for the loss; null: on GPUs only. Rounding changes a little; recompilations are
+    counted."""
     deterministic: bool = execution(False)
     """On GPUs, the same bits at every start on the same ranks: deterministic kernels (attention's backward pass above
     all) and one order of sums. Slower, and for looking into a difference: a repeated step can then be compared bit by

@@ -44,10 +44,9 @@ class MeanReader:
     def read(self, name: str) -> Tensor:
         """The whole tensor, in its own type."""
         first, *others = self._readers
-        value = first.read(name)
         if not others:
-            return value
-        total = value.to(torch.float64)
+            return first.read(name)
+        total = first.read(name).to(torch.float64)
         for reader in others:
             total += reader.read(name)
-        return (total / len(self._readers)).to(value.dtype)
+        return total.div_(len(self._readers)).to(first.dtype(name))

@@ -42,8 +42,8 @@ _NORM_NAMES = {"attention.q_norm.weight": "self_attn.q_norm.weight",
 """As in Qwen3, of models with qk_norm."""
 _BIAS_NAMES = {f"attention.w{letter}.bias": f"self_attn.{letter}_proj.bias" for letter in "qkv"}
 """Of models with qkv_bias."""
-FOURTH_BIAS = "self_attn.o_proj.bias"
-"""What their classes have beside those, and our network has not: written as zeros, and read only if it is zero."""
+_FOURTH_BIAS = "self_attn.o_proj.bias"
+"""Their classes have this bias too, and our network has not: it is written as zeros, and read only if it is zero."""
 
 
 def to_huggingface(state: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -72,12 +72,13 @@ def from_huggingface(
     frequencies that old files hold are skipped: the config says the same.
     """
     names = {theirs: ours for ours, theirs in their_names(config).items()}
+    zeros = zero_biases(config)
     for name, tensor in state:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
             continue
-        if name.endswith(FOURTH_BIAS) and config.qkv_bias:
-            if tensor.any():
-                raise ValueError(f"{name} is not zero: that network computes something else.")
+        if name in zeros:
+            if tensor.shape != (config.dim,) or tensor.any():
+                raise ValueError(f"{name} is not {config.dim} zeros: that network computes something else.")
             continue
         if name not in names:
             raise ValueError(f"There is no parameter {name!r} in a Llama of {config.layers} layers.")
@@ -204,7 +205,12 @@ def _fourth_bias(name: str, config: ModelConfig) -> list[str]:
     """Their name of the bias that belongs to our parameter and is none of ours; [] for most."""
     if not (config.qkv_bias and name.endswith("attention.wo.weight")):
         return []
-    return [f"model.{name.removesuffix('attention.wo.weight')}{FOURTH_BIAS}"]
+    return [f"model.{name.removesuffix('attention.wo.weight')}{_FOURTH_BIAS}"]
+
+
+def zero_biases(config: ModelConfig) -> set[str]:
+    """Their names of biases that our network has not: they have to be zero, and of shape (dim,)."""
+    return {theirs for name in their_names(config) for theirs in _fourth_bias(name, config)}
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:

@@ -3,8 +3,8 @@
 A Llama is a LlamaForCausalLM. With queries and keys normed, or with layers that have a sliding window or no rotary
 embedding, it is the descendant of Llama that transformers computes the same by: Qwen3 or SmolLM3. Biases of queries,
 keys and values are `attention_bias` of each of these classes, which add a fourth, of the product after attention: it is
-written as zeros. Qwen2 has three, but for that name transformers splits text by Qwen's rules, whatever tokenizer lies
-beside it. Qwen2 and Mistral are read.
+written as zeros. Qwen2 has three, but a config.json of that name makes transformers split text by Qwen's rules,
+whatever tokenizer lies beside it. Qwen2 and Mistral are read.
 """
 
 from __future__ import annotations

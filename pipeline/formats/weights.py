@@ -21,7 +21,7 @@ from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.errors import UserError
 from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import FOURTH_BIAS, pair_rows, read_config, rotated_heads, their_names
+from pipeline.formats.huggingface import pair_rows, read_config, rotated_heads, their_names, zero_biases
 from pipeline.formats.meta import MetaWeights
 from pipeline.formats.meta_params import PARAMS
 from pipeline.formats.pickle_file import PickleFile
@@ -156,12 +156,13 @@ class HuggingFaceWeights(Weights):
     def _check(self) -> None:
         """UserError unless the files hold what config.json describes: no more, no less, each of its shape."""
         known = set(self._their.values()) | ({"lm_head.weight"} if self.config.tied_embeddings else set())
-        zeros = [name for name in self._where if name.endswith(FOURTH_BIAS) and self.config.qkv_bias]
+        zeros = zero_biases(self.config) & self._where.keys()
         wrong = [f"{theirs} is missing" for name in self.shapes if (theirs := self._their[name]) not in self._where]
         wrong += [f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in self._where
-                  if name not in known and name not in zeros and not name.endswith("rotary_emb.inv_freq")]
-        wrong += [f"{name} is not zero: that network computes something else" for name in zeros
-                  if self.stored(name).any()]
+                  if name not in known | zeros and not name.endswith("rotary_emb.inv_freq")]
+        width = self.config.dim
+        wrong += [f"{name} is not {width} zeros: that network computes something else" for name in sorted(zeros)
+                  if self.stored_shape(name) != (width,) or self.stored(name).any()]
         wrong += [f"{theirs} is {list(layout)}; by config.json it is {list(shape)}" for name, shape in
                   self.shapes.items() if (theirs := self._their[name]) in self._where
                   and (layout := self._where[theirs].layouts[theirs].shape) != shape]

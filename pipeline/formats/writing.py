@@ -113,7 +113,8 @@ def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
-    if (config.head_dim is not None or config.qkv_bias or config.qk_norm or config.sliding_window is not None
+    other_width = config.heads * config.head_width != config.dim
+    if (other_width or config.qkv_bias or config.qk_norm or config.sliding_window is not None
             or config.no_rope_layer_interval is not None):
         raise UserError("Meta's model has no heads of another width, biases, normed queries and keys, sliding windows "
                         "or layers without a rotary embedding (head_dim, qkv_bias, qk_norm, sliding_window, "

@@ -49,9 +49,11 @@ def uncompiled() -> Iterator[None]:
     """Run blocks without their graphs: for shapes of which each would be compiled anew, and for what looks inside."""
     before = CALLS.all, CALLS.eager
     try:
+        Passes.used = False
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        Passes.used = True
         CALLS.all, CALLS.eager = before
 
 

@@ -129,7 +129,7 @@ class SplitLosses(Losses):
         """As in Losses; the same value on every rank of the group."""
         whole, part, vocabulary = self._meet(hidden, weight)
         return cross_entropy_sum(whole.flatten(0, 1), part, labels.flatten(), vocabulary=vocabulary,
-                                 z_loss=self.z_loss, passes=self.passes)
+                                 z_loss=self.z_loss, passes=self.usable_passes)
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """As in Losses; the same values on every rank of the group."""

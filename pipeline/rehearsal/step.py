@@ -77,7 +77,8 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
         name, note = attention.on_gpus(name, where)
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
-        notes.append("blocks are rehearsed uncompiled: compiled, they keep less between forward and backward pass")
+        notes.append("blocks and loss are rehearsed uncompiled: compiled, blocks keep less between forward and "
+                     "backward pass, and logits take less")
     if parallel.async_tp:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
     return config.model_copy(update={

@@ -19,7 +19,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if "PCIe" in name or "NVL" in name:
+    if any(other in name for other in ("PCIe", "NVL", "Laptop", "4090 D")):
         return None  # other clocks than the cards of the table
     return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 
-EVERY = 50
-"""Steps between two collections, as in torchtitan."""
+EVERY, ALL_EVERY = 50, 1000
+"""Steps between two collections of what is new, as in torchtitan, and between two of all that came since the start:
+what lived through one is not looked at by the quick ones."""
 
 
 def begin() -> None:
@@ -21,7 +22,9 @@ def begin() -> None:
 
 def collect(step: int) -> None:
     """Collect what the last steps made, after every `EVERY` steps."""
-    if step % EVERY == 0:
+    if step % ALL_EVERY == 0:
+        gc.collect()
+    elif step % EVERY == 0:
         gc.collect(1)
 
 

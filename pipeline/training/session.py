@@ -22,6 +22,7 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.state import write_state
 from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError, listed
+from pipeline.parallel.compiling import compiles
 from pipeline.parallel.fp8 import fp8_lines
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import start_ranks, stop_ranks
@@ -41,7 +42,7 @@ from pipeline.training.determinism import is_deterministic, make_deterministic
 from pipeline.training.engines.build import build_engine
 from pipeline.training.engines.engine import StepResult
 from pipeline.training.guard_runner import GuardRunner
-from pipeline.training.guards import StepLimits, Verdict
+from pipeline.training.guards import Verdict
 from pipeline.training.initial_weights import initial_values
 from pipeline.training.monitor import Monitor
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
@@ -53,7 +54,7 @@ from pipeline.training.recorder import Recorder, train_s
 from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
 from pipeline.training.stop_request import Stop, StopRequest
 from pipeline.training.summary import kernel_lines, packing_facts, summary_lines
-from pipeline.training.watchdog import Watchdog, longest_wait
+from pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Session:
         with initial_values(work, self.model_config, self.ranks, begun=found is not None) as initial:
             self.engine = build_engine(decided, self.model_config, self.grid, precision, self.batch.accumulation,
                                        initial)
+        if compiles(train, self.ranks.device, self.config.parallel):
+            watchdog.step_s = COMPILED_STEP_S
         self.guard_runner = GuardRunner(work, self.ranks, nodes, self.data, train.guards, self.batch.sequences,
                                        self.say)
         self.saver = AsyncSaver(self.checkpoints, self.ranks, train.checkpoint, self._about(), self.say,
@@ -218,11 +221,6 @@ class Session:
             self.copies.close()
         self._record_saves()
         self.recorder.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            text = explanation(error, self.engine, self.ranks, self.progress.step + 1)
-            if not self.through:  # another start would end in the same step
-                raise UserError(text) from error
-            print(text, file=sys.stderr, flush=True)
         if error is None:  # after a failure the other ranks are not here to take leave of
             stop_ranks()
 
@@ -250,7 +248,7 @@ class Session:
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
         garbage.begin()
-        self.profiling.begin()
+        self.profiling.begin(self.progress.step)
         self.step_began = time.perf_counter()
         while self.unfinished:
             yield self.progress.step + 1
@@ -261,8 +259,8 @@ class Session:
         return self.progress.step < self.config.train.steps
 
     def checkpoint_is_due(self, step: int, agreed: Agreement) -> bool:
-        """Whether to save after a step: every so many steps or minutes, before leaving, at the end, and what the export
-        is to be the mean of."""
+        """Whether to save after a step: every so many steps or minutes, before leaving, at the end, and where
+        `convert.average` names it."""
         due = self.monitor.due(step, self.config.train.checkpoint.every_steps) or step in self.config.convert.average
         return due or agreed.save or agreed.stop is not None
 
@@ -290,12 +288,27 @@ class Session:
         self.leaving = stop is not None
         return Agreement(int(targets), int(padding), bool(saves), stop)
 
-    def before_update(self, step: int) -> StepLimits:
-        """Let the faults happen that a test injects into this step, and have replicas compared in it if that is due;
-        the limits above which its update is left out."""
-        self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
+    def update(self, step: int, batch: Batch, agreed: Agreement) -> StepResult:
+        """Forward, backward and update over the batch, after the faults that a test injects into this step, and after
+        replicas were compared if that is due.
+
+        Raises:
+            UserError: the device's memory does not suffice for the first step of this start: another start would end
+                there too. In a later step torch's own error is left, and the launcher starts again.
+        """
         self.watchdog.step_begins()
-        return self.guard_runner.guards.limits()
+        try:
+            self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
+            return self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,
+                                    self.lr(step), self.guard_runner.guards.limits())
+        except torch.OutOfMemoryError as error:
+            text = explanation(error, self.engine, self.ranks, step)
+            if self.through:
+                print(text, file=sys.stderr, flush=True)
+                raise
+            raise UserError(text) from error
+        finally:
+            self.watchdog.pulse()  # judging may read documents from a store
 
     def judge(self, step: int, result: StepResult) -> Verdict:
         """What came of a step; where something did, it is said and logged."""
@@ -338,6 +351,7 @@ class Session:
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         record["shards_checked"] = self.tokens.checked
         self.progress = dataclasses.replace(after, record=record)
+        self.through = True
         self.watchdog.finished(step, step_s)
 
     def end_step(self) -> None:
@@ -345,7 +359,6 @@ class Session:
         self._record_saves()
         self.profiling.step(self.progress.step)
         garbage.collect(self.progress.step)
-        self.through = True
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()

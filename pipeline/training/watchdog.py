@@ -34,9 +34,10 @@ SLACK = timedelta(minutes=10)
 """So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
 SLOWEST = 10
 """So many median steps without a sign of life are no hang yet."""
-STEP_S = 100.0
+STEP_S, COMPILED_STEP_S = 100.0, 300.0
 """The longest silence within a step, unless 10 median steps are longer: every rank has its batch by then, so none waits
-for a disk or a store."""
+for a disk or a store. Where blocks are compiled, a rank may meet a shape for which it has no graph, and all others wait
+for it."""
 TOGETHER_S = 30.0
 """For the other ranks to write too, because a launcher ends them all once one has ended."""
 REST_S = 2.0
@@ -66,6 +67,9 @@ class Watchdog:
         folder: where to write (`hangs.hang_folder`).
         limit_s: seconds of silence; None: nothing is watched.
         ranks: how many there are.
+
+    Attributes:
+        step_s: STEP_S or COMPILED_STEP_S.
     """
 
     def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
@@ -73,6 +77,7 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=101)
         self._pulses, self._over = 0, threading.Event()
         self._paused = self._first = self._in_step = False
+        self.step_s = STEP_S
         self._silent, self._seen, self._looked = 0.0, 0, 0.0
 
     @classmethod
@@ -124,7 +129,7 @@ class Watchdog:
         """Seconds of silence that are no hang."""
         if self._first or not self._steps:
             return FIRST * limit_s
-        shortest = min(limit_s, STEP_S) if self._in_step else limit_s
+        shortest = min(limit_s, self.step_s) if self._in_step else limit_s
         return max(shortest, SLOWEST * statistics.median(list(self._steps)))
 
     def hangs_for(self, limit_s: float, now: float, interval: float) -> float | None:

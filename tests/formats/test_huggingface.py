@@ -35,6 +35,8 @@ CONFIGS = {
     "biases, Qwen3, YaRN": ModelConfig(**SMALL, head_dim=16, qkv_bias=True, qk_norm=True, **YARN),
     "Llama, YaRN with an amplitude": ModelConfig(**SMALL, head_dim=16, **{**YARN, "rope_scaling": YarnScaling(
         kind="yarn", factor=4, original_context_length=64, beta_fast=16, beta_slow=2, attention_factor=1.3)}),
+    "YaRN from 4,096 tokens": ModelConfig(**SMALL, head_dim=16, context_length=8192, rope_scaling=YarnScaling(
+        kind="yarn", factor=8, original_context_length=4096, beta_fast=24)),
     "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
 }
 

@@ -224,9 +224,9 @@ def test_the_fourth_bias_is_read_only_where_it_is_zero(value, tmp_path):
     torch.nn.init.constant_(theirs.model.layers[1].self_attn.o_proj.bias, value)
     theirs.save_pretrained(tmp_path)
     if value:
-        with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.bias is not zero: that network computes"):
+        with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.bias is not 48 zeros: that network"):
             open_weights(tmp_path)
-        with pytest.raises(ValueError, match="is not zero"):
+        with pytest.raises(ValueError, match="is not 48 zeros"):
             read_folder(tmp_path)
     else:
         with open_weights(tmp_path) as weights:

@@ -53,7 +53,7 @@ def logits(model, vocab_size):
     pytest.param("float32", {"qkv_bias": True, "head_dim": 24, "rope_scaling": {
         "kind": "yarn", "factor": 4, "original_context_length": 32}}, marks=pytest.mark.slow),
     ("float32", {"tied_embeddings": True, "no_rope_layer_interval": 2, "sliding_window": 16})],
-    ids=["tied", "Qwen3", "Qwen2", "SmolLM3"])
+    ids=["tied", "Qwen3", "biases, wide heads, YaRN", "SmolLM3"])
 def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, changes):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     config = spread(**changes)

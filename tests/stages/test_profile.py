@@ -9,7 +9,7 @@ from tools.verify.__main__ import main as verify
 
 
 def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh):
-    profile = ["train.profile.start=3", "train.profile.steps=2", "train.profile.ranks=[1]", "train.steps=6"]
+    profile = ["train.profile.start=3", "train.profile.steps=2", "train.steps=6"]
     said = run_stage("train", fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
     folder = train_folder(fresh) / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -20,11 +20,14 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
         assert sum(name.startswith("ProfilerStep#") for name in names) == 2
         assert any("all_reduce" in name for name in names) and "aten::mm" in names
         assert "aten::mm" in (folder / f"steps-3-4.rank{rank}.operations.txt").read_text()
-    found, = events(fresh, "profile")
-    assert (found["step"], found["steps"], found["rank"]) == (4, 2, 0) and "aten::mm" in found["shares"]
-    assert 0.5 < sum(found["shares"].values()) < 1.01 and "profiled 2 steps up to step 4; most time: " in said
+        found = events(fresh, "profile")[rank]
+        assert (found["step"], found["steps"], found["rank"]) == (4, 2, rank) and "aten::mm" in found["shares"]
+        assert 0.5 < sum(found["shares"].values()) < 1.01
+        assert f"profiled 2 steps up to step 4 on rank {rank}; most time: " in said
     run_stage("train", fresh, "name=plain", "train.steps=6", ranks=2)
     assert curve(fresh) == curve(fresh, "plain")
+    other = run_stage("train", fresh, "name=other", *profile, "train.profile.ranks=[1]", ranks=2).stdout
+    assert "profiled 2 steps up to step 4 on rank 1; most time: " in other and "on rank 0; most" not in other
     assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
 
 
@@ -35,7 +38,7 @@ def test_a_profile_that_training_does_not_come_to_is_told(fresh):
     assert not (train_folder(fresh) / "profile").exists()
 
 
-def test_memory_that_does_not_suffice_is_explained_and_stops_only_a_start_that_does_nothing_else(fresh):
+def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_a_start(fresh):
     first = run_with_faults(fresh, "memory:rank=0,step=1", "train.steps=4", expect=2)
     assert "Traceback" not in first.stderr
     for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",

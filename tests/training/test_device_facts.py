@@ -1,9 +1,14 @@
 """What is known of GPUs that are not there: by their names, and by what torch would tell of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from pipeline.training.device_facts import allocator_facts, peak_flops
+from pipeline.training.out_of_memory import explanation
+from pipeline.training.profiling import shares_of
 
 GPU = torch.device("cuda", 0)
 
@@ -11,7 +16,8 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize(("name", "teraflops"), [
     ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
     ("AMD Instinct MI300X", 1307.4), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None),
-    ("NVIDIA H100 NVL", None), ("NVIDIA T4", None)])
+    ("NVIDIA H100 NVL", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA T4", None)])
 def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(GPU) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
@@ -23,3 +29,30 @@ def test_retries_of_the_allocator_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: told)
     assert allocator_facts(GPU) == {"memory_reserved_mb": 3210.0, "memory_retries": 2}
     assert allocator_facts(torch.device("cpu")) == {}
+
+
+def test_the_shares_of_a_gpu_are_those_of_its_kernels():
+    """A kernel's time is also that of the CPU's operator, and of a range around both."""
+    def item(key, device, microseconds, annotation=False):
+        return SimpleNamespace(key=key, device_type=device, is_user_annotation=annotation,
+                               self_device_time_total=microseconds)
+    found = shares_of([
+        item("aten::mm", DeviceType.CPU, 600), item("aten::add", DeviceType.CPU, 400),
+        item("gemm", DeviceType.CUDA, 500), item("gemm", DeviceType.CUDA, 100), item("add", DeviceType.CUDA, 400),
+        item("FSDP::all_gather", DeviceType.CUDA, 1000, annotation=True)], "device")
+    assert found == {"gemm": 0.6, "add": 0.4}
+
+
+def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70_000_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 76_000_000_000)
+    held = {"model.a": [SimpleNamespace(tensor=SimpleNamespace(nbytes=2_000_000_000, device=GPU))],
+            "exp_avg.a": [SimpleNamespace(tensor=SimpleNamespace(nbytes=4_000_000_000, device=GPU)),
+                          SimpleNamespace(tensor=SimpleNamespace(nbytes=9_000_000_000, device=torch.device("cpu")))]}
+    engine, ranks = SimpleNamespace(state_shards=lambda: held), SimpleNamespace(rank=3, world=16, device=GPU)
+    said = explanation(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
+    for told in ("The memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
+                 "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
+                 "This rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
+        assert told in said

@@ -22,6 +22,13 @@ def test_garbage_goes_after_the_same_steps_on_all_ranks():
         assert node() is not None and len(kept) == 100_000
         garbage.collect(garbage.EVERY)
         assert node() is None
+        held = Node()
+        garbage.collect(garbage.EVERY)
+        old, held = weakref.ref(held), None
+        garbage.collect(garbage.EVERY)
+        assert old() is not None and held is None
+        garbage.collect(garbage.ALL_EVERY)
+        assert old() is None
     finally:
         garbage.end()
     assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -22,4 +22,4 @@ def test_a_measurement_that_fails_comes_after_the_save(monkeypatch, fails):
     with pytest.raises(MemoryError, match=fails):
         stage.train(None)
     asked = [name for name, *_ in session.mock_calls]
-    assert asked.index("engine.step") < asked.index("save") < asked.index(f"monitor.{fails}")
+    assert asked.index("update") < asked.index("save") < asked.index(f"monitor.{fails}")
