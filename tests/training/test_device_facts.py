@@ -52,7 +52,7 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
                           SimpleNamespace(tensor=SimpleNamespace(nbytes=9_000_000_000, device=torch.device("cpu")))]}
     engine, ranks = SimpleNamespace(state_shards=lambda: held), SimpleNamespace(rank=3, world=16, device=GPU)
     said = explanation(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
-    for told in ("The memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
+    for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
                  "This rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
         assert told in said
