@@ -54,5 +54,5 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
     said = explanation(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
-                 "This rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
+                 "rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
         assert told in said
