@@ -62,8 +62,9 @@ def table() -> str:
         f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is the "
         f"largest relative one from the case compared with: in the loss and gradient norm of any step, and in the "
         f"gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); `equal` is "
-        f"to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}.",
-        118), "",
+        f"to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}. A "
+        f"descendant has heads of another width, biases of queries, keys and values, QK-norm, windows and a layer "
+        f"without rotary embedding.", 118), "",
              "## Layouts", "",
              "| case | ranks | steps | compared with | loss, norm | gradients | bounds |",
              "|---|---|---|---|---|---|---|"]
