@@ -12,11 +12,12 @@ from launch.credentials import credential_problems
 from launch.forecast import Disk, state_bytes_per_rank
 from launch.plan import Job, Options
 from launch.slurm.submit.options import option_problems
-from pipeline.config.checks import export_problem, place_problems, problems, rank_problems
+from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
 from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
+from pipeline.config.shapes import export_problem
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.contract.run import Run, State

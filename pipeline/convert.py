@@ -42,7 +42,7 @@ def _convert(work: Work) -> None:
     """
     import torch
 
-    from pipeline.config.checks import export_problem
+    from pipeline.config.shapes import export_problem
     from pipeline.data.stored.opening import heldout_file
     from pipeline.formats.averaging import MeanReader
     from pipeline.formats.huggingface import stream_folder

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from model.attention import BACKENDS
-from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, batch_problems
 from pipeline.config.guarding import FIRST
 from pipeline.config.mixture import mixture_problems
@@ -89,14 +88,6 @@ def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     return []
 
 
-def export_problem(model: ModelConfig) -> str:
-    """Why the stage convert cannot export this network, as a sentence; empty where it can."""
-    unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
-    return "" if not (model.qk_norm and unrotated) else (
-        "model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network that no "
-        "class of transformers computes: it can be trained, but not exported.")
-
-
 def _model(config: Config) -> Iterator[str]:
     yield from (f"model: {problem}" for problem in config.model.problems())
 
@@ -174,18 +165,14 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 
 def _average(config: Config) -> Iterator[str]:
-    steps = config.convert.average
-    if sorted(set(steps)) != steps:
-        yield f"convert.average is {steps}: name each step once, in order."
-    if beyond := [step for step in steps if step > config.train.steps]:
-        yield f"convert.average names step {beyond[0]}, but training ends after train.steps {config.train.steps}."
+    steps, last = config.convert.average, config.train.steps
+    if sorted(set(steps)) != steps or max(steps, default=0) > last:
+        yield f"convert.average is {steps}: name each step once, in order, and none above train.steps {last}."
 
 
 def _shards(config: Config) -> Iterator[str]:
-    if config.parallel.dp_shard == 0:
-        yield "parallel.dp_shard is 0; give the number of ranks that share a copy, or -1 for all the rest."
-    if config.parallel.dp_replicate == 0:
-        yield "parallel.dp_replicate is 0; give the number of copies, or -1 for as many as the ranks make."
+    yield from (f"parallel.{name} is 0; give a number, or -1 for all the rest of the ranks." for name in
+                ("dp_shard", "dp_replicate") if getattr(config.parallel, name) == 0)
     if config.parallel.dp_replicate == config.parallel.dp_shard == -1:
         yield ("parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks; give one of them a "
                "number, as in dp_replicate=-1 dp_shard=8: a copy on every 8 ranks.")

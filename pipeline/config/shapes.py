@@ -72,6 +72,14 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
     )
 
 
+def export_problem(model: ModelConfig) -> str:
+    """Why the stage convert cannot export this network, as a sentence; empty where it can."""
+    unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
+    return "" if not (model.qk_norm and unrotated) else (
+        "model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network that no "
+        "class of transformers computes: it can be trained, but not exported.")
+
+
 def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
     """Which layers have a window and which a rotary embedding, as ModelConfig says it."""
     layers = range(content["num_hidden_layers"])

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from model.config import ModelConfig, YarnScaling
-from pipeline.config.checks import export_problem
-from pipeline.config.shapes import CLASSES, FULL, SLIDING
+from pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
 
 
 def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
+
+from pipeline.console import readable
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.parallel.ranks import Ranks
+    from pipeline.training.engines.engine import Engine
 
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
                "GB200": 2500.0, "GB300": 2500.0, "B200": 2250.0, "B300": 2250.0, "V100": 125.0, "RTX 4090": 165.2,
@@ -46,3 +57,47 @@ def compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process so far; 0 where it was never used."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def want_of_memory(error: torch.OutOfMemoryError, engine: Engine, ranks: Ranks, step: int) -> str:
+    """What this rank's memory held, and how to find settings that need less.
+
+    step: that was not finished.
+    """
+    held = Counter[str]()
+    for name, shards in engine.state_shards().items():
+        held["weights" if name.startswith("model.") else "the optimizer's states"] += sum(
+            shard.tensor.nbytes for shard in shards if shard.tensor.device == ranks.device)
+    parts = [f"{readable(size)} of {kind}" for kind, size in held.items()]
+    has = ""
+    if ranks.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(ranks.device)
+        tensors, reserved = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
+        has = (f" Of {readable(total)}, tensors took {readable(tensors)}, gaps between them "
+               f"{readable(reserved - tensors)}, and all else {readable(max(0, total - free - reserved))}.")
+    gpu = f" --memory {torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}" if has else " --memory <GB of a GPU>"
+    reason = (str(error).splitlines() or ["out of memory"])[0]
+    return (f"The memory of rank {ranks.rank}'s device did not suffice in step {step} ({reason}).{has} This rank holds "
+            f"{', '.join(parts)}; the rest are gradients, gathered weights, activations and logits. For which modules "
+            f"they are, and for settings that were seen to need less, run python -m tools.rehearse with this run's "
+            f"--config and settings, --ranks {ranks.world}{gpu}.")
+
+
+@contextmanager
+def memory_explained(engine: Engine, ranks: Ranks, step: int, *, first: bool) -> Iterator[None]:
+    """Where memory does not suffice for what is done within, say what held it.
+
+    step: that is done. first: it is the first of this start.
+
+    Raises:
+        UserError: in a first step, since another start would end there too. In a later one torch's own error is left,
+            and the launcher starts again.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        text = want_of_memory(error, engine, ranks, step)
+        if first:
+            raise UserError(text) from error
+        print(text, file=sys.stderr, flush=True)
+        raise

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +36,8 @@ from pipeline.training.copies.copying import Copying
 from pipeline.training.data.opening import refuse_beyond
 from pipeline.training.data.step_batches import StepBatches
 from pipeline.training.data.token_check import TokenCheck
-from pipeline.training.determinism import is_deterministic, make_deterministic
+from pipeline.training.determinism import make_deterministic
+from pipeline.training.device_facts import memory_explained
 from pipeline.training.engines.build import build_engine
 from pipeline.training.engines.engine import StepResult
 from pipeline.training.guard_runner import GuardRunner
@@ -46,14 +45,13 @@ from pipeline.training.guards import Verdict
 from pipeline.training.initial_weights import initial_values
 from pipeline.training.monitor import Monitor
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
-from pipeline.training.out_of_memory import explanation
 from pipeline.training.precision import DTYPES
 from pipeline.training.profiling import Profiling
 from pipeline.training.rank_agreement import RankAgreement
 from pipeline.training.recorder import Recorder, train_s
-from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
+from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, gone_back, load
 from pipeline.training.stop_request import Stop, StopRequest
-from pipeline.training.summary import kernel_lines, packing_facts, summary_lines
+from pipeline.training.summary import kernel_lines, start_facts, summary_lines
 from pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
 
 
@@ -232,16 +230,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """Numbers of the optimizer steps that are still to be done, from 1 on; a rollback goes back among them."""
         self.monitor.catch_up(self.progress)
-        self.recorder.begin(self.progress, samples=self.progress.samples, drift=self.work.drift,
-                            parallel=self.config.parallel.model_dump(),
-                            micro_batch=[batch.micro_batch for batch in self.batch_of_phase]
-                            if self.plan.declared else self.batch.micro_batch,
-                            device=self.ranks.device_name or self.ranks.device.type,
-                            deterministic=is_deterministic(self.ranks.device, self.config.train.deterministic),
-                            precision=self.progress.precision, attention=self.engine.attention.backend.name,
-                            flash=self.engine.flash,
-                            compile=self.config.train.compile, **packing_facts(self.data),
-                            torch=torch.__version__, job=os.environ.get("SLURM_JOB_ID", ""))
+        self.recorder.begin(self.progress, **start_facts(self))
         self.begun = True  # what comes before the record of a start would be the start before's
         if self.plan.declared and self.progress.step == self.phase.first_step:
             self._note_phase()
@@ -290,25 +279,14 @@ class Session:
 
     def update(self, step: int, batch: Batch, agreed: Agreement) -> StepResult:
         """Forward, backward and update over the batch, after the faults that a test injects into this step, and after
-        replicas were compared if that is due.
-
-        Raises:
-            UserError: the device's memory does not suffice for the first step of this start: another start would end
-                there too. In a later step torch's own error is left, and the launcher starts again.
-        """
+        replicas were compared if that is due. UserError as `memory_explained`."""
         self.watchdog.step_begins()
-        try:
+        with memory_explained(self.engine, self.ranks, step, first=not self.through):
             self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
-            return self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,
-                                    self.lr(step), self.guard_runner.guards.limits())
-        except torch.OutOfMemoryError as error:
-            text = explanation(error, self.engine, self.ranks, step)
-            if self.through:
-                print(text, file=sys.stderr, flush=True)
-                raise
-            raise UserError(text) from error
-        finally:
-            self.watchdog.pulse()  # judging may read documents from a store
+            result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,
+                                      self.lr(step), self.guard_runner.guards.limits())
+        self.watchdog.pulse()  # judging may read documents from a store
+        return result
 
     def judge(self, step: int, result: StepResult) -> Verdict:
         """What came of a step; where something did, it is said and logged."""
@@ -317,26 +295,10 @@ class Session:
     def roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good."""
         with self.watchdog.paused(self.ranks.barrier):
-            progress = self._go_back(verdict)
+            progress = gone_back(self, verdict)
         self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
                             lost_s=round(time.perf_counter() - self.step_began, 3))
         self._begin()
-
-    def _go_back(self, verdict: Verdict) -> TrainingProgress:
-        """Load the newest checkpoint; what it says of itself."""
-        self.saver.wait()
-        self.batches.pause()
-        found = self.checkpoints.newest_valid()
-        if found is None:
-            raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more in "
-                            f"{self.checkpoints.folder}. Start again with --force, or with train.guards.spike=skip.")
-        path, progress = found
-        self.guard_runner.exclude(verdict, progress.step)
-        now = self.progress
-        self.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
-                                            plan_sha256=self.data.plan_at(progress.samples))
-        load(path, self.engine, self.ranks, self.progress.updates)
-        return progress
 
     def advance(self, step: int, result: StepResult, verdict: Verdict, agreed: Agreement) -> None:
         """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""

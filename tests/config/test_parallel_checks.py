@@ -97,8 +97,8 @@ def test_copies_can_be_as_many_as_the_ranks_make():
 
 
 @pytest.mark.parametrize("steps, problem", [
-    ([4, 2], "convert.average is [4, 2]: name each step once, in order."),
-    ([2, 2000], "convert.average names step 2000, but training ends after train.steps 1000.")])
+    ([4, 2], "convert.average is [4, 2]: name each step once, in order, and none above train.steps 1000."),
+    ([2, 2000], "convert.average is [2, 2000]: name each step once, in order, and none above train.steps 1000.")])
 def test_the_steps_of_an_average_are_steps_of_the_training_in_order(steps, problem):
     assert problems(config().model_copy(update={"convert": ConvertConfig(average=steps)})) == [problem]
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from pipeline.training.device_facts import allocator_facts, peak_flops
-from pipeline.training.out_of_memory import explanation
+from pipeline.training.device_facts import allocator_facts, peak_flops, want_of_memory
 from pipeline.training.profiling import shares_of
 
 GPU = torch.device("cuda", 0)
@@ -51,7 +50,7 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
             "exp_avg.a": [SimpleNamespace(tensor=SimpleNamespace(nbytes=4_000_000_000, device=GPU)),
                           SimpleNamespace(tensor=SimpleNamespace(nbytes=9_000_000_000, device=torch.device("cpu")))]}
     engine, ranks = SimpleNamespace(state_shards=lambda: held), SimpleNamespace(rank=3, world=16, device=GPU)
-    said = explanation(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
+    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
                  "rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
