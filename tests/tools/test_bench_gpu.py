@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import REPOSITORY, environment
 from tools.bench_gpu import CASES
+from tools.gpu_kernels import head_losses
 from tools.gpu_tables import derived, write_tables
 
 SHORT = ("peaks", "attention 8b", "head", "profile", "checkpoint", "decode", "causal, compiled", "eager")
@@ -32,9 +34,14 @@ def test_the_self_test_measures_every_kind_of_case_and_its_figures_add_up(tmp_pa
     assert len(steps) >= 5 and {row[name] for row in steps for name in ("mfu_full", "mfu_causal")} == {None}
     assert all(row["flops_causal"] < row["flops_full"] for row in steps)
     compiled = parts["train 8b, causal, compiled", ""]
-    assert [compiled[name] for name in ("graphs", "breaks", "recompilations")] == [1, 0, 0]
+    assert [compiled[name] for name in ("graphs", "breaks", "recompilations")] == [3, 0, 0], "the loss has two"
     assert (text.count("## "), sum(line.startswith("| ") for line in text.splitlines())) == (8, len(rows) + 8)
     assert "kernel" in (tmp_path / "profile.txt").read_text()
+
+
+def test_losses_that_cases_name_are_there():
+    named = [case.options["loss"] for case in CASES if "loss" in case.options]
+    assert len(named) > 2 and set(named) <= head_losses(SimpleNamespace(tiny=False)).keys()
 
 
 def test_mfu_is_taken_of_both_counts_and_both_peaks(tmp_path):
