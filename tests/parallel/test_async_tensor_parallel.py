@@ -25,7 +25,7 @@ def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
     finally:
         end_groups()
     np.testing.assert_allclose(found["results"], expected, rtol=1e-12)
-    forward, backward = found["graphs"]
+    forward, backward = filter(None, found["graphs"])  # those of the loss exchange nothing
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
     # Several products add up to what is scattered there, of which torch cuts none.
     assert backward == {"fused_all_gather_matmul": 2, "reduce_scatter_tensor": 2}

@@ -128,10 +128,10 @@ def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, ga
 
 @pytest.mark.slow
 def test_other_documents_are_not_compiled_anew():
-    """Twice for all blocks and steps: for the first shapes, and for those of other lengths."""
+    """Twice for all blocks and steps: for the first shapes, and for those of other lengths. The loss has two graphs."""
     found = run_case(2, "", {"body": "tests.parallel.train_steps:graphs", "steps": 12, "parallel": {"cp": 2},
                              "train": {"attention": NAME}})
-    assert 1 <= found["graphs"] <= 3
+    assert 3 <= found["graphs"] <= 5
 
 
 def test_backends_that_know_no_segments_are_not_taken():
