@@ -41,7 +41,7 @@ _NORM_NAMES = {"attention.q_norm.weight": "self_attn.q_norm.weight",
                "attention.k_norm.weight": "self_attn.k_norm.weight"}
 """As in Qwen3, of models with qk_norm."""
 _BIAS_NAMES = {f"attention.w{letter}.bias": f"self_attn.{letter}_proj.bias" for letter in "qkv"}
-"""Of models with qkv_bias."""
+"""Our and their names of the biases of models with qkv_bias."""
 _FOURTH_BIAS = "self_attn.o_proj.bias"
 """Their classes have this bias too, and our network has not: it is written as zeros, and read only if it is zero."""
 

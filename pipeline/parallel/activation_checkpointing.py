@@ -21,7 +21,8 @@ PRODUCT = "product"
 note while the layer runs, and with its operators through torch.compile, where what Python sets is not seen."""
 
 # What is in fp8 is `mm` of tensors of torchao's in eager blocks, and in a graph, what these become.
-PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
+# With a bias, a product is one `addmm`.
+PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.kernels asks oneDNN for a product
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}

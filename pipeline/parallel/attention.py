@@ -40,7 +40,7 @@ def choose_flash(name: str, device: torch.device) -> str:
     which they are. `auto` is FlashAttention 3 where it can be had.
 
     Raises:
-        UserError: they are asked for by name and cannot be had.
+        UserError: kernels that `train.flash` names cannot be used here.
     """
     chosen = ("fa3" if not _lacks("fa3", device) else OWN) if name == "auto" else name
     if chosen == OWN:

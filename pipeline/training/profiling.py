@@ -25,7 +25,7 @@ from pipeline.training.watchdog import Watchdog
 
 PROFILE = "profile"
 ROWS, TOLD = 40, 5
-"""Operations in the table, and of them, those that are said."""
+"""How many operations the table has, and how many the log names."""
 ALLOCATIONS = 200_000
 """The most allocations and releases that a memory snapshot goes back over."""
 

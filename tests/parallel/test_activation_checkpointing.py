@@ -35,10 +35,11 @@ class Gated(nn.Module):
         return self.layer(arguments[0] * self.gate(arguments[0]).sigmoid(), *arguments[1:])
 
 
-def built(backend, kept=None, gained=False):
+def built(backend, kept=None, gained=False, **shape):
     """A model, checkpointed where `kept` says so, after which every block gains a product in front."""
-    model = Llama(CONFIG)
-    initialise(model, CONFIG, seed=0)
+    config = CONFIG.model_copy(update=shape)
+    model = Llama(config)
+    initialise(model, config, seed=0)
     model.backend = backend
     if gained:
         torch.manual_seed(0)
@@ -69,22 +70,24 @@ class Recomputed(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kept", "gained"), [(["wq"], False), (["attention"], True), (["w1", "wo"], True),
                                               (list(KEPT_ACTIVATIONS), False)])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", WAYS, ids=names)
-def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gained):
-    model = built(backend, kept, gained)
+def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gained, bias):
+    model = built(backend, kept, gained, qkv_bias=bias)
     computed = loss(model)
     with Recomputed(backend.operators) as seen:
         computed.backward()
     # w2's result is no one's input: it depends on who multiplies whether it is computed again beside its input.
     assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention", *(["gate"] * gained)} - {*kept, "w2"}
-    plain = built(backend, None, gained)
+    plain = built(backend, None, gained, qkv_bias=bias)
     loss(plain).backward()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("kept", "gained"), [(["wo", "w3"], True), (list(KEPT_ACTIVATIONS), False)])
-def test_compiled_blocks_keep_by_name_too(kept, gained):
+def test_compiled_blocks_keep_by_name_too(kept, gained, bias):
     """In the graph of the backward pass each product has two for its gradients, one more if it is computed again."""
     products = []
 
@@ -93,7 +96,7 @@ def test_compiled_blocks_keep_by_name_too(kept, gained):
         return graph
 
     torch._dynamo.reset()
-    model = built(Sdpa(), kept, gained)
+    model = built(Sdpa(), kept, gained, qkv_bias=bias)
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=backward)
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend=backend)
     loss(model).backward()
