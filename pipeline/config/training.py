@@ -144,8 +144,9 @@ class TrainConfig(Section):
     """For `fp8`: how factors are scaled. `rowwise`: each row by its largest value; `rowwise_with_gw_hp`: so too, but
     the weights' gradients are computed in bf16; `tensorwise`: the whole matrix by its largest value, fastest."""
     fp8_skip: list[str] = added([])
-    """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`. The output head
-    stays so in any case, and so do layers whose dimensions are no multiples of 16."""
+    """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`; `small`
+    names those whose products are faster in bf16. The output head stays so in any case, and so do layers whose
+    dimensions are no multiples of 16."""
     fp8_watch_every: int = execution(100, gt=0)
     """For `fp8`: steps between two measurements of what it does to the values, layer by layer; also done at the first
     and the last step. One costs a pass over one sequence, not compiled; in a pipeline, over all of a rank's part of a

@@ -32,6 +32,9 @@ MULTIPLE = 16
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 """The oldest NVIDIA GPUs with kernels for a recipe: Ada has those for one scale a matrix only."""
 
+SMALL = "small"
+"""What `train.fp8_skip` calls the layers of `slower_in_fp8`."""
+
 AMD = ("gfx94", "gfx95", "gfx12")
 """How the names of AMD's GPUs begin that have fp8."""
 
@@ -39,10 +42,11 @@ AMD = ("gfx94", "gfx95", "gfx12")
 @dataclass(frozen=True)
 class Division:
     """The blocks' linear layers by name (`layers.0.attention.wq`): those whose products are in fp8, and the others with
-    the reason."""
+    the reason. slower: of the converted layers, those of `slower_in_fp8`."""
 
     converted: tuple[str, ...]
     left_out: dict[str, str]
+    slower: tuple[str, ...]
 
     def lines(self, recipe: str) -> list[str]:
         """What to tell of it: how many layers of each kind, and each reason once."""
@@ -69,25 +73,40 @@ def division(config: ModelConfig, train: TrainConfig, tensor: int = 1) -> Divisi
     """
     with torch.device("meta"):
         layers = dict(_layers(Llama(config)))
-    if unused := [pattern for pattern in train.fp8_skip if not any(fnmatchcase(name, pattern) for name in layers)]:
+    patterns = [pattern for pattern in train.fp8_skip if pattern != SMALL]
+    if unused := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]:
         raise UserError(f"train.fp8_skip has '{unused[0]}', which fits no linear layer of this model. Their names are "
                         f"like {next(iter(layers))} and {list(layers)[-1]}; `*` stands for any part: `*.wk`, "
-                        f"`layers.0.*`. The output head is never converted.")
-    converted, left_out = [], {}
+                        f"`layers.0.*`; {SMALL} for all of those that are slower in fp8. The output head is never "
+                        f"converted.")
+    converted, left_out, slower = [], dict[str, str](), []
     for name, layer in layers.items():
-        pattern = next((pattern for pattern in train.fp8_skip if fnmatchcase(name, pattern)), None)
+        pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
         rows, columns = layer.weight.shape
+        small = slower_in_fp8(rows, columns, train.fp8_recipe)
         if pattern is not None:
             left_out[name] = f"train.fp8_skip has '{pattern}'"
         elif rows % (MULTIPLE * tensor) or columns % (MULTIPLE * tensor):
             part = f" over {tensor} ranks" if tensor > 1 else ""
             left_out[name] = f"{rows} x {columns}{part} is no multiple of {MULTIPLE}, which fp8 wants"
+        elif small and SMALL in train.fp8_skip:
+            left_out[name] = f"so small that fp8 is slower (train.fp8_skip has '{SMALL}')"
         else:
             converted.append(name)
+            slower += [name] if small else []
     if not converted:
         raise UserError(f"train.precision is fp8, but no layer is left to convert: "
                         f"{'; '.join(dict.fromkeys(left_out.values()))}. Take train.precision=bf16.")
-    return Division(tuple(converted), left_out)
+    return Division(tuple(converted), left_out, tuple(slower))
+
+
+def slower_in_fp8(outputs: int, inputs: int, recipe: str) -> bool:
+    """Whether scaling the factors of such a product takes longer than fp8 saves: torchao's thresholds, from its
+    measurements on H100 (its `_auto_filter_for_recipe`, which has none for rowwise_with_gw_hp: as rowwise here). Of
+    whole weights, also where ranks share them: what is converted does not depend on the layout."""
+    if recipe == "tensorwise":
+        return inputs <= 4096 and outputs <= 1024
+    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -147,9 +166,13 @@ def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.dev
     train = config.train
     if train.precision != "fp8":
         return []
-    found = division(model, train, tensor).lines(train.fp8_recipe)
+    layers = division(model, train, tensor)
+    found = layers.lines(train.fp8_recipe)
     if device.type == "cpu":
-        found.append("fp8 on a CPU is for trials: it rounds as a GPU does, and takes longer than bf16")
-    elif not compiles(train, device):
+        return [*found, "fp8 on a CPU is for trials: it rounds as a GPU does, and takes longer than bf16"]
+    if layers.slower:
+        found.append(f"of those in fp8, {_counted(layers.slower)} are so small that bf16 is faster on an H100: "
+                     f"train.fp8_skip=[{SMALL}] leaves them in bf16")
+    if not compiles(train, device):
         found.append("warning: fp8 without train.compile is slower than bf16: the scaling of each product is not fused")
     return found

@@ -133,8 +133,9 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
         loss: (what the last stage returns, the micro-batch's number) -> what is differentiated.
     """
     # Slow to import, for those who want no pipeline.
-    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    from pipeline.parallel.reducing_stage import ReducingStage
 
     grid, parallel, device = model.grid, model.parallel, model.grid.ranks.device
     rows, length = shape
@@ -143,7 +144,7 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
                          requires_grad=True)
     first = torch.empty(1, dtype=torch.int64, device="meta")
     total = torch.empty((), dtype=torch.promote_types(model.dtype, torch.float32), device="meta", requires_grad=True)
-    stages: list[Any] = [PipelineStage(stage, number, parallel.stages, device,
+    stages: list[Any] = [ReducingStage(stage, number, parallel.stages, device,
                                        input_args=first if stage.part.embeds else hidden,
                                        output_args=total if stage.part.predicts else hidden, group=model.group)
                          for number, stage in zip(model.numbers, model.stages, strict=True)]

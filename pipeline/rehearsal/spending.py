@@ -146,9 +146,10 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
     neighbours = sizes.tensor * sizes.context  # the ranks of a tensor group follow each other, then those of a context
     span = {"tensor": sizes.tensor, "context": neighbours, "shard": neighbours * sizes.shard,
             "weights": neighbours * sizes.shard}
-    # FSDP2 exchanges weights and gradients beside the products, but in a pipeline before and after all of them. A group
-    # of all ranks counts as FSDP2's wherever FSDP2 has more than one rank.
-    beside = sizes.replicate * sizes.shard * sizes.context > 1 and sizes.pipeline == 1
+    # FSDP2 exchanges weights and gradients beside the products; in a pipeline it gathers before all of them, and
+    # reduces beside the last micro-batch's backward pass. A group of all ranks counts as FSDP2's wherever FSDP2 has
+    # more than one rank.
+    beside = sizes.replicate * sizes.shard * sizes.context > 1
     at_once_s = hidden_s = 0.0
     for channel, size in found.traffic.bytes.items():
         if channel.operation == "receive":
@@ -156,11 +157,15 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
         share = 1.0 if channel.operation == "send" else (channel.ranks - 1) / channel.ranks
         rate = NODE_BYTES if span.get(channel.group, found.ranks) <= gpus_per_node else NETWORK_BYTES
         seconds = share * size / rate * (2 if channel.operation == "all-reduce" else 1)
-        if channel.group in ("tensor", "context", "pipeline") or not beside:
+        gathers = sizes.pipeline > 1 and channel.operation == "all-gather"
+        if channel.group in ("tensor", "context", "pipeline") or gathers or not beside:
             at_once_s += seconds
         else:
             hidden_s += seconds
-    exchanged_s = at_once_s + max(0.0, hidden_s - products_s - recomputed_s)
+    computing_s = products_s + recomputed_s
+    if sizes.pipeline > 1:
+        computing_s *= 2 / 3 / plan.accumulation
+    exchanged_s = at_once_s + max(0.0, hidden_s - computing_s)
     return Lost(bubble(shape, parallel, plan.accumulation) or 0.0, recomputed_s / products_s, exchanged_s / products_s)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from model.config import ModelConfig
 from model.llama import Llama, initialise
+from model.presets import PRESETS
 from pipeline.config.outside import absent_torchao
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
@@ -83,6 +84,83 @@ def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
         division(MODEL, settings(fp8_skip=["output"]))
     with pytest.raises(UserError, match=r"no layer is left to convert: train.fp8_skip has 'layers.\*'"):
         division(MODEL, settings(fp8_skip=["layers.*"]))
+
+
+@pytest.mark.parametrize(("name", "recipe", "slower"), [
+    ("llama3_8b", "rowwise", {"wk", "wv"}), ("llama3_8b", "tensorwise", {"wk", "wv"}),
+    ("llama3.2_1b", "rowwise", {"wq", "wk", "wv", "wo", "w2"}), ("llama3_70b", "tensorwise", set())])
+def test_small_leaves_out_what_torchao_leaves_out(name, recipe, slower):
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+    model = PRESETS[name].model_copy(update={"vocab_size": 128256, "layers": 1})
+    everything, found = (division(model, settings(fp8_recipe=recipe, fp8_skip=skip)) for skip in ([], ["small"]))
+    assert {layer.rpartition(".")[2] for layer in everything.slower} == slower and not everything.left_out
+    assert tuple(found.left_out) == everything.slower and not found.slower
+    told = fp8_lines(Config(train=settings(fp8_recipe=recipe)), model, 1, GPU)
+    assert any("fp8_skip=[small]" in line for line in told) == bool(slower)
+    with torch.device("meta"):
+        layers, keeps = dict(Llama(model).named_modules()), _auto_filter_for_recipe(recipe, [])
+    assert all(keeps(layers[layer], layer) == (layer in found.converted) for layer in everything.converted)
+
+
+def values_of(exponents, mantissa, bias, no_numbers):
+    """The finite values of an 8-bit float that are not negative, from its definition (Micikevicius et al., 2022).
+    no_numbers: how many of the largest patterns of bits are infinity or no number."""
+    every = [part * 2.0**(1 - bias - mantissa) if exponent == 0 else
+             (1 + part / 2**mantissa) * 2.0**(exponent - bias)
+             for exponent in range(2**exponents) for part in range(2**mantissa)]
+    return np.array(every[:len(every) - no_numbers])
+
+
+E4M3, E5M2 = values_of(4, 3, 7, 1), values_of(5, 2, 15, 4)
+
+
+def rounded(values, axis, grid=E4M3, power=True):
+    """float64 values after scaling to the grid's largest by their largest along an axis (None: of all), rounding to
+    the nearest (of two, the even one) and scaling back. power: scales are powers of two."""
+    scale = grid[-1] / np.maximum(np.abs(values).max(axis=axis, keepdims=True), 1e-12)
+    scale = 2.0**np.floor(np.log2(scale)) if power else scale.astype(np.float32).astype(float)
+    size = (np.abs(values).astype(np.float32) * scale.astype(np.float32)).astype(float)  # which makes ties
+    above = np.searchsorted(grid, size).clip(1, len(grid) - 1)
+    low, high = grid[above - 1], grid[above]
+    up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
+    return np.sign(values) * np.where(up, high, low) / scale
+
+
+def expected_products(recipe, x, weight, gradient):
+    """(output, gradient of the input, gradient of the weight) of a layer in fp8, by torchao's README. x: (tokens,
+    inputs); weight: (outputs, inputs); gradient: (tokens, outputs)."""
+    if recipe == "tensorwise":
+        x, weight = rounded(x, None, power=False), rounded(weight, None, power=False)
+        gradient = rounded(gradient, None, E5M2, power=False)
+        return x @ weight.T, gradient @ weight, gradient.T @ x
+    output = rounded(x, 1) @ rounded(weight, 1).T
+    if recipe == "rowwise":
+        return output, rounded(gradient, 1) @ rounded(weight, 0), rounded(gradient, 0).T @ rounded(x, 0)
+    return output, rounded(gradient, 1) @ rounded(weight, None), gradient.T @ x
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layers_products_are_those_of_a_quantiser_of_our_own(recipe):
+    """Within the rounding of results to bfloat16; in bf16 they would differ by ten times as much."""
+    model, seen = converted(recipe), {}
+    for name, module in model.named_modules():
+        if name in division(TINY, settings()).converted:
+            module.register_forward_hook(lambda _, given, out, name=name: seen.update({name: [given[0], out]}))
+            module.register_full_backward_hook(lambda _, given, out, name=name: seen[name].extend((given[0], out[0])))
+    step(model)
+    assert len(seen) == 7
+    for name, tensors in seen.items():
+        module = model.get_submodule(name)
+        x, output, to_input, gradient, weight, to_weight = (
+            tensor.detach().double().flatten(0, -2).numpy()
+            for tensor in (*tensors, module.weight, module.weight.grad))
+        golden = expected_products(recipe, x, weight, gradient)
+        plain = (x @ weight.T, gradient @ weight, gradient.T @ x)
+        for what, found, want, unrounded in zip(("output", "input", "weight"), (output, to_input, to_weight), golden,
+                                                plain, strict=True):
+            far, apart = (np.linalg.norm(found - other) / np.linalg.norm(other) for other in (want, unrounded))
+            assert far < 3e-3, (name, what, far)
+            assert apart > 1e-2 or (what == "weight" and recipe == "rowwise_with_gw_hp"), (name, what, apart)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -169,5 +247,5 @@ def test_what_makes_it_slow_is_said():
     told = fp8_lines(Config(train=settings(compile=False)), MODEL, 1, GPU)
     assert told[-1].startswith("warning: fp8 without train.compile is slower than bf16")
     assert "for trials" in fp8_lines(Config(train=settings()), MODEL, 1, CPU)[-1]
-    assert len(fp8_lines(Config(train=settings()), MODEL, 1, GPU)) == 1
+    assert len(fp8_lines(Config(train=settings(fp8_skip=["small"])), PRESETS["llama3_8b"], 1, GPU)) == 2
     assert fp8_lines(Config(train=TrainConfig(precision="bf16")), MODEL, 1, GPU) == []

@@ -102,6 +102,21 @@ def test_weights_are_asked_for_one_unit_ahead_and_no_more_often_than_needed(tied
                                  for index in reversed(range(layers))]
 
 
+@pytest.mark.parametrize("schedule, stages, layers, tied, ahead", [
+    ("1f1b", 1, 6, False, [0, 1, 2]), ("interleaved", 3, 12, True, [0, 1, 0, 1, 0, 1])])
+def test_a_pipeline_reduces_gradients_while_it_computes(schedule, stages, layers, tied, ahead):
+    """Each block's from when it has them; torch's stage waits until all of its blocks have."""
+    parallel = {"pp": 2, "pp_schedule": schedule, **({"pp_stages": stages} if stages > 1 else {})}
+    found = run_case(4, "", {"body": "tests.parallel.train_steps:reduced_early", "accumulation": 2, "tied": tied,
+                             "shape": {"layers": layers}, "parallel": parallel})
+    ours, theirs = found["ours"], found["torch's"]
+    assert ours["results"] == theirs["results"] and ours["blocks"] == theirs["blocks"]
+    for mine, golden in zip(ours["gradients"], theirs["gradients"], strict=True):
+        assert set(mine) == set(golden) and len(mine) == layers * 9 + 3 - tied
+        assert all(np.array_equal(mine[name], golden[name]) for name in golden)
+    assert [mine - other for mine, other in zip(ours["begun"], theirs["begun"], strict=True)] == ahead, found
+
+
 KEPT = {"backend": "aot_eager", "parallel": {"reshard": "never"}, "train": {"activation_checkpointing": "full"}}
 
 

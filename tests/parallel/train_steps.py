@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import ModelConfig
@@ -19,7 +20,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import pack
-from pipeline.parallel import compiling
+from pipeline.parallel import compiling, reducing_stage
 from pipeline.parallel.compiling import CALLS
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
@@ -184,6 +185,42 @@ def traffic(ranks, **settings):
         patches.enter_context(mock.patch(f"{__name__}.build_engine", watched))
         train_steps(ranks, **settings)
     return {**counts, **seen}
+
+
+def reduced_early(ranks, **settings):
+    """A pipeline's first step with our stage, and with torch's: `begun`, how many reductions of gradients this rank had
+    begun when each of its blocks began its last backward pass, in the order of these; what `train_steps` returns."""
+    found = {}
+    for name, stage in (("ours", reducing_stage.ReducingStage), ("torch's", PipelineStage)):
+        begun, last, built = [0], {}, build_engine
+
+        def reduce(*given, collective, begun=begun, **named):
+            begun[0] += 1
+            return collective(*given, **named)
+
+        def note(name, begun=begun, last=last):
+            def hook(*given):
+                last.pop(name, None)
+                last[name] = begun[0]
+            return hook
+
+        def watched(*given, built=built, note=note):
+            engine = built(*given)
+            for held in engine.model.stages:
+                for name, module in held.named_modules():
+                    if name.rpartition(".")[0] == "layers":
+                        module.register_full_backward_pre_hook(note(name))
+            return engine
+
+        with contextlib.ExitStack() as patches:
+            for name_of in ("reduce_scatter_single", "reduce_scatter_tensor"):  # as torch 2.13 and 2.11
+                if (collective := getattr(dist, name_of, None)) is not None:
+                    patches.enter_context(mock.patch.object(dist, name_of, partial(reduce, collective=collective)))
+            patches.enter_context(mock.patch(f"{__name__}.build_engine", watched))
+            patches.enter_context(mock.patch.object(reducing_stage, "ReducingStage", stage))
+            done = train_steps(ranks, steps=1, **settings)
+        found[name] = {**done, "begun": list(last.values()), "blocks": list(last)}
+    return found
 
 
 def graphs(ranks, **settings):

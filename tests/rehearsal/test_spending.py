@@ -57,6 +57,8 @@ def test_collectives_that_products_hide_cost_only_what_is_longer():
                                                 "pipeline_receive": network}), 4)
     assert found.exchanging == pytest.approx(1.5) and found.waiting == 1 / 4
     assert found.time == pytest.approx(2.5 * 1.25)
+    found = lost(pipelined, SHAPE, rehearsal(**{"shard_reduce-scatter": network}), 4)
+    assert found.exchanging == pytest.approx(1 / 2 - 2 / 3 / 4)  # of four micro-batches, the last one's backward pass
 
 
 def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
