@@ -151,6 +151,10 @@ class TrainConfig(Section):
     """For `fp8`: steps between two measurements of what it does to the values, layer by layer; also done at the first
     and the last step. One costs a pass over one sequence, not compiled; in a pipeline, over all of a rank's part of a
     step."""
+    norms_every: int | None = execution(None, gt=0)
+    """Steps between two measurements of the norms of each parameter's gradient (before clipping), weight and update;
+    null: none. Also done at the first step of a start and the last step. By layer they are curves; events.jsonl has
+    every parameter. In such a step a rank's part of the weights is in memory twice."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
     """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""

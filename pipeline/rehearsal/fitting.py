@@ -45,18 +45,18 @@ def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: 
     left_out: list[str] = []
     until = time.monotonic() + SEARCH_S
     for settings in list(ways(config, found, largest))[:TRIED]:
-        named = " ".join(f"{key}={value}" for key, value in settings.items())
+        text = named(settings)
         if time.monotonic() > until:
-            left_out.append(f"{named} (no time)")
+            left_out.append(f"{text} (no time)")
             continue
         other = changed(config, settings)
         numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)[::2]})
         try:
             again = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu))
         except Exception as error:  # noqa: BLE001 - told; that the job does not fit stands without it
-            left_out.append(f"{named} ({(str(error).splitlines() or [type(error).__name__])[0]})")
+            left_out.append(f"{text} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
-        tried.append(f"{named} ({readable(again.peak.bytes)})")
+        tried.append(f"{text} ({readable(again.peak.bytes)})")
         if again.peak.bytes <= TIGHT * memory:
             fitting.append(tried[-1])
         if len(fitting) == ENOUGH:
@@ -100,6 +100,12 @@ def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
         return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
     except (UnknownSettingError, ValueError):
         return False
+
+
+def named(settings: dict[str, object]) -> str:
+    """Settings as a command line takes them."""
+    return " ".join(f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
+                    for key, value in settings.items())
 
 
 def changed(config: Config, settings: dict[str, object]) -> Config:

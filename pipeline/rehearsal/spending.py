@@ -6,25 +6,27 @@ same GPUs; it does not predict tokens per second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan
 from pipeline.config.phases import with_largest
-from pipeline.config.training import TrainConfig
+from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.errors import NotRehearsedError, UserError
 from pipeline.parallel.stages import bubble
 from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.fitting import TIGHT, changed, possible
+from pipeline.rehearsal.fitting import TIGHT, changed, named, possible
 from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 FLOPS = 0.5 * 989e12
 """FLOP/s of products: half of an H100's dense bf16 peak."""
 NODE_BYTES, NETWORK_BYTES = 0.8 * 450e9, 0.8 * 50e9
 """Bytes/s that a GPU sends: four fifths of an H100's NVLink, and of a network adapter of 400 Gb/s."""
+KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
+"""`train.kept_activations` that are kept together."""
 GAIN = 0.005
 """A setting has to save at least this share of the products' time; less is finer than the estimate."""
 
@@ -60,12 +62,7 @@ class Layout:
     lost: Lost
 
     def __str__(self) -> str:
-        return f"{named(self.settings)}: {readable(self.peak)}, {self.lost}"
-
-
-def named(settings: Mapping[str, object]) -> str:
-    """Settings as a command line takes them."""
-    return " ".join(f"{key}={value}" for key, value in settings.items()) or "as configured"
+        return f"{named(self.settings) or 'as configured'}: {readable(self.peak)}, {self.lost}"
 
 
 def spend(config: Config, ranks: int, memory: float, shape: ModelConfig, *, gpus_per_node: int = 8,
@@ -115,7 +112,13 @@ def changes(config: Config) -> Iterator[dict[str, object]]:
     """Single changes that take memory and may save time."""
     train, parallel = config.train, config.parallel
     if train.activation_checkpointing == "full":
-        yield {"train.activation_checkpointing": "selective", "train.recomputed_blocks": 1}
+        for kept in (["attention"], [*KEPT_ACTIVATIONS]):
+            yield {"train.activation_checkpointing": "selective", "train.recomputed_blocks": 1,
+                   "train.kept_activations": kept}
+    if train.activation_checkpointing == "selective":
+        for group in KEPT:
+            if more := [name for name in group if name not in train.kept_activations]:
+                yield {"train.kept_activations": [*train.kept_activations, *more]}
     if train.activation_checkpointing != "none":
         yield {"train.activation_checkpointing": "none", "train.recomputed_blocks": 1}
         if 2 * train.recomputed_blocks <= config.model.layers:

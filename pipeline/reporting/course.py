@@ -32,7 +32,8 @@ def training_section(facts: Facts) -> Section:
                *_step_rows(metrics), *_checkpoint_rows(facts)]
     if numbers:
         section.tables.append(Table("Training in numbers", ["", ""], numbers))
-    told = [event for event in facts.events if event.get("event") not in ("checkpoint", "checkpoint_copied", "fp8")]
+    told = [event for event in facts.events
+            if event.get("event") not in ("checkpoint", "checkpoint_copied", "fp8", "norms")]
     rows = [[str(event.get("time", "")).replace("T", " ")[:19], event.get("event", ""), _details(event)]
             for event in told[:SHOWN_EVENTS]]
     if rows:

@@ -59,13 +59,13 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def want_of_memory(error: torch.OutOfMemoryError, engine: Engine, ranks: Ranks, step: int) -> str:
+def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int) -> str:
     """What this rank's memory held, and how to find settings that need less.
 
-    step: that was not finished.
+    engine: None while it was built. step: that was not finished.
     """
     held = Counter[str]()
-    for name, shards in engine.state_shards().items():
+    for name, shards in (engine.state_shards() if engine else {}).items():
         held["weights" if name.startswith("model.") else "the optimizer's states"] += sum(
             shard.tensor.nbytes for shard in shards if shard.tensor.device == ranks.device)
     parts = [f"{readable(size)} of {kind}" for kind, size in held.items()]
@@ -77,17 +77,19 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine, ranks: Ranks, 
                f"{readable(reserved - tensors)}, and all else {readable(max(0, total - free - reserved))}.")
     gpu = f" --memory {torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}" if has else " --memory <GB of a GPU>"
     reason = (str(error).splitlines() or ["out of memory"])[0]
-    return (f"The memory of rank {ranks.rank}'s device did not suffice in step {step} ({reason}).{has} This rank holds "
-            f"{', '.join(parts)}; the rest are gradients, gathered weights, activations and logits. For which modules "
-            f"they are, and for settings that were seen to need less, run python -m tools.rehearse with this run's "
+    when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
+    holds = (f" This rank holds {', '.join(parts)}; the rest are gradients, gathered weights, activations and logits."
+             if engine else "")
+    return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For which "
+            f"modules it is needed, and for settings that were seen to need less, run python -m tools.rehearse with this run's "
             f"--config and settings, --ranks {ranks.world}{gpu}.")
 
 
 @contextmanager
-def memory_explained(engine: Engine, ranks: Ranks, step: int, *, first: bool) -> Iterator[None]:
+def memory_explained(engine: Engine | None, ranks: Ranks, step: int, *, first: bool) -> Iterator[None]:
     """Where memory does not suffice for what is done within, say what held it.
 
-    step: that is done. first: it is the first of this start.
+    engine: None while it is built. step: that is done. first: it is the first of this start, or before it.
 
     Raises:
         UserError: in a first step, since another start would end there too. In a later one torch's own error is left,

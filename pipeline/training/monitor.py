@@ -7,7 +7,8 @@ prompt), and must not cost the steps since the last save.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from pipeline.contract.stage_work import Work
@@ -18,6 +19,7 @@ from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.metrics import read_metrics
 from pipeline.training.engines.engine import Engine
 from pipeline.training.engines.fp8_watch import Fp8Watch, summary
+from pipeline.training.engines.norms import layer_norms, measured
 from pipeline.training.recorder import Recorder
 from pipeline.training.sampling_attempts import MOST_ENDED, SamplingAttempts
 from pipeline.training.validation import Samples, Validation
@@ -38,7 +40,7 @@ class Monitor:
         self.validation, self.samples = Validation(work, grid, table, opener), Samples(work, grid)
         self.attempts = SamplingAttempts(work.folder, grid.ranks)
         self.fp8 = Fp8Watch(engine, grid.ranks.device) if precision == "fp8" else None
-        self._fp8_seen = False
+        self._fp8_seen = self._norms_seen = False
 
     def due(self, step: int, every: int) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
@@ -54,6 +56,20 @@ class Monitor:
         if missing := [source for source in found if source not in finite]:
             self.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
         return finite
+
+    @contextmanager
+    def norms(self, step: int) -> Iterator[dict[str, dict[str, float | str]]]:
+        """Measure norms in the step within, if `train.norms_every` wants it: by layer they are there afterwards, and of
+        every parameter in events.jsonl. In the first step of a start too, as with fp8."""
+        every, found = self.work.config.train.norms_every, dict[str, dict[str, float | str]]()
+        if every is None or (self._norms_seen and not self.due(step, every)):
+            yield found
+            return
+        self._norms_seen = True
+        with measured(self.engine, self.ranks.device) as norms:
+            yield found
+        self.recorder.event("norms", step=step, parameters=norms)
+        found |= layer_norms(norms)
 
     def watch_fp8(self, step: int, batch: Batch, targets: int) -> dict[str, float | str]:
         """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes
@@ -73,7 +89,8 @@ class Monitor:
     def log(self, progress: TrainingProgress, heldout: dict[str, float] | None,
             fp8: dict[str, float | str] | None = None) -> None:
         """The line of the last step, where that is due, with what was found by looking at the model after it."""
-        due = heldout is not None or bool(fp8) or self.due(progress.step, self.work.config.train.log_every)
+        due = (heldout is not None or bool(fp8) or "weight_norms" in (progress.record or {})
+               or self.due(progress.step, self.work.config.train.log_every))
         if due and self.recorder.log is not None:
             found = {} if heldout is None else {"heldout_bpb": heldout}
             self.recorder.log.step({**(progress.record or {}), **found, **(fp8 or {})})

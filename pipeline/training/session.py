@@ -126,7 +126,8 @@ class Session:
         decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
         # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
         torch.manual_seed(self.config.seed + self.ranks.rank)
-        with initial_values(work, self.model_config, self.ranks, begun=found is not None) as initial:
+        with (initial_values(work, self.model_config, self.ranks, begun=found is not None) as initial,
+              memory_explained(None, self.ranks, self.progress.step, first=True)):
             self.engine = build_engine(decided, self.model_config, self.grid, precision, self.batch.accumulation,
                                        initial)
         if compiles(train, self.ranks.device, self.config.parallel):
@@ -283,8 +284,9 @@ class Session:
         self.watchdog.step_begins()
         with memory_explained(self.engine, self.ranks, step, first=not self.through):
             self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
-            result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,
-                                      self.lr(step), self.guard_runner.guards.limits())
+            with self.monitor.norms(step) as self.norms:
+                result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,
+                                          self.lr(step), self.guard_runner.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
         return result
 
@@ -309,7 +311,7 @@ class Session:
                                     updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.lr(step))
         record |= self.batches.fields(self.batch.tokens, agreed.padding)
-        record |= self.guard_runner.step_fields(verdict, before.samples, end)
+        record |= self.guard_runner.step_fields(verdict, before.samples, end) | self.norms
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         record["shards_checked"] = self.tokens.checked
         self.progress = dataclasses.replace(after, record=record)

@@ -26,6 +26,7 @@ from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn
 from pipeline.training.engines.build import build_engine
+from pipeline.training.engines.norms import measured
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.schedule import learning_rate
 from pipeline.training.precision import DTYPES
@@ -124,6 +125,38 @@ def passes(ranks, **settings):
     with after_each_step(look):
         results = train_steps(ranks, **settings)["results"]
     return {"results": results, "passes": [{name: value.numpy() for name, value in step.items()} for step in found]}
+
+
+def norms(ranks, **settings):
+    """What `engines/norms.py` measures in each step, and the norms that follow from whole gradients and weights."""
+    found, computed, built = [], [], build_engine
+
+    def weights(engine):
+        return whole(ranks, {name.removeprefix("model."): shards for name, shards in engine.state_shards().items()
+                             if name.startswith("model.")})
+
+    def watched(*given):
+        engine = built(*given)
+        step = engine.step
+
+        def stepping(*arguments):
+            take, gradients, before = engine.before_update, {}, weights(engine)
+            engine.before_update = lambda: gradients.update(whole(ranks, engine.gradients()) or {})
+            with measured(engine, ranks.device) as values:
+                result = step(*arguments)
+            engine.before_update = take
+            found.append(values)
+            after = weights(engine)
+            if ranks.leads:
+                computed.append({name: [np.linalg.norm(tensor) for tensor in (
+                    gradients[name], after[name], after[name] - before[name])] for name in after})
+            return result
+        engine.step = stepping
+        return engine
+
+    with mock.patch(f"{__name__}.build_engine", watched):
+        done = train_steps(ranks, **settings)
+    return {**done, "norms": found, "computed": computed}
 
 
 def compiled_calls(ranks, **settings):

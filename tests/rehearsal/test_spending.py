@@ -7,13 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from model.config import ModelConfig
+from pipeline.config.loading import load_config
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
+from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.errors import NotRehearsedError
 from pipeline.rehearsal import spending
+from pipeline.rehearsal.fitting import TIGHT
 from pipeline.rehearsal.report import Rehearsal
 from pipeline.rehearsal.spending import FLOPS, NETWORK_BYTES, NODE_BYTES, changes, lost, recomputed_flops, spend
+from pipeline.rehearsal.step import rehearsable
 from pipeline.rehearsal.traffic import Channel, Traffic
 from tools.rehearse import main
 
@@ -77,11 +80,19 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
     path = spend(config, 16, 100, SHAPE, gpus_per_node=1, tell=told.append)
     assert path[0].settings == {} and [layout.peak for layout in path] == sorted(layout.peak for layout in path)
     assert path[-1].settings == {"train.micro_batch": 4, "train.activation_checkpointing": "selective",
-                                 "train.recomputed_blocks": 1}
+                                 "train.recomputed_blocks": 1, "train.kept_activations": [*KEPT_ACTIVATIONS]}
     assert path[-1].peak == 70 and told[0].startswith("as configured: 20 B, 0.0% waiting, ")
     assert any("activation_checkpointing=none" in line and ": 110 B" in line for line in told)
     assert "parallel.reduce=last: not rehearsed: no memory here" in told
     assert all(after.lost.time < before.lost.time for before, after in pairwise(path))
+
+
+def test_what_is_recomputed_is_kept_group_by_group():
+    full = [one.get("train.kept_activations") for one in changes(config_of(activation_checkpointing="full"))]
+    assert full[:2] == [["attention"], ["attention", "wq", "wk", "wv", "wo", "w1", "w3"]] and not any(full[2:])
+    some = changes(config_of(activation_checkpointing="selective", kept_activations=["attention", "wk"]))
+    assert [one["train.kept_activations"][2:] for one in some if "train.kept_activations" in one] == [
+        ["wo"], ["wq", "wv"], ["w1", "w3"]]
 
 
 def test_a_pipeline_gets_more_stages_up_to_its_layers():
@@ -97,3 +108,15 @@ def test_the_command_shows_what_it_tried_and_what_is_best(capsys):
     said = capsys.readouterr().out
     assert "as configured: " in said and "train.micro_batch=16: " in said and "\nbest       " in said
     assert main([*demo, "--memory", "0.01"]) == 1 and "None of these fits" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name, ranks, settings", [
+    ("llama3.2_1b", 8, []), ("llama3_8b", 8, []), ("llama3_8b_128k", 8, []), ("llama3_70b", 1024, []),
+    ("llama3_405b", 16384, []),
+    ("llama3_405b", 16384, ["train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16"])])
+def test_a_shipped_recipe_is_the_best_that_the_search_finds(name, ranks, settings):
+    """On the smallest number of GPUs that it is for, of 80 GB."""
+    config = load_config(f"configs/{name}.yaml", settings)
+    path = spend(config, ranks, 80e9, rehearsable(config, gpu=True)[2], tell=print)
+    assert [layout.settings for layout in path] == [{}] and path[0].peak <= TIGHT * 80e9

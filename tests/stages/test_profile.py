@@ -3,6 +3,10 @@
 import gzip
 import json
 
+import pytest
+
+from pipeline.records.metrics import read_metrics
+from pipeline.training.sinks.base import curves
 from tests.conftest import run_stage
 from tests.stages.training import curve, events, run_with_faults, train_folder
 from tools.verify.__main__ import main as verify
@@ -48,3 +52,20 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr
     run_stage("train", fresh, "train.steps=4")
     assert [record["step"] for record in curve(fresh)] == [1, 2, 3, 4]
+
+
+def test_norms_are_measured_where_asked_for_and_change_nothing(fresh):
+    run_stage("train", fresh, "train.steps=5", "train.norms_every=2", "train.log_every=100", ranks=2)
+    run_stage("train", fresh, "name=plain", "train.steps=5", ranks=2)
+    found = {record["step"]: record for record in read_metrics(train_folder(fresh) / "metrics.jsonl")}
+    assert [step for step in found if "weight_norms" in found[step]] == [1, 2, 4, 5]
+    plain = {record["step"]: record for record in curve(fresh, "plain")}
+    assert all(found[step]["loss"] == plain[step]["loss"] for step in found)
+    for event in (told := events(fresh, "norms")):
+        record = found[event["step"]]
+        total = sum(gradient ** 2 for gradient, _, _ in event["parameters"].values()) ** 0.5
+        assert total == pytest.approx(record["grad_norm"], rel=1e-4)
+        assert set(record["update_norms"]) == {"tok_embeddings", "layers.0", "layers.1", "norm", "output"}
+        assert min(record["update_norms"].values()) > 0
+        assert curves(record)["norms/weight/layers.1"] == record["weight_norms"]["layers.1"]
+    assert [event["step"] for event in told] == [1, 2, 4, 5]

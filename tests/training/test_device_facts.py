@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from pipeline.training.device_facts import allocator_facts, peak_flops, want_of_memory
+from pipeline.errors import UserError
+from pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
 from pipeline.training.profiling import shares_of
 
 GPU = torch.device("cuda", 0)
@@ -55,3 +56,11 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
                  "rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
         assert told in said
+
+
+def test_want_of_memory_while_a_model_is_placed_ends_the_job():
+    ranks = SimpleNamespace(rank=3, world=16, device=torch.device("cpu"))
+    said = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For which "
+            r"modules .* --ranks 16 --memory <GB of a GPU>")
+    with pytest.raises(UserError, match=said), memory_explained(None, ranks, 0, first=True):
+        raise torch.OutOfMemoryError("no room")

@@ -44,6 +44,9 @@ CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""
 DATA = ("shards_checked",)
 """What of it tells of the data."""
+GROUPS = {"heldout_bpb": "heldout/bits_per_byte", "gradient_norms": "norms/gradient", "weight_norms": "norms/weight",
+          "update_norms": "norms/update"}
+"""What of it has a value for each source or layer, and what the curves' names begin with."""
 
 
 class Sink(Protocol):
@@ -116,14 +119,14 @@ def refuse_unusable(items: Iterable[Kind]) -> None:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The curves of a step's record: every number under train/ or data/, held-out ones under heldout/bits_per_byte/.
+    """The curves of a step's record: every number under train/ or data/, and those of GROUPS.
 
     A loss that is NaN stands in the record as text, and is no point of a curve.
     """
     found = {f"{'data' if name in DATA else 'train'}/{name}": float(value) for name, value in record.items()
              if isinstance(value, (int, float)) and name not in CLOCKS}
-    return found | {f"heldout/bits_per_byte/{source}": float(bits)
-                    for source, bits in record.get("heldout_bpb", {}).items()}
+    return found | {f"{curve}/{source}": float(value) for name, curve in GROUPS.items()
+                    for source, value in record.get(name, {}).items() if isinstance(value, (int, float))}
 
 
 def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,43 @@
+"""Norms of every parameter's gradient, weight and update are those of the whole tensors, however these are spread."""
+
+import numpy as np
+import pytest
+
+from pipeline.training.engines.norms import layer_norms
+from tests.parallel.groups import end_groups, run_case
+from tests.parallel.matrix import Case, kind_of, lacks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end():
+    """Ranks that wait for another case cost processor time."""
+    yield
+    end_groups()
+
+
+@pytest.mark.parametrize("ranks, settings", [
+    (1, {}), (2, {"tied": True, "backend": "aot_eager"}), (4, {"parallel": {"dp_replicate": 2}}),
+    (2, {"parallel": {"tp": 2}, "train": {"optimizer": "muon"}}),
+    (4, {"parallel": {"pp": 2, "pp_schedule": "interleaved"}, "shape": {"layers": 4}, "tied": True, "accumulation": 2}),
+    (2, {"parallel": {"engine": "deepspeed", "zero_stage": 1}, "precision": "fp32"}),
+    (2, {"parallel": {"engine": "deepspeed", "zero_stage": 3}, "precision": "fp32"})])
+def test_norms_are_those_of_whole_tensors(ranks, settings):
+    case = Case("norms", ranks=ranks, settings={"steps": 3, **settings})
+    if lack := lacks(case):
+        pytest.skip(lack)
+    found = run_case(ranks, kind_of(case), {"body": "tests.parallel.train_steps:norms", **case.settings})
+    assert len(found["norms"]) == 3
+    for norms, computed, (_, total) in zip(found["norms"], found["computed"], found["results"], strict=True):
+        assert set(norms) == set(computed) and len(norms) > 20
+        for name, expected in computed.items():
+            np.testing.assert_allclose(norms[name], expected, rtol=2e-5, err_msg=name)
+        assert sum(values[0] ** 2 for values in norms.values()) ** 0.5 == pytest.approx(total, rel=1e-5)
+
+
+def test_of_a_layer_they_are_those_of_its_parameters_together():
+    norms = {"tok_embeddings.weight": (1.0, 2.0, 3.0), "layers.11.attention.wq.weight": (3.0, 1.0, 0.0),
+             "layers.11.ffn_norm.weight": (4.0, 0.0, "nan"), "layers.1.ffn_norm.weight": (0.5, "inf", 0.0)}
+    assert layer_norms(norms) == {
+        "gradient_norms": {"tok_embeddings": 1.0, "layers.11": 5.0, "layers.1": 0.5},
+        "weight_norms": {"tok_embeddings": 2.0, "layers.11": 1.0, "layers.1": "inf"},
+        "update_norms": {"tok_embeddings": 3.0, "layers.11": "nan", "layers.1": 0.0}}
