@@ -120,6 +120,7 @@ REFUSED = {  # program: wrong arguments, and what is said of them
     "tools.bench_generate": ("--threads 0", "--threads must be above 0"),
     "tools.bench_gpu": ("nope", "unrecognized arguments"),
     "tools.bench_train": ("--only nope", "invalid choice: 'nope'"),
+    "tools.bench_layouts": ("--only nope", "No layout's name contains nope"),
     "tools.chaos": ("--lab nope", "The lab in nope is not up"),
     "tools.chat": ("--model nope x", "nope is no folder"),
     "tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),

@@ -81,8 +81,8 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     holds = (f" This rank holds {', '.join(parts)}; the rest are gradients, gathered weights, activations and logits."
              if engine else "")
     return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For which "
-            f"modules it is needed, and for settings that were seen to need less, run python -m tools.rehearse with this run's "
-            f"--config and settings, --ranks {ranks.world}{gpu}.")
+            f"modules it is needed, and for settings that were seen to need less, run python -m tools.rehearse with "
+            f"this run's --config and settings, --ranks {ranks.world}{gpu}.")
 
 
 @contextmanager
