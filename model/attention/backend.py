@@ -127,6 +127,11 @@ class Backend(ABC):
         one that changes with every batch costs a compilation each time.
         """
 
+    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Called in each layer before its queries are computed, with k and v as `attend` describes them: a backend that
+        needs those of other ranks begins to exchange them. Returns what `attend` is given in their place."""
+        return k, v
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         """Called in each layer; differentiable.

@@ -77,15 +77,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; layout: of this forward pass; cache: this layer's, which is extended."""
         batch, length, _ = x.shape
-        # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        q = self.wq(x).view(batch, length, -1, self.head_dim)  # (batch, length, heads, head_dim)
-        k = self.wk(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotates:
-            q, k = layout.rotation(q), layout.rotation(k)
-        v = self.wv(x).view(batch, length, -1, self.head_dim)
+        # Keys and values come first: what other ranks need of them is on its way while queries are computed. The number
+        # of heads is left open (-1): under tensor parallelism a rank holds only some of them.
+        k = self._turned(self.wk(x).view(batch, length, -1, self.head_dim), self.k_norm, layout)
+        v = self.wv(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim), as k
         if cache is not None:
             k, v = cache.extend(k, v)
+        k, v = layout.backend.offer(k, v)
+        q = self._turned(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
         joined: Tensor = self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
         return joined
+
+    def _turned(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
+        """Queries or keys, (batch, length, heads, head_dim), normed and rotated where the layer does so."""
+        if norm is not None:
+            heads = norm(heads)
+        return layout.rotation(heads) if self.rotates else heads

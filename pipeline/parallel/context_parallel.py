@@ -137,41 +137,68 @@ class ContextParallel(Backend):
         return Prepared(moved(torch.from_numpy(found.index), device), moved(torch.from_numpy(found.uses), device),
                         self.inner.prepare(segments, dtype))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Tensor:
-        """See Backend."""
-        packed, uses, inner = prepared
+    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See Backend. Returns a stand-in for k and v, and those of all ranks, which are still on their way."""
         both = torch.stack((k.flatten(0, 1), v.flatten(0, 1)), dim=1)  # (tokens, 2, kv_heads, head_dim): one collective
-        keys, values = _Packed.apply(both, packed, uses, self.ranks, self.group)
+        return _Own.apply(both), GATHER(both.detach(), self.ranks, self.group)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Tensor:
+        """See Backend. k, v: of `offer`."""
+        packed, uses, inner = prepared
+        keys, values = _Packed.apply(k, v, packed, uses, self.ranks, self.group)
         return self.inner.attend(q.flatten(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
                                  inner).view(q.shape)
 
 
+class _Own(torch.autograd.Function):
+    """A stand-in for a rank's own keys and values, whose contents mean nothing. Its gradient, of the same shape and in
+    float32 at least, may still be on its way from other ranks.
+
+    Autograd goes backward through what came last first: `_Packed` begins the exchange, queries and their weights get
+    their gradients, and only then this one waits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.dtype = both.dtype
+        return torch.empty_like(both, dtype=_wide(both))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        waited: Tensor = WAIT(gradient)
+        return waited.to(ctx.dtype)
+
+
 class _Packed(torch.autograd.Function):
-    """Every rank's keys and values, gathered and packed; backwards, each rank gets the sum of what all say of its own.
+    """Every rank's keys and values, packed; backwards, each rank gets the sum of what all say of its own.
 
     The sum is made in float32 at least, and without atomic additions: a key is in two segments of a rank at most.
     """
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, index: Tensor, uses: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, own: Tensor, gathered: Tensor, index: Tensor, uses: Tensor, ranks: int,
+                group: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(uses)
         ctx.ranks, ctx.group = ranks, group
-        whole = WAIT(GATHER(both.contiguous(), ranks, group))  # (gathered, 2, kv_heads, head_dim)
+        whole = WAIT(gathered)  # (gathered, 2, kv_heads, head_dim)
         return whole[:, 0].index_select(0, index), whole[:, 1].index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         uses, = ctx.saved_tensors
         total = _sum((keys, values), uses)
-        return WAIT(SCATTER(total, "sum", ctx.ranks, ctx.group)).to(keys.dtype), None, None, None, None
+        return SCATTER(total, "sum", ctx.ranks, ctx.group), None, None, None, None, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
     """(gathered, len(gradients), kv_heads, head_dim) sums over both uses of each key, in float32 at least, of each
     (packed, kv_heads, head_dim)."""
     first = gradients[0]
-    wide = torch.promote_types(first.dtype, torch.float32)
-    total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=wide)
+    total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=_wide(first))
     for packed, sums in zip(gradients, total.unbind(1), strict=True):
         for number, use in enumerate(uses.unbind()):
             # Chosen, not multiplied by 0: rows without meaning may hold anything.

@@ -25,6 +25,11 @@ from pipeline.parallel.initial_values import InitialValues
 from pipeline.parallel.pipeline_parallel import Stage
 from pipeline.parallel.tensor_parallel import apply_tensor_parallel
 
+EXCHANGE_BESIDE_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
+                            "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}
+"""Options of torch.compile where blocks exchange activations: inductor lets collectives begin as early, and waits for
+them as late, as the graph allows. Backward, weights' gradients are computed meanwhile; by itself, it waits at once."""
+
 
 def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, precision: torch.dtype,
                 train: TrainConfig, parallel: ParallelConfig, attention: Backend, part: Part | None = None) -> Llama:
@@ -51,9 +56,13 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     # the place of what tensor parallelism stores, and stops. Nothing in it is random: kept, it needs no such state.
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
     checkpoint_activations(model, train, ("attention",) if keep_attention else (), grid.tensor)
-    options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device) if parallel.async_tp else None
+    options: dict[str, Any] = {}
+    if parallel.async_tp:
+        options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device)
+    elif grid.tensor * grid.context > 1:
+        options = EXCHANGE_BESIDE_PRODUCTS
     if compiled:
-        compile_blocks(model, train, options)
+        compile_blocks(model, train, options or None)
     if not needs_fsdp2(grid, precision):
         return _placed(model, initial, grid)
     _shard(model, grid, precision, master, parallel)

@@ -126,6 +126,25 @@ def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, ga
     assert found == {"attention": 3 * attention, "gathered": 3 * gathered}
 
 
+def computed_meanwhile(**settings):
+    """By the kind of exchange, the different numbers of products that stand between its begin and the wait for it."""
+    found = run_case(2, "", {"body": "tests.parallel.train_steps:computed_meanwhile", **settings})
+    return {kind: sorted(set(counts)) for kind, counts in found.items()}
+
+
+def test_queries_are_computed_while_keys_and_values_are_exchanged():
+    """One product forward, and two backward: of the input's gradient, and of the weight's."""
+    assert computed_meanwhile(parallel={"cp": 2}) == {"gathers": [1], "sums": [2]}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradients_are_exchanged():
+    """Under context parallelism all those that are known by then, with two of inputs; under tensor parallelism those of
+    the feed-forward, and of attention. Forward, and where gradients are gathered, the next product needs the sum."""
+    assert computed_meanwhile(backend="inductor", parallel={"cp": 2}) == {"gathers": [1], "sums": [6]}
+    assert computed_meanwhile(backend="inductor", parallel={"tp": 2}) == {"gathers": [0], "sums": [0, 3, 4]}
+
+
 @pytest.mark.slow
 def test_other_documents_are_not_compiled_anew():
     """Twice for all blocks and steps: for the first shapes, and for those of other lengths. The loss has two graphs."""

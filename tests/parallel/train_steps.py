@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,8 @@ from pipeline.training.engines.norms import measured
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.schedule import learning_rate
 from pipeline.training.precision import DTYPES
+from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
+from tests.model.varlen_on_cpu import NAME
 
 SEQUENCES, LENGTH = 8, 48
 LR = 5e-4
@@ -270,11 +273,46 @@ def graphs(ranks, **settings):
 def attention_calls(ranks, **settings):
     """How often this rank computed attention forward, and gathered keys and values for it, in `train_steps` with
     varlen's kernel for the CPU."""
-    from tests.model.varlen_on_cpu import CALLS, NAME
-    before, counted = CALLS["forward"], Counted(torch.ops._c10d_functional.all_gather_into_tensor.default)
+    before, counted = KERNEL_CALLS["forward"], Counted(torch.ops._c10d_functional.all_gather_into_tensor.default)
     with counted:
         train_steps(ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings)
-    return {"attention": CALLS["forward"] - before, "gathered": counted.calls}
+    return {"attention": KERNEL_CALLS["forward"] - before, "gathered": counted.calls}
+
+
+def computed_meanwhile(ranks, backend=None, **settings):
+    """How many matrix products stand between each exchange of keys and values and the wait for it, in `train_steps`: of
+    those that run, or of the code that inductor makes. `gathers`, `sums` of gradients."""
+    settings = {"train": {"attention": NAME, **settings.pop("train", {})}, "steps": 1, **settings}
+    if backend is None:
+        with Ordered() as order:
+            train_steps(ranks, **settings)
+        lines = order.names
+    else:
+        _, codes = run_and_get_code(partial(train_steps, ranks, backend=backend, **settings))
+        lines = [line for code in codes for line in code.splitlines()
+                 if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
+    found, begun = {"gathers": [], "sums": []}, None
+    for line in lines:
+        if "all_gather_into_tensor" in line or "reduce_scatter_tensor" in line:
+            begun = found["gathers" if "all_gather" in line else "sums"]
+            begun.append(0)
+        elif "wait_tensor" in line:
+            begun = None
+        elif begun is not None and ("aten.mm" in line or "extern_kernels.mm(" in line):
+            begun[-1] += 1
+    return found
+
+
+class Ordered(TorchDispatchMode):
+    """Notes the operators that run, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 class Counted(TorchDispatchMode):

@@ -53,6 +53,11 @@ def test_collectives_that_products_hide_cost_only_what_is_longer():
     assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": node}), 8).exchanging == pytest.approx(0.5)
     assert lost(config, SHAPE, rehearsal(**{"tensor_all-reduce": node}), 8).exchanging == pytest.approx(1.0)
     assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": network}), 1).exchanging == pytest.approx(0.5)
+    # Half of the sums is made backward, beside products for weights' gradients: a third of all.
+    summed = rehearsal(**{"tensor_reduce-scatter": 4 * node})  # 2 of the products' time
+    assert lost(config, SHAPE, summed, 8).exchanging == pytest.approx(1 + (1 - 1 / 3))
+    eager = config_of({"tp": 2}, compile=False)
+    assert lost(eager, SHAPE, summed, 8).exchanging == pytest.approx(2)
     for weights, exposed in ((2 * network, 0.0), (6 * network, 2.0)):
         assert lost(config, SHAPE, rehearsal(**{"shard_all-gather": weights}), 8).exchanging == pytest.approx(exposed)
     pipelined = config_of({"pp": 2})
