@@ -27,6 +27,13 @@ KNOWN = {
     "a GitLab token": rf"{_START}gl(?:pat|dt|rt|cbt|ptt|agent)-[A-Za-z0-9_-]{{12,}}",
     "an AWS key": rf"{_START}(?:AKIA|ASIA)[A-Z0-9]{{16}}(?![A-Za-z0-9])",
     "a Slack token": rf"{_START}xox[abeoprs]-[A-Za-z0-9-]{{10,}}",
+    "an address that lets its holder in": r"[?&](?:X-Amz-Signature=[0-9a-f]{32,}|X-Goog-Signature=[0-9a-f]{32,}|"
+                                          r"sig=[A-Za-z0-9%/+_=-]{20,})|"
+                                          r"hooks\.slack\.com/(?:services|workflows)/[A-Z0-9]{6,}/[A-Za-z0-9/]{10,}|"
+                                          r"discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{20,}",
+    "a key of an Azure account": r"(?:AccountKey|SharedAccessKey)=[A-Za-z0-9+/=]{20,}",
+    "a Vault token": rf"{_START}hv[sbr]\.[A-Za-z0-9_-]{{20,}}",
+    "a Databricks token": rf"{_START}dapi[0-9a-f]{{32}}(?![0-9a-f])",
     "a package registry's token": rf"{_START}(?:npm_[A-Za-z0-9]{{30,}}|pypi-[A-Za-z0-9_-]{{30,}}|"
                                   rf"dckr_pat_[A-Za-z0-9_-]{{20,}})",
     "a signed token (JWT)": rf"{_START}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]*",
@@ -78,7 +85,7 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
             found.append(f"{where} holds what looks like a secret ({what}): it would be written to files. "
                          f"{WAY.format(name='NAME')}.")
         for name, value in assigned(text):
-            if name not in launch.not_secrets and is_secret(name, value):
+            if name not in launch.not_secrets and is_secret(name, value) and not known_form(f"{name}={value}"):
                 found.append(f"{where} holds what looks like a secret, {name}: it would be written to files. "
                              f"{WAY.format(name=_variable(name))}{NO_SECRET.format(name=name)}.")
     said = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")

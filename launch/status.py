@@ -22,7 +22,7 @@ from launch.run_status.run_files import read_run
 from launch.run_status.run_status import RunStatus, judge, targets_of, wanted_ids
 from launch.run_status.stage_status import BAD, LIVE, Row
 from launch.slurm.scheduler import Scheduler
-from pipeline.console import duration
+from pipeline.console import duration, printable
 from pipeline.errors import UserError
 
 EPILOG = """\
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(show(look(folder, Scheduler()), width(), colour=sys.stdout.isatty())))
         return 0
     except UserError as error:
-        print(f"drover stops here: {error}", file=sys.stderr, flush=True)
+        print(printable(f"drover stops here: {error}"), file=sys.stderr, flush=True)
         return error.exit_status
     except KeyboardInterrupt:
         print()
@@ -170,19 +170,19 @@ def _summary(standing: RunStatus) -> dict[str, str]:
     targets, done = targets_of(standing.files), [row.stage for row in standing.rows if row.state in ("done", "reused")]
     row = standing.current
     cells = _cells(row)
-    now = "done" if standing.outcome == "done" else f"{row.stage} {row.state}" if targets else "to do"
+    now = "done" if standing.outcome == "done" else f"{cells['stage']} {cells['state']}" if targets else "to do"
     shown = ("job", "progress", "ETA", "loss") if standing.outcome != "done" else ()
-    return {"run": standing.files.folder.name, "done": f"{len(done)}/{len({*targets, *done})}", "now": now,
+    return {"run": printable(standing.files.folder.name), "done": f"{len(done)}/{len({*targets, *done})}", "now": now,
             **{name: cells[name] if name in shown else "" for name in ("job", "progress", "ETA", "loss")}}
 
 
 def _cells(row: Row) -> dict[str, str]:
     """The row as texts, "" for what is not known."""
-    return dict(zip(HEADINGS, (
+    return dict(zip(HEADINGS, map(printable, (
         row.stage, row.state, row.job, row.nodes, _time(row.elapsed_s), row.progress, _time(row.eta_s),
         "" if row.loss is None else f"{row.loss:.4f}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        str(row.restarts or ""), "" if row.goodput is None else f"{row.goodput:.1%}"), strict=True))
+        str(row.restarts or ""), "" if row.goodput is None else f"{row.goodput:.1%}")), strict=True))
 
 
 def _time(seconds: float | None) -> str:
@@ -217,7 +217,7 @@ def _coloured(text: str, code: str) -> str:
 
 
 def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
-    text = " ".join(text.split()) if bullet else text
+    text = printable(" ".join(text.split()) if bullet else text)
     text = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
     indent = " " * (len(bullet) or 10)
     return textwrap.wrap(text, max(40, columns), initial_indent=bullet, subsequent_indent=indent,

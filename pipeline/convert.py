@@ -48,7 +48,7 @@ def _convert(work: Work) -> None:
     from pipeline.formats.huggingface import stream_folder
     from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from pipeline.records.generation_settings import FILE, read_settings
-    from pipeline.tokenization.export import SETTINGS, with_length
+    from pipeline.tokenization.export import SETTINGS, settings_text
 
     if problem := export_problem(work.config.model):
         raise UserError(problem)
@@ -81,7 +81,7 @@ def _convert(work: Work) -> None:
         for path in sorted((tokenizer_folder / "hf").iterdir()):
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():
-            write_text(beside, with_length(beside, config.context_length))
+            write_text(beside, settings_text(beside, config.context_length))
         counts = _prove(work, temporary, config, reader)
     for path in temporary.iterdir():
         sync(path)

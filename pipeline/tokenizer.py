@@ -22,7 +22,7 @@ from pipeline.tokenization.base import Tokenizer, loses_marks
 from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
-from pipeline.tokenization.export import copy_hugging_face, write_hugging_face
+from pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
 from pipeline.tokenization.fast import NAME
 from pipeline.tokenization.gate import applies, key_of, verdict
 from pipeline.tokenization.kinds import (
@@ -119,6 +119,8 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
                "records": records, "shares": shares, "of_shards": len(train)}
     [made] = work.do_units("make", [Unit("vocabulary", payload)], make, "vocabulary")
+    for file in made["code"]:
+        work.say(f"{file} names code ({CODE}), which is left out: nothing of it is run or passed on")
     if made["sample"]["nul_characters"]:
         work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the text that was trained on")
     return made
@@ -145,12 +147,14 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         sample.of_shards = payload["of_shards"]
         _train(settings, placed(folder, payload["shards"]), payload["records"], payload["shares"], path, sample)
     tokenizer = open_tokenizer(settings.kind, path, bounds)
-    if ready is not None and settings.kind == "huggingface" and (beside := files_beside(ready)):
+    beside = files_beside(ready) if ready is not None and settings.kind == "huggingface" else []
+    if ready is not None and beside:
         exported = copy_hugging_face(ready, beside, folder / "hf")
     else:
         exported = write_hugging_face(tokenizer, folder / "hf")
     files = [*([path] if path else []), write_record(folder, tokenizer), *exported]
-    return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample)}
+    return {"outputs": [output_record(folder, file) for file in files], "sample": asdict(sample),
+            "code": [str(file) for file in beside if names_code(file)]}
 
 
 def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], shares: dict[str, float],

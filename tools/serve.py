@@ -3,15 +3,17 @@
     python -m tools.serve --model runs/demo
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
 
-Requests that come together are written together. It listens on this machine alone unless --host says otherwise: there
-are no passwords here.
+Requests that come together are written together. It listens on this machine alone unless --host says otherwise. With
+--api-key FILE, or DROVER_API_KEY in the environment, requests need that key (`Authorization: Bearer KEY`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
+from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import run_of
@@ -20,6 +22,7 @@ from pipeline.records.weight_files import weights_folder
 from tools.model_options import add_model_options, opened_model
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+KEY_VARIABLE = "DROVER_API_KEY"
 CLOSING_S = 5
 """How long open answers may take to end after Ctrl-C."""
 
@@ -31,6 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     add_model_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    parser.add_argument("--api-key", type=Path, metavar="FILE", help="a file with the key that requests must bring; "
+                        f"without it, {KEY_VARIABLE} of the environment, if it is set")
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
+                        help="another name that clients call this server by; addresses and this machine's names may be")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="texts written at once (default 8)")
     parser.add_argument("--queue", type=int, default=32, metavar="N",
                         help="texts that may wait; beyond, requests are answered with status 429 (default 32)")
@@ -51,6 +58,7 @@ def serve(options: argparse.Namespace) -> None:
     if options.batch < 1 or options.queue < 0:
         raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
                         f"{options.queue}.")
+    key = _key(options.api_key)
     with _listening(options.host, options.port) as listening:
         weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
         try:
@@ -68,7 +76,9 @@ def serve(options: argparse.Namespace) -> None:
         name = options.name or (run.folder if run is not None else opened.path).resolve().name
         worker = Worker(opened.model, readable_bytes(opened), batch=options.batch, queue=options.queue)
         reader = Reader(opened, name, ending_ids(opened), chat_template(opened))
-        server = Server(reader, worker, [*LOCAL] if options.host in LOCAL else ["*"])
+        names = {*LOCAL, *options.allow_host, *([] if options.host in LOCAL else
+                                                [options.host, socket.gethostname(), socket.getfqdn()])}
+        server = Server(reader, worker, frozenset(name.lower() for name in names), key)
         chats = ", /v1/chat/completions" if reader.template is not None else ""
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -76,6 +86,19 @@ def serve(options: argparse.Namespace) -> None:
               f"Ctrl-C ends it.", flush=True)
         config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=CLOSING_S)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _key(file: Path | None) -> str | None:
+    """The key that requests need. UserError where it is no key."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"The key of --api-key cannot be read from {file}: {error}.") from None
+    if not key:
+        raise UserError(f"{file} of --api-key is empty. Write the key into it.")
+    return key
 
 
 def _listening(host: str, port: int) -> socket.socket:

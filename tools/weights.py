@@ -138,17 +138,18 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
 def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
     """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
-    from pipeline.tokenization.export import SETTINGS, with_length, write_hugging_face
+    from pipeline.tokenization.export import CODE, SETTINGS, names_code, settings_text, write_hugging_face
     from tools.weights_beside import MODEL_FILE, name_of_vocabulary
 
-    carried, left = [], []
+    carried, left, code = [], [], False
     if form == "meta":
         left = sorted(found.files)
     else:
         for name, path in found.files.items():
             write = _copier(path)
-            if name == SETTINGS and found.context_length is not None:
-                write = _text_writer(with_length(path, found.context_length))
+            if name == SETTINGS:
+                write = _text_writer(settings_text(path, found.context_length))
+                code = names_code(path)
             folder.make(name, write)
             carried.append(name)
     if found.vocabulary is not None:
@@ -162,6 +163,8 @@ def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
     told = [f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over."]
     if form == "hf" and found.vocabulary and not found.tokenizer and TOKENIZER[0] not in found.files:
         told.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
+    if code:
+        told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     return [*told, f"Left behind, as this form has no place for it: {', '.join(left)}."] if left else told
 
 

@@ -15,7 +15,7 @@ from model.generation.sampling import Sampling, draw, penalised
 from model.generation.scores import TokenScore, token_scores
 from model.llama import Llama
 
-End = Literal["stop", "length"]
+End = Literal["stop", "length", "failed"]
 LOGITS_IN_MEMORY = 2**27
 """Most logits of a prompt at once (0.5 GB in float32), where those of all its tokens are asked for."""
 
@@ -29,7 +29,8 @@ class Row:
         tokens: the new ids so far, without the one that stopped it.
         scores: of the new tokens, that of a stop id with them, where `sampling.logprobs` asks for them.
         prompt_scores: of the prompt's tokens but the first, where `sampling.prompt_logprobs` does.
-        end: "stop" where one of its stop_ids came, "length" where it has all its tokens, None while it goes on.
+        end: "stop" where one of its stop_ids came, "length" where it has all its tokens, "failed" where its scores are
+            NaN, None while it goes on.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -40,17 +41,23 @@ class Row:
         self.end: End | None = None
         self._generator: torch.Generator | None = None
 
-    def choose(self, scores: Tensor) -> int:
-        """The next token by the row's settings. scores: (vocabulary,) on the CPU."""
+    def choose(self, scores: Tensor) -> int | None:
+        """The next token by the row's settings; None where the scores are NaN. scores: (vocabulary,) on the CPU."""
         if self.sampling.repetition_penalty != 1:
             seen = torch.tensor([*self.prompt, *self.tokens])
             scores = penalised(scores, seen, self.sampling.repetition_penalty)
         if self._generator is None:
             self._generator = torch.Generator(device="cpu").manual_seed(self.sampling.seed)
-        return draw(scores, self.sampling, self._generator)
+        try:
+            return draw(scores, self.sampling, self._generator)
+        except FloatingPointError:
+            return None
 
-    def take(self, token: int) -> bool:
-        """Count the next token; whether it belongs to the text."""
+    def take(self, token: int | None) -> bool:
+        """Count the next token (None: its scores are NaN); whether it belongs to the text."""
+        if token is None:
+            self.end = "failed"
+            return False
         if token in self.sampling.stop_ids:
             self.end = "stop"
             return False
@@ -104,10 +111,8 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, int | None]]:
-        """A further token for every row: each with the token that it got, None where that was one of its stop_ids.
-        Rows that ended with it are not in the batch any more.
-
-        Raises FloatingPointError where the model's scores are NaN.
+        """A further token for every row: each with the token that it got, None where that was one of its stop_ids, or
+        where its scores are NaN (`Row.end`). Rows that ended with it are not in the batch any more.
         """
         made: list[tuple[Row, int | None]] = []
         if self._running:
@@ -126,7 +131,7 @@ class Batch:
                 self._caches.remove(len(self._running))
         return made
 
-    def _continued(self) -> list[int]:
+    def _continued(self) -> list[int | None]:
         """The next token of every running row."""
         tokens = torch.tensor([row.tokens[-1:] for row in self._running], device=self._device)
         positions, mask = self._caches.begin(self._dtype)
@@ -134,7 +139,7 @@ class Batch:
         self._caches.end()
         return _chosen(self._running, scores)
 
-    def _read(self, row: Row) -> int:
+    def _read(self, row: Row) -> int | None:
         """Read a prompt into the caches, as their last row; its first token."""
         length = len(row.prompt)
         caches = [KeyValueCache(length) for _ in self._caches.layers]
@@ -157,18 +162,17 @@ class Batch:
         return scores[-1:]
 
 
-def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int]:
-    """The next token of each row. scores: (rows, vocabulary); all of them leave the device only where one is needed."""
+def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int | None]:
+    """The next token of each row, None where its scores are NaN. scores: (rows, vocabulary); all of them leave the
+    device only where one is needed."""
     if all(row.sampling.plain for row in rows):
-        best, tokens = scores.max(dim=-1)
-        if best.isnan().any():
-            raise FloatingPointError("the model's scores are NaN")
-        chosen: list[int] = tokens.tolist()
+        best, tokens = scores.max(dim=-1)  # NaN counts as the greatest
+        chosen = [None if isnan else token for token, isnan in zip(tokens.tolist(), best.isnan().tolist(), strict=True)]
     else:
         chosen = [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
     if places := [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]:
         counts = [rows[place].sampling.logprobs or 0 for place in places]
-        found = token_scores(scores[places], [chosen[place] for place in places], max(counts))
+        found = token_scores(scores[places], [chosen[place] or 0 for place in places], max(counts))
         for place, count, score in zip(places, counts, found, strict=True):
             rows[place].scores.append(replace(score, top=score.top[:count]))
     return chosen

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+LEAST_TEMPERATURE, MOST_PENALTY = 1e-3, 100.0
+"""Beyond these, scores would become infinite, and probabilities no numbers."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -56,12 +59,13 @@ class Sampling:
         """Every impossible value as a sentence; empty if there is none."""
         wrong = [
             (self.max_tokens < 1, f"max_tokens must be at least 1, not {self.max_tokens}."),
-            (not 0 <= self.temperature < math.inf, f"temperature must be at least 0, not {self.temperature}."),
+            (self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf,
+             f"temperature must be 0, or at least {LEAST_TEMPERATURE}, not {self.temperature}."),
             (self.top_k is not None and self.top_k < 1, f"top_k must be at least 1, not {self.top_k}."),
             (not 0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}."),
             (not 0 <= self.min_p <= 1, f"min_p must be from 0 to 1, not {self.min_p}."),
-            (not 0 < self.repetition_penalty < math.inf,
-             f"repetition_penalty must be above 0, not {self.repetition_penalty}."),
+            (not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
+             f"repetition_penalty must be from {1 / MOST_PENALTY} to {MOST_PENALTY}, not {self.repetition_penalty}."),
             (not 0 <= self.seed < 2**63, f"seed must be from 0 to 2^63 - 1, not {self.seed}."),
             *((count is not None and count < 0, f"{name} must be at least 0, not {count}.") for name, count in
               (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))),

@@ -29,7 +29,8 @@ class Piece:
         key: of the text, as it was begun.
         text: to be put behind the pieces before; may be empty.
         tokens: new tokens of the text so far, those of a stop string among them.
-        end: why this is its last piece: "stop" (a stop string or a stop id), "length"; None while it goes on.
+        end: why this is its last piece: "stop" (a stop string or a stop id), "length", "failed" (the model's scores are
+            NaN); None while it goes on.
         scores: where `Sampling.logprobs` asks for them, of the tokens that are certain since the piece before: those
             that begin in the text, and the stop id behind its end; none that only belongs to a stop string.
         prompt_scores: with the first piece, `Row.prompt_scores`.
@@ -63,7 +64,7 @@ class _Text:
             new += stream.finish()
             if stream.stopped:  # by the last characters, which were broken
                 end = "stop"
-        if row.sampling.logprobs is not None:
+        if row.sampling.logprobs is not None and row.end != "failed":
             self._scored.append(ScoredToken(row.scores[-1], stream.length if content is None else start))
         if not (new or end):
             return Piece(key, "", len(row.tokens), None)
@@ -103,10 +104,7 @@ class Writer:
         return len(self._texts)
 
     def step(self) -> list[Piece]:
-        """One forward pass for all texts: the pieces that have text or are the last of theirs.
-
-        Raises FloatingPointError where the model's scores are NaN.
-        """
+        """One forward pass for all texts: the pieces that have text or are the last of theirs."""
         pieces = []
         for row, token in self.batch.step():
             key = self._keys[id(row)]
@@ -132,4 +130,7 @@ def stream(
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         writer.begin(number, prompt, sampling)
     while len(writer):
-        yield from writer.step()
+        for piece in writer.step():
+            if piece.end == "failed":
+                raise FloatingPointError("the model's scores are NaN")
+            yield piece

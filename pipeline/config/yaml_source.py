@@ -15,6 +15,8 @@ Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
 
 
+MOST_VALUES = 100_000
+"""Of a file or an override, each alias counted as what it stands for: aliases of aliases double with every line."""
 MERGE = "tag:yaml.org,2002:merge"
 """What YAML calls the key `<<`."""
 
@@ -91,8 +93,10 @@ class Values:
     def set(self, dotted: str, text: str) -> None:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
         keys: Path_ = tuple(int(key) if key.isdigit() else key for key in dotted.split("."))
+        loader = _Loader(text)
         try:
-            value = yaml.load(text, _Loader)
+            parsed = loader.get_single_node()
+            value = None if parsed is None else loader.construct_document(_bounded(parsed, f"The override {dotted}"))
         except yaml.YAMLError as error:
             raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
         node: Any = self.tree
@@ -131,7 +135,7 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
-            values.tree = _Reader(loader, path, values.places).value(node, ())
+            values.tree = _Reader(loader, path, values.places).value(_bounded(node, str(path)), ())
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     except RecursionError:
@@ -139,6 +143,24 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
     if not isinstance(values.tree, dict):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(values.tree).__name__}.")
     return values
+
+
+def _bounded(node: yaml.Node, where: str) -> yaml.Node:
+    """The node. UserError where it stands for more than MOST_VALUES values."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # an alias inside of itself is told by the reader
+            inner = ([part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else
+                     node.value if isinstance(node, yaml.SequenceNode) else [])
+            sizes[id(node)] = 1 + sum(size(part) for part in inner)
+        return sizes[id(node)]
+
+    if (count := size(node)) > MOST_VALUES:
+        raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
+                        f"out what is meant.")
+    return node
 
 
 def _decoded(path: Path, named_by: str) -> str:

@@ -7,7 +7,7 @@ files are.
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,14 +92,12 @@ def fetch_copy(url: str, folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already. Give a folder that is not.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        size = fetch(store, "", temporary, content["files"])
-        temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    # Beside it, to be renamed, under a name that nobody else has: `<folder>.tmp` may be the user's.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / folder.name
+        whole.mkdir()
+        size = fetch(store, "", whole, content["files"])
+        whole.replace(folder)
     return size
 
 

@@ -48,7 +48,14 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         # Drover's exports leave the names of special tokens in a text alone; those of a template are meant.
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, split_special_tokens=False)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False,
+                                                                 split_special_tokens=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise UserError(f"The tokenizer in {folder} needs Python code that lies beside it, which is not run. Its "
+                            f"model can be spoken to without a chat.") from None
         self.folder = folder
 
     def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -97,7 +97,8 @@ def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
     disable_progress_bar()
     set_verbosity_error()
     if whole:
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True,
+                                                          trust_remote_code=False)
         model, report = found
         if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             return torch.empty(0), absent
@@ -105,7 +106,8 @@ def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
         return model.eval()(tokens).logits.float(), []
     with HuggingFaceWeights(folder) as weights:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False),
+                                                     trust_remote_code=False).float()
         tied = "lm_head.weight" if weights.config.tied_embeddings else ""
         if absent := [name for name, wanted in model.state_dict().items()
                       if name != tied and weights.stored_shape(name) != tuple(wanted.shape)]:

@@ -143,7 +143,7 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
     assert tokenizer.sha256 == sha256, "the tokenizer changed between planning and checking"
     # What AutoTokenizer takes for our own exports; asked itself (as convert does), it imports torch.
     kind = transformers.AutoTokenizer if tokenizer.kind == "huggingface" else transformers.PreTrainedTokenizerFast
-    return tokenizer, kind.from_pretrained(folder / "hf", local_files_only=True)
+    return tokenizer, kind.from_pretrained(folder / "hf", local_files_only=True, trust_remote_code=False)
 
 
 def bitmap(ids: Iterable[int], size: int) -> str:

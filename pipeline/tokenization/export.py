@@ -11,6 +11,8 @@ from pipeline.files import copy_file, read_json, write_json, write_text
 from pipeline.tokenization.base import PAD, Tokenizer
 
 SETTINGS = "tokenizer_config.json"
+CODE = "auto_map"
+"""What a config of transformers names Python files by that it would fetch and run."""
 
 
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
@@ -34,20 +36,32 @@ def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
 
 def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[Path]:
     """Export a ready Hugging Face tokenizer as it is: its own files, to the byte, so that `AutoTokenizer` and chat
-    templates do what they do with the original, special tokens in a text and the BOS rule included."""
+    templates do what they do with the original, special tokens in a text and the BOS rule included. Names of code
+    (CODE) alone are left out."""
     copies = {folder / "tokenizer.json": path, **{folder / file.name: file for file in beside}}
     for target, source in copies.items():
-        copy_file(source, target)
+        if names_code(source):
+            write_text(target, settings_text(source))
+        else:
+            copy_file(source, target)
     return list(copies)
 
 
-def with_length(path: Path, context_length: int) -> str:
-    """The text of a tokenizer_config.json in which `model_max_length`, where it is said, is the model's context, in
-    tokens: a ready tokenizer says that of the model that it came with, and callers cut texts there."""
-    settings = read_json(path)
-    if settings.get("model_max_length") in (context_length, None):
+def names_code(path: Path) -> bool:
+    """Whether a file beside a tokenizer is a tokenizer_config.json that names Python files for transformers to run."""
+    return path.name == SETTINGS and CODE in read_json(path)
+
+
+def settings_text(path: Path, context_length: int | None = None) -> str:
+    """The text of a tokenizer_config.json without CODE. context_length: `model_max_length`, where it is said, becomes
+    this, in tokens: a ready tokenizer says that of the model that it came with, and callers cut texts there."""
+    said = read_json(path)
+    settings = {name: value for name, value in said.items() if name != CODE}
+    if context_length is not None and settings.get("model_max_length") is not None:
+        settings["model_max_length"] = context_length
+    if settings == said:
         return path.read_text(encoding="utf-8")
-    return json.dumps({**settings, "model_max_length": context_length}, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
 
 
 def hugging_face_tokenizer(tokenizer: Tokenizer) -> Any:

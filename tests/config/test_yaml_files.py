@@ -44,6 +44,15 @@ def test_an_alias_may_be_used_often(tmp_path):
     assert load_config(write(tmp_path / "c.yaml", text)).evaluate.prompts == ["a", "b"]
 
 
+def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path):
+    """2^40 values in 42 lines; of an override, too."""
+    doubled = ", ".join(f"&a{number} [*a{number - 1}, *a{number - 1}]" for number in range(1, 41))
+    said = refusal(write(tmp_path / "c.yaml", f"train: {{prompts: [&a0 x, {doubled}]}}\n"))
+    assert "c.yaml stands for 4,398,0" in said and "at most 100,000 are read" in said
+    path = write(tmp_path / "d.yaml", "name: x\n")
+    assert "The override train.prompts stands for" in refusal(path, f"train.prompts=[&a0 x, {doubled}]")
+
+
 @pytest.mark.parametrize(("data", "words"), [
     (b"name: x\ntrain: {prompts: [caf\xe9]}\n", "c.yaml:2: the byte 0xe9 is not UTF-8"),
     ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"name: \x00\n", "is not valid YAML"),

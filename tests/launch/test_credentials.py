@@ -31,6 +31,11 @@ TOKENS = {
     "aws": f"AKIA{drawn(16, string.ascii_uppercase + string.digits).upper()}", "slack": f"xoxb-{drawn(12)}-{drawn(24)}",
     "google": f"AIza{drawn(35)}", "npm": f"npm_{drawn(36)}", "pypi": f"pypi-{drawn(60)}", "jwt": JWT,
     "key": "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNz", "address": f"https://me:{drawn(12)}@host.org/data",
+    "azure sas": f"https://host/c/b?sp=r&sv=2022-11-02&sig={drawn(40)}%3D",
+    "azure account": f"DefaultEndpointsProtocol=https;AccountKey={drawn(60)}==", "vault": f"hvs.{drawn(90)}",
+    "presigned": f"https://host/b?X-Amz-Expires=60&X-Amz-Signature={drawn(64, '0123456789abcdef').replace('x', '1')}",
+    "slack hook": f"https://hooks.slack.com/services/T0{drawn(9).upper()}/B0{drawn(9).upper()}/{drawn(24)}",
+    "databricks": f"dapi{drawn(32, '0123456789abcdef').replace('x', '1')}",
     "header": f"curl -H 'Authorization: Bearer {drawn(20)}' https://host"}
 WANDB = drawn(40, "0123456789abcdef")
 

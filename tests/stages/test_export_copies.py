@@ -57,7 +57,9 @@ def test_an_export_that_is_done_is_copied_later_without_being_made_again(convert
     assert copying(converted, url) == 0 and "is this export already" in capsys.readouterr().out
 
     fetched = tmp_path / "fetched"
-    assert main([url, str(fetched)]) == 0
+    (tmp_path / "fetched.tmp").mkdir()  # the user's
+    (tmp_path / "fetched.tmp/precious").touch()
+    assert main([url, str(fetched)]) == 0 and (tmp_path / "fetched.tmp/precious").exists()
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
         name: content for name, (_, content) in before.items()}
     assert main([url, str(fetched)]) == 2 and "is there already" in capsys.readouterr().err

@@ -55,7 +55,9 @@ def source(tmp_path_factory, text):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": NAMES[0], "eos_token": "<|eot_id|>",
+        "auto_map": {"AutoTokenizer": [None, "evil.Evil"]},
         "chat_template": TEMPLATE, "model_max_length": 256, "clean_up_tokenization_spaces": True}))
+    (folder / "evil.py").write_text(f"open({str(folder / 'executed')!r}, 'w')\nclass Evil: ...\n")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -116,7 +118,9 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
 def test_everything_that_it_came_with_goes_out_again(further, source):
     config, told = further
     out = config.parent / "runs/mini/convert/hf"
-    theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (source, out))
+    theirs, ours = (AutoTokenizer.from_pretrained(place, trust_remote_code=False) for place in (source, out))
+    assert "auto_map" not in (out / "tokenizer_config.json").read_text() and not (source / "executed").exists()
+    assert "tokenizer_config.json names code (auto_map), which is left out" in told["tokenizer"].stdout
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.chat_template == theirs.chat_template == TEMPLATE
     assert ours.special_tokens_map == theirs.special_tokens_map and ours.model_max_length == 512

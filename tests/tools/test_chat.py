@@ -2,10 +2,13 @@
 
 import builtins
 import json
+import shutil
 
 import pytest
 
 from model.generate import generate
+from pipeline.errors import UserError
+from pipeline.evaluation.prompts import ChatTemplate
 from pipeline.tokenization.base import BOS
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.simple import ByteTokenizer
@@ -151,3 +154,13 @@ def test_what_controls_a_terminal_is_not_sent_to_one(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     chat.show("a\x1b[31m\x9bb\tc\n")
     assert capsys.readouterr().out == "a\ufffd[31m\ufffdb\tc\n"
+
+
+def test_code_beside_a_tokenizer_is_not_run(places, tmp_path):
+    folder = shutil.copytree(places["hf"], tmp_path / "coded")
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
+    with pytest.raises(UserError, match="needs Python code that lies beside it, which is not run"):
+        ChatTemplate(folder)
+    assert not (tmp_path / "executed").exists()

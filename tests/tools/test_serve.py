@@ -2,6 +2,7 @@
 free again."""
 
 import codecs
+import copy
 import http.client
 import importlib.util
 import json
@@ -43,14 +44,15 @@ def model():
 
 
 @contextmanager
-def served(path):
+def served(path, key=None):
     """A running server's port."""
     import uvicorn
 
     from tools.serving.app import Server
     opened = open_model(path, torch.device("cpu"), torch.float32)
     worker = Worker(opened.model, readable_bytes(opened), batch=BATCH, queue=QUEUE)
-    app = Server(Reader(opened, path.name, ending_ids(opened), chat_template(opened)), worker, ["127.0.0.1"]).app
+    reader = Reader(opened, path.name, ending_ids(opened), chat_template(opened))
+    app = Server(reader, worker, frozenset(["localhost"]), key).app
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -204,7 +206,13 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "best_of": 2}, "best_of is not supported", 400),
     ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
-    ({"prompt": "x", "stop": [1]}, "stop must be", 400), ({"prompt": {}}, "prompt must be", 400),
+    ({"prompt": "x", "stop": [1]}, "stop must be", 400),
+    ({"prompt": "x", "stop": ["x"] * 200_000}, "stop must be at most 16 strings of at most 256 characters", 400),
+    ({"prompt": "x", "stop": "x" * 257}, "stop must be at most 16", 400),
+    ({"prompt": "x" * (CONTEXT + 10_001)}, "prompt has a text of more than 310000 characters", 400),
+    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
+    ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
+    ({"prompt": {}}, "prompt must be", 400),
     ({"prompt": []}, "prompt must be", 400), ({"prompt": [512]}, r"outside 0 .. 511", 400),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
 def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, status):
@@ -217,8 +225,48 @@ def test_places_that_are_not_there_are_errors_too(run_port):
     assert "There are GET /v1/models" in ask(run_port, "/v1/engines", expect=404)["error"]["message"]
     assert "GET /v1/completions" in ask(run_port, "/v1/completions", expect=405)["error"]["message"]
     ask(run_port, "/v1/chat/completions", {"messages": []}, expect=404)  # no chat template
-    response, _ = send(run_port, "GET", "/health", Host="elsewhere.example")
-    assert response.status == 400  # a page from elsewhere that was made to look like this machine's
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Host": "elsewhere.example"}, 400),  # a page from elsewhere whose name was made to point here
+    ({"Host": "elsewhere.example:8000"}, 400), ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200),
+    ({"Host": "[::1]:8000"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
+    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "null"}, 403)])
+def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
+    response, content = send(run_port, "GET", "/v1/models", **headers)
+    assert response.status == status and ("error" in json.loads(content)) == (status != 200)
+
+
+def test_with_a_key_only_those_who_bring_it_are_answered(model, tmp_path):
+    with served(write_run(tmp_path / "demo", {3: model}, TOKENIZER), key="a long key") as port:
+        for path in ("/v1/models", "/samples", "/v1/completions", "/nowhere"):
+            assert ask(port, path, expect=401)["error"]["code"] == "invalid_api_key"
+            ask(port, path, expect=401, Authorization="Bearer a long kez")
+        assert ask(port, "/v1/models", Authorization="Bearer a long key")["data"]
+        assert ask(port, "/health")["status"] == "ok" and send(port, "GET", "/")[0].status == 200
+
+
+def test_a_key_is_read_from_a_file_or_the_environment(tmp_path, monkeypatch, capsys):
+    (tmp_path / "key").write_text("from a file\n")
+    monkeypatch.setenv("DROVER_API_KEY", "from the shell")
+    assert serve._key(tmp_path / "key") == "from a file" and serve._key(None) == "from the shell"
+    (tmp_path / "empty").write_text("\n")
+    for name, said in (("empty", "is empty"), ("none", "cannot be read")):
+        assert serve.main(["--model", "x", "--api-key", str(tmp_path / name)]) == 2 and said in capsys.readouterr().err
+
+
+def test_a_request_whose_scores_are_no_numbers_fails_alone(model, tmp_path):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.tok_embeddings.weight[ord("!")] = torch.nan
+    with served(write_run(tmp_path / "demo", {3: broken}, TOKENIZER)) as port:
+        waiting = endless(port)
+        try:
+            wait_for(lambda: ask(port, "/health")["running"] == 1)
+            assert "scores are NaN" in complete(port, prompt="hey!", expect=500)["error"]["message"]
+            assert ask(port, "/health")["running"] == 1
+        finally:
+            waiting.close()
 
 
 def endless(port, texts=1, stream=True):
@@ -264,8 +312,8 @@ def test_the_page_asks_for_nothing_from_elsewhere(run_port):
     page = content.decode()
     assert response.status == 200 and "default-src 'none'" in response.getheader("Content-Security-Policy")
     assert not re.search(r"https?://|//[a-z]|@import|src=|innerHTML", page)
-    assert set(re.findall(r"fetch\(\"(.*?)\"", page)) == {"/v1/completions", "/v1/chat/completions", "/v1/models",
-                                                            "/samples"}
+    assert set(re.findall(r"\"(/[a-z0-9/]+)\"", page)) == {"/v1/completions", "/v1/chat/completions", "/v1/models",
+                                                           "/samples"}
 
 
 def test_chats_go_through_the_template(model, tmp_path):

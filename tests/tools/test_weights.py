@@ -86,6 +86,15 @@ def test_what_belongs_to_the_weights_goes_with_them(source, tmp_path, capsys):
     assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
 
 
+def test_names_of_code_are_not_carried_over(source, tmp_path, capsys):
+    settings = source / "tokenizer_config.json"
+    coded = {**json.loads(settings.read_text()), "auto_map": {"AutoTokenizer": ["evil.E", None]}}
+    settings.write_text(json.dumps(coded))
+    said = carry(capsys, source, tmp_path / "hf", "hf")
+    assert "tokenizer_config.json named code (auto_map), which is left out" in said
+    assert "auto_map" not in (tmp_path / "hf/tokenizer_config.json").read_text()
+
+
 def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
     said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
     assert "Left behind, as this form has no place for it: chat_template.jinja, generation_config.json" in said

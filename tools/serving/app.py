@@ -12,7 +12,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +22,7 @@ from pipeline.evaluation.open_model import run_of
 from pipeline.files import read_lines
 from tools.serving.answers import Form, error_object, event, usage
 from tools.serving.asked import Asked, Read, Reader, RefusedError
+from tools.serving.door import Door
 from tools.serving.logprobs import joined
 from tools.serving.worker import Job, Worker
 
@@ -46,18 +46,17 @@ class Server:
     Args:
         reader: what requests may ask for.
         worker: what serves them; closed with the application.
-        hosts: names under which browsers may speak to it; "*" for all. Pages from elsewhere, which a browser can be
-            made to take for this machine's (DNS rebinding), are refused by it.
+        hosts, key: see `Door`.
     """
 
-    def __init__(self, reader: Reader, worker: Worker, hosts: list[str]) -> None:
+    def __init__(self, reader: Reader, worker: Worker, hosts: frozenset[str], key: str | None = None) -> None:
         self.reader, self.worker, self.started = reader, worker, int(time.time())
         routes = [Route("/", self.page), Route("/health", self.health), Route("/samples", self.samples),
                   Route("/v1/models", self.models), Route("/v1/completions", self.completions, methods=["POST"])]
         if reader.template is not None:
             routes.append(Route("/v1/chat/completions", self.chats, methods=["POST"]))
         self.app = Starlette(routes=routes, lifespan=self._lifespan,
-                             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+                             middleware=[Middleware(Door, hosts=hosts, key=key)],
                              exception_handlers={RefusedError: _refused, HTTPException: _http_error})
 
     @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,6 +19,10 @@ from tools.serving.logprobs import MOST_LOGPROBS, Telling, token_names
 
 MOST_CHOICES = 128
 """OpenAI's limit for n."""
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Of a request: strings in `stop`, and characters of each. They are looked for after every token."""
+SPARE = 10_000
+"""Characters, white space for example, that a tokenizer may leave out of a text."""
 
 
 class RefusedError(Exception):
@@ -111,6 +116,7 @@ class Reader:
         if asked.best_of not in (None, asked.n):
             raise RefusedError("best_of is not supported: ask for n and choose.", param="best_of")
         prompts = self._prompts(asked.prompt)
+        self._refuse_long([prompt for prompt in prompts if isinstance(prompt, str)], "prompt")
         ids = [prompt_ids(self.opened, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         shown = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in prompts]
         if not 0 <= (asked.logprobs or 0) <= MOST_LOGPROBS:
@@ -127,6 +133,7 @@ class Reader:
         wanted = "messages must be a list of objects with role and content, both strings, and at least one."
         if not isinstance(asked.messages, list) or not asked.messages or not all(map(_is_message, asked.messages)):
             raise RefusedError(wanted, param="messages")
+        self._refuse_long(["".join(message["content"] for message in asked.messages)], "messages")
         try:
             ids = self.template.ids(asked.messages)
         except UserError as error:
@@ -173,6 +180,20 @@ class Reader:
         raise RefusedError("prompt must be a string, a list of token ids, or a list of such, and not be empty.",
                            param="prompt")
 
+    @cached_property
+    def _most_characters(self) -> int:
+        """No text of more fits the context, whatever its tokens: of the longest, and some that a tokenizer drops."""
+        content = readable_bytes(self.opened)
+        longest = max(len(content(id)) for id in range(self.opened.config.vocab_size or 0))
+        return SPARE + longest * self.opened.config.context_length
+
+    def _refuse_long(self, texts: list[str], param: str) -> None:
+        """Before they are made into tokens, which takes a tokenizer seconds for megabytes."""
+        if any(len(text) > self._most_characters for text in texts):
+            raise RefusedError(f"{param} has a text of more than {self._most_characters} characters, which no "
+                               f"{self.opened.config.context_length} tokens can hold.", code="context_length_exceeded",
+                               param=param)
+
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(readable_bytes(self.opened), ids)).decode("utf-8", errors="replace")
 
@@ -182,6 +203,9 @@ class Reader:
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
             raise RefusedError("stop must be a string or a list of strings.", param="stop")
+        if len(stop) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stop):
+            raise RefusedError(f"stop must be at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters.",
+                               param="stop")
         seed = asked.seed if asked.seed is not None else secrets.randbelow(2**62)
         try:
             sampling = Sampling(max_tokens=max_tokens, temperature=asked.temperature, top_k=asked.top_k,

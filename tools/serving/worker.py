@@ -128,7 +128,12 @@ class Worker:
         if piece.end:
             with self._changed:
                 self._seconds += 0.2 * (time.monotonic() - self._running.pop(key) - self._seconds)
-        if not job.cancelled:
+        if job.cancelled:
+            return
+        if piece.end == "failed":
+            self.cancel(job)
+            job.deliver(RefusedError("The model's scores are NaN for this request.", status=500, kind="server_error"))
+        else:
             job.deliver(replace(piece, key=number))
 
     def _tell_all(self, error: RefusedError) -> None:

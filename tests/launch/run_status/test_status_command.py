@@ -67,3 +67,15 @@ def test_without_slurm_it_says_what_files_say_and_only_reads(run, tmp_path, monk
     shown = capsys.readouterr().out
     assert "running?" in shown and "! Slurm does not answer" in shown
     assert files() == before
+
+
+def test_what_a_foreign_file_says_commands_no_terminal(run, monkeypatch, capsys):
+    training(run)
+    run.state("train", "failed", job="16\x1b[2J", reason="why\x1b]0;title\x07 \x9b31m \u202eback")
+    monkeypatch.setenv("PATH", "/nowhere")
+    for arguments in (["--run", "demo"], []):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(one.isprintable() or one == "\n" for one in shown)
+        assert not arguments or "why\\x1b]0;title" in shown
+    assert main(["--run", "\x1b[2J"]) == 2 and "\x1b" not in capsys.readouterr().err

@@ -11,6 +11,7 @@ from model.generate import generate
 from model.generation import cache
 from model.generation.batch import Batch
 from model.generation.sampling import Sampling, penalised
+from model.generation.writer import stream
 from model.llama import Llama
 from tests.tiny_models import DESCENDANT, opinionated
 
@@ -114,9 +115,18 @@ def test_prompts_that_cannot_be_continued_are_refused(model, prompt, said):
     assert len(batch) == 0 and batch.add([0, 89] + [1] * 57, Sampling(max_tokens=5))
 
 
-def test_scores_that_are_no_numbers_are_named(model):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_scores_are_no_numbers_ends_alone(model, temperature):
     broken = copy.deepcopy(model)
-    broken.norm.weight.fill_(torch.nan)
-    for temperature in (0.0, 1.0):
-        with pytest.raises(FloatingPointError, match="scores are NaN"):
-            together(broken, [[1]], [Sampling(max_tokens=5, temperature=temperature)])
+    broken.tok_embeddings.weight[7] = torch.nan
+    broken.output.weight[7] = 0  # where both are one matrix
+    batch = Batch(broken)
+    rows = [batch.add(prompt, Sampling(max_tokens=5, temperature=temperature, seed=3, logprobs=1))
+            for prompt in ([1, 2], [3, 7], [4])]
+    while len(batch):
+        batch.step()
+    assert [row.end for row in rows] == ["length", "failed", "length"] and not rows[1].tokens
+    assert [row.tokens for row in rows[::2]] == together(
+        broken, [[1, 2], [4]], [Sampling(max_tokens=5, temperature=temperature, seed=3)] * 2)
+    with pytest.raises(FloatingPointError, match="scores are NaN"):
+        list(stream(broken, lambda token: b"x", [[1], [7]], [Sampling(max_tokens=5, temperature=temperature)] * 2))
