@@ -1,8 +1,14 @@
 """The channel of the hosts: a tree through the store, without a socket from every rank to every other."""
 
+import os
+import pickle
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from pipeline import errors
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
 from tests.parallel.groups import end_groups, run_case
@@ -42,6 +48,30 @@ def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(parallel, tmp_path
                                   "folder": str(tmp_path)})
     assert found["agree"] == found["step"] == found["replicas"] == ["all_reduce"]
     assert "tok_embeddings.weight: " in found["differ"] and "since step 2" in found["differ"]
+
+
+class Hostile:
+    """Unpickled by anything that executes what it is told, it makes a file."""
+
+    def __init__(self, path, call):
+        self.told = (call, (str(path), "w"))
+
+    def __reduce__(self):
+        return self.told
+
+
+@pytest.mark.parametrize("call", [open, os.mkfifo, errors.listed], ids=["open", "mkfifo", "a function beside errors"])
+def test_what_somebody_else_wrote_into_the_store_is_not_executed(tmp_path, call):
+    store = dist.HashStore()
+    pair = [HostChannel(Ranks(rank, 2, torch.device("cpu")), SimpleNamespace(clone=lambda: store)) for rank in (0, 1)]
+    for channel in pair:
+        channel._store = store
+    assert pair[0].same(OSError(28, "full", "x")).errno == 28
+    assert isinstance(heard := pair[1].same(None), OSError) and (heard.errno, heard.filename) == (28, "x")
+    pair[0]._say("2", Hostile(tmp_path / "executed", call))
+    with pytest.raises(pickle.UnpicklingError, match="is nothing that ranks tell each other"):
+        pair[1].same(None)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_one_rank_alone_needs_no_store():
