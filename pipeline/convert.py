@@ -136,7 +136,7 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
     """The exported tokenizer must give the ids that training used."""
     from transformers import AutoTokenizer
 
-    exported, tokenizer = AutoTokenizer.from_pretrained(folder), _tokenizer(work)
+    exported, tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), _tokenizer(work)
     wrong = [text for text in texts if exported.encode(
         text, add_special_tokens=False, split_special_tokens=True, verbose=False) != tokenizer.encode(text)]
     if wrong:

@@ -56,7 +56,7 @@ def theirs(folder: Path, device: torch.device, dtype: torch.dtype, prompt: list[
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(device)
     ids = torch.tensor([prompt], device=device)
     mask = torch.ones_like(ids)
 

@@ -3,7 +3,7 @@
     python -m tools.bench_layouts                                # the GPUs of this machine
     srun -N 4 --ntasks-per-node 1 python -m tools.bench_layouts  # 4 nodes, in an allocation of Slurm
     python -m tools.bench_layouts --only 8b                      # layouts whose name contains this
-    python -m tools.bench_layouts --rehearse --gpus 8            # all of them on fake tensors, without a GPU (minutes)
+    python -m tools.bench_layouts --rehearse                     # all of them on fake tensors, without a GPU (minutes)
     python -m tools.bench_layouts --self-test                    # on two CPU ranks, at a CPU's size
 
 For each layout: tokens per second and GPU, MFU, the peak of memory, the share of the step in which a GPU only waits for
@@ -200,15 +200,15 @@ def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def torchrun(number: int, layout: Layout, gpus: int, nodes: int, tiny: bool, folder: Path) -> Row:
     """A layout in processes of its own, on this node and on the others, which all call this; its row, on the first."""
-    result = folder / f"{number}.json"
+    result, log_file = folder / f"{number}.json", folder / f"{number}.node{node()}.log"
     result.unlink(missing_ok=True)
     meeting = (["--standalone"] if nodes == 1 else
-               ["--nnodes", str(nodes), "--node-rank", os.environ["SLURM_NODEID"],
+               ["--nnodes", str(nodes), "--node-rank", str(node()),
                 "--master-addr", first_address(), "--master-port", str(PORT + number)])
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(gpus),
                "-m", "tools.bench_layouts", "--worker", str(number), str(result), *(["--self-test"] if tiny else [])]
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if tiny else {})}
-    with (folder / f"{number}.log").open("w") as log:
+    with log_file.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             status = process.wait(LIMIT_S)
@@ -218,8 +218,13 @@ def torchrun(number: int, layout: Layout, gpus: int, nodes: int, tiny: bool, fol
             return Row(layout.name, "took too long", published=layout.published, note=f"more than {LIMIT_S} s")
     if status == 0 and result.exists():
         return Row(**json.loads(result.read_text()))
-    said = [text for text in (folder / f"{number}.log").read_text(errors="replace").splitlines() if "Error: " in text]
+    said = [text for text in log_file.read_text(errors="replace").splitlines() if "Error: " in text]
     return Row(layout.name, "failed", published=layout.published, note=(said or [f"status {status}"])[0].strip()[:300])
+
+
+def node() -> int:
+    """The number of this node in a step of Slurm's; 0 elsewhere."""
+    return int(os.environ.get("SLURM_NODEID", "0"))
 
 
 def first_address() -> str:
@@ -283,26 +288,28 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"drover stops here: No layout's name contains {' or '.join(options.only)}. They are: "
               f"{'; '.join(layout.name for layout in LAYOUTS)}.", file=sys.stderr)
         return 2
-    nodes = int(os.environ.get("SLURM_NNODES", "1"))
-    gpus = options.gpus or (2 if options.self_test else gpus_here())
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))  # of srun; in an allocation without it, this node alone
+    gpus = options.gpus or (2 if options.self_test else 8 if options.rehearse else gpus_here())
     if not gpus:
         print("drover stops here: torch sees no GPU on this machine. --rehearse and --self-test need none.",
               file=sys.stderr)
         return 2
-    leads = int(os.environ.get("SLURM_NODEID", "0")) == 0
+    leads = node() == 0
     folder = options.out or Path(f"benchmarks/layouts-{datetime.now(UTC):%Y-%m-%d}")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, layout in chosen:
-        if nodes < layout.nodes:
-            continue
-        rows.append(rehearsed(layout, gpus * nodes) if options.rehearse else
-                    torchrun(number, layout, gpus, nodes, options.self_test, folder))
+        if options.rehearse:
+            rows.append(rehearsed(layout, gpus * max(nodes, layout.nodes)))
+        elif nodes < layout.nodes:
+            rows.append(Row(layout.name, "left out", note=f"needs {layout.nodes} nodes"))
+        else:
+            rows.append(torchrun(number, layout, gpus, nodes, options.self_test, folder))
         if leads:
             print("\n".join(table(rows[-1:]).splitlines()[2:]), flush=True)
             write_json(folder / "results.json", {"rows": [asdict(row) for row in rows]})
             write_text(folder / "results.md", table(rows))
-    return int(any(row.status not in ("ok", "rehearsed") for row in rows) and leads)
+    return int(any(row.status not in ("ok", "rehearsed", "left out") for row in rows) and leads)
 
 
 def gpus_here() -> int:

@@ -4,7 +4,8 @@
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
 
 Requests that come together are written together. It listens on this machine alone unless --host says otherwise. With
---api-key FILE, or DROVER_API_KEY in the environment, requests need that key (`Authorization: Bearer KEY`).
+--api-key FILE, or DROVER_API_KEY in the environment, requests need that key (`Authorization: Bearer KEY`); the page and
+/health do not.
 """
 
 from __future__ import annotations
@@ -91,13 +92,19 @@ def serve(options: argparse.Namespace) -> None:
 def _key(file: Path | None) -> str | None:
     """The key that requests need. UserError where it is no key."""
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = file.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(f"The key of --api-key cannot be read from {file}: {error}.") from None
-    if not key:
-        raise UserError(f"{file} of --api-key is empty. Write the key into it.")
+        key, place = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
+        if key is None:
+            return None
+    else:
+        place = str(file)
+        try:
+            key = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"The key of --api-key cannot be read from {file}: {error}.") from None
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise UserError(f"{place} holds no key: it has to be one line of ASCII characters, and is "
+                        f"{'empty' if not key else 'something else'}.")
     return key
 
 

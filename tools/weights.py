@@ -148,8 +148,9 @@ def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
         for name, path in found.files.items():
             write = _copier(path)
             if name == SETTINGS:
-                write = _text_writer(settings_text(path, found.context_length))
                 code = names_code(path)
+                if code or found.context_length is not None:
+                    write = _text_writer(settings_text(path, found.context_length))
             folder.make(name, write)
             carried.append(name)
     if found.vocabulary is not None:

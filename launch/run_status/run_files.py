@@ -22,6 +22,7 @@ from launch.slurm.evaluations import owed
 from launch.slurm.nodes import NODES, excluded
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
+from pipeline.config.yaml_source import load_bounded
 from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.contract.parts import UNITS
 from pipeline.contract.run import reused_folder
@@ -198,7 +199,8 @@ def _manifest(folder: Path) -> tuple[Manifest | None, str]:
 def _settings(folder: Path) -> dict[str, Any]:
     """The resolved configuration as it stands in the run folder, not checked: it may be of another version."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found = _quietly(lambda: yaml.load((folder / "config.yaml").read_bytes(), loader), None)
+    file = folder / "config.yaml"
+    found = _quietly(lambda: load_bounded(file.read_bytes(), loader, str(file)), None)
     return found if isinstance(found, dict) else {}
 
 

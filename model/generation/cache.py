@@ -76,6 +76,7 @@ class RowCaches:
         if row != last:
             self._held[:, :, row] = self._held[:, :, last]
             self.lengths[row] = self.lengths[last]
+        self._held[:, :, last] = 0  # a row whose keys are NaN must leave none to the next one here
         self.lengths.pop()
         if not self.lengths:
             self._held, self._views = None, []

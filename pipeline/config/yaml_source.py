@@ -93,12 +93,12 @@ class Values:
     def set(self, dotted: str, text: str) -> None:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
         keys: Path_ = tuple(int(key) if key.isdigit() else key for key in dotted.split("."))
-        loader = _Loader(text)
         try:
-            parsed = loader.get_single_node()
-            value = None if parsed is None else loader.construct_document(_bounded(parsed, f"The override {dotted}"))
+            value = load_bounded(text, _Loader, f"The override {dotted}")
         except yaml.YAMLError as error:
             raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
+        except RecursionError:
+            raise UserError(f"The override {dotted} is nested too deeply to be read.") from None
         node: Any = self.tree
         for depth, key in enumerate(keys[:-1]):
             if isinstance(node, dict):
@@ -145,8 +145,15 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
     return values
 
 
+def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
+    """The value of YAML by a loader of PyYAML. UserError where its aliases make too much of it (MOST_VALUES)."""
+    loader = kind(text)
+    node = loader.get_single_node()
+    return None if node is None else loader.construct_document(_bounded(node, where))
+
+
 def _bounded(node: yaml.Node, where: str) -> yaml.Node:
-    """The node. UserError where it stands for more than MOST_VALUES values."""
+    """The node. UserError where aliases make more than MOST_VALUES values of what is written."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -157,7 +164,7 @@ def _bounded(node: yaml.Node, where: str) -> yaml.Node:
             sizes[id(node)] = 1 + sum(size(part) for part in inner)
         return sizes[id(node)]
 
-    if (count := size(node)) > MOST_VALUES:
+    if (count := size(node)) > MOST_VALUES and count > len(sizes):
         raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
                         f"out what is meant.")
     return node

@@ -1,6 +1,8 @@
 """Fetch an export or a checkpoint that was copied to an object store, each file compared with its hash.
 
     python -m pipeline.copies s3://bucket/models/mine models/mine
+
+Where it was killed it leaves a hidden folder `.mine-...` beside, which may be removed.
 """
 
 from __future__ import annotations

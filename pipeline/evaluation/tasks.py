@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from pipeline.config.tree import Config
+from pipeline.config.yaml_source import load_bounded
 from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
 
@@ -152,7 +153,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list
     if path in including:
         raise UserError(f"The task file {path} includes itself: {' -> '.join(map(str, (*including, path)))}.")
     try:
-        own = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        own = load_bounded(path.read_text(encoding="utf-8"), _Loader, str(path))
     except OSError as error:
         raise UserError(f"The task file {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -172,7 +172,7 @@ def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.dev
         return [*found, "fp8 on a CPU is for trials: it rounds as a GPU does, and takes longer than bf16"]
     if layers.slower:
         found.append(f"of those in fp8, {_counted(layers.slower)} are so small that bf16 is faster on an H100: "
-                     f"train.fp8_skip=[{SMALL}] leaves them in bf16")
+                     f"train.fp8_skip=[{','.join([*train.fp8_skip, SMALL])}] leaves them in bf16")
     if not compiles(train, device):
         found.append("warning: fp8 without train.compile is slower than bf16: the scaling of each product is not fused")
     return found

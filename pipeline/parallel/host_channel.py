@@ -128,5 +128,5 @@ class _Reader(pickle.Unpickler):
             found = vars(importlib.import_module(module)).get(name)
             if isinstance(found, type) and issubclass(found, Exception):
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that ranks tell each other: somebody else has "
-                                     f"written into their store")
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that ranks tell each other: it is missing in "
+                                     f"TOLD, or somebody else has written into their store")

@@ -14,7 +14,8 @@ class ReducingStage(PipelineStage):
     when it has them, as without a pipeline. torch's own (2.13) begins when all units have them, and waits for each.
 
     Gradients are the same bits: of all micro-batches they are summed on each rank first, and reduced once. zbv's
-    passes for weights alone run none of FSDP2's hooks, and are torch's.
+    passes for weights alone run none of FSDP2's hooks, and are torch's (but for the first stage's, which is a whole
+    one).
     """
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.files import copy_file, read_json, write_json, write_text
 from pipeline.tokenization.base import PAD, Tokenizer
 
@@ -49,7 +50,15 @@ def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[
 
 def names_code(path: Path) -> bool:
     """Whether a file beside a tokenizer is a tokenizer_config.json that names Python files for transformers to run."""
-    return path.name == SETTINGS and CODE in read_json(path)
+    if path.name != SETTINGS:
+        return False
+    try:
+        said = read_json(path)
+    except ValueError as error:  # broken JSON, or not UTF-8
+        raise UserError(f"{path} is no JSON: {error}. Take it from the tokenizer's source again.") from None
+    if not isinstance(said, dict):
+        raise UserError(f"{path} is no JSON object. Take it from the tokenizer's source again.")
+    return CODE in said
 
 
 def settings_text(path: Path, context_length: int | None = None) -> str:

@@ -255,6 +255,8 @@ def _picklable(error: Exception, temporary: Path) -> Exception:
     """
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or temporary))
-    if isinstance(error, UserError) or type(error) is RuntimeError:  # the second: told by another rank already
+    if isinstance(error, UserError):
+        return error if type(error).__module__ == UserError.__module__ else UserError(str(error))
+    if type(error) is RuntimeError:  # told by another rank already
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -51,6 +51,10 @@ def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path):
     assert "c.yaml stands for 4,398,0" in said and "at most 100,000 are read" in said
     path = write(tmp_path / "d.yaml", "name: x\n")
     assert "The override train.prompts stands for" in refusal(path, f"train.prompts=[&a0 x, {doubled}]")
+    many = f"train.prompts=[{', '.join(['x'] * 100_001)}]"  # written out
+    assert len(load_config(path, [many], check=False).train.prompts) == 100_001
+    assert "is not valid YAML" in refusal(path, "train.prompts=x\x01")
+    assert "nested too deeply" in refusal(path, f"train.prompts={'[' * 3000}")
 
 
 @pytest.mark.parametrize(("data", "words"), [

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config.checks import problems, rank_problems
 from tests.conftest import REPOSITORY, environment
+from tools import bench_layouts
 from tools.bench_layouts import LAYOUTS, Row, config_of, exposed, main, table, torchrun
 
 
@@ -33,7 +34,8 @@ def test_a_row_says_what_was_measured_or_why_nothing():
     assert "| 1b | - | - | - | - | failed Error: a / b | - | - | - |" in text
 
 
-def test_without_gpus_it_says_what_needs_none(capsys):
+def test_without_gpus_it_says_what_needs_none(capsys, monkeypatch):
+    monkeypatch.setattr(bench_layouts, "gpus_here", lambda: 0)
     assert main([]) == 2 and "--rehearse and --self-test need none" in capsys.readouterr().err
 
 
@@ -48,6 +50,8 @@ def test_the_self_test_measures_layouts_and_a_failed_one_stops_no_other(tmp_path
                           capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = measured(tmp_path)
+    lacking = rows.pop("8b, a copy on each node")
+    assert (lacking["status"], lacking["note"]) == ("left out", "needs 2 nodes")
     assert list(rows) == ["8b, pp 2 x tp 4", "8b at 131,072 tokens, cp 8", "70b, 16 of 80 layers, pp 2 x tp 4"]
     assert all(row["tokens_per_s"] > 0 and row["gpus"] == 2 and len(row["step_s"]) == 2 for row in rows.values())
     layout = next(layout for layout in LAYOUTS if layout.name == "8b, tp 8")

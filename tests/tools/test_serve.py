@@ -52,7 +52,7 @@ def served(path, key=None):
     opened = open_model(path, torch.device("cpu"), torch.float32)
     worker = Worker(opened.model, readable_bytes(opened), batch=BATCH, queue=QUEUE)
     reader = Reader(opened, path.name, ending_ids(opened), chat_template(opened))
-    app = Server(reader, worker, frozenset(["localhost"]), key).app
+    app = Server(reader, worker, frozenset(["localhost", "our.example"]), key).app
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -231,7 +231,9 @@ def test_places_that_are_not_there_are_errors_too(run_port):
     ({"Host": "elsewhere.example"}, 400),  # a page from elsewhere whose name was made to point here
     ({"Host": "elsewhere.example:8000"}, 400), ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200),
     ({"Host": "[::1]:8000"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
-    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "null"}, 403)])
+    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
+    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://[bad"}, 403),
+    ({"Host": "127.0.0.1:1", "Origin": "http://localhost:9"}, 403)])
 def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
     response, content = send(run_port, "GET", "/v1/models", **headers)
     assert response.status == status and ("error" in json.loads(content)) == (status != 200)
@@ -241,8 +243,10 @@ def test_with_a_key_only_those_who_bring_it_are_answered(model, tmp_path):
     with served(write_run(tmp_path / "demo", {3: model}, TOKENIZER), key="a long key") as port:
         for path in ("/v1/models", "/samples", "/v1/completions", "/nowhere"):
             assert ask(port, path, expect=401)["error"]["code"] == "invalid_api_key"
-            ask(port, path, expect=401, Authorization="Bearer a long kez")
-        assert ask(port, "/v1/models", Authorization="Bearer a long key")["data"]
+            for wrong in ("Bearer a long kez", "a long key", "Basic a long key"):
+                ask(port, path, expect=401, Authorization=wrong)
+        assert all(ask(port, "/v1/models", Authorization=f"{scheme} a long key")["data"] for scheme in
+                   ("Bearer", "bearer"))
         assert ask(port, "/health")["status"] == "ok" and send(port, "GET", "/")[0].status == 200
 
 
@@ -251,7 +255,8 @@ def test_a_key_is_read_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
     monkeypatch.setenv("DROVER_API_KEY", "from the shell")
     assert serve._key(tmp_path / "key") == "from a file" and serve._key(None) == "from the shell"
     (tmp_path / "empty").write_text("\n")
-    for name, said in (("empty", "is empty"), ("none", "cannot be read")):
+    (tmp_path / "other").write_text("schlüssel", encoding="utf-8")
+    for name, said in (("empty", "and is empty"), ("none", "cannot be read"), ("other", "holds no key")):
         assert serve.main(["--model", "x", "--api-key", str(tmp_path / name)]) == 2 and said in capsys.readouterr().err
 
 

@@ -182,16 +182,19 @@ class Reader:
 
     @cached_property
     def _most_characters(self) -> int:
-        """No text of more fits the context, whatever its tokens: of the longest, and some that a tokenizer drops."""
+        """More than so many are not made into tokens: as many as the context's tokens hold at most, each the longest
+        of the vocabulary, and some that a tokenizer drops."""
         content = readable_bytes(self.opened)
         longest = max(len(content(id)) for id in range(self.opened.config.vocab_size or 0))
         return SPARE + longest * self.opened.config.context_length
 
     def _refuse_long(self, texts: list[str], param: str) -> None:
         """Before they are made into tokens, which takes a tokenizer seconds for megabytes."""
+        if len(texts) > MOST_CHOICES:
+            raise RefusedError(f"{param} has {len(texts)} texts; at most {MOST_CHOICES} are taken.", param=param)
         if any(len(text) > self._most_characters for text in texts):
-            raise RefusedError(f"{param} has a text of more than {self._most_characters} characters, which no "
-                               f"{self.opened.config.context_length} tokens can hold.", code="context_length_exceeded",
+            raise RefusedError(f"{param} has a text of more than {self._most_characters} characters, too long for "
+                               f"{self.opened.config.context_length} tokens.", code="context_length_exceeded",
                                param=param)
 
     def _text(self, ids: list[int]) -> str:

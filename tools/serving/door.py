@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tools.serving.answers import error_object
 from tools.serving.asked import RefusedError
 
+LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
+"""This machine to itself."""
 OPEN = ("/", "/health")
 """Places that need no key: the page, which asks for it, and what a balancer looks at."""
 
@@ -39,27 +41,33 @@ class Door:
 
     def refusal(self, path: str, headers: Headers) -> RefusedError | None:
         """Why a request is not answered; None where it is."""
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_ours(f"//{host}"):
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        if not _is_address(name := _name(f"//{host}")) and name not in self.hosts:
             return RefusedError(f"This server is not called {host!r}. Start it with --allow-host to add a name.",
                                 status=400, code="unknown_host")
-        if origin is not None and urlsplit(origin).netloc != host:
+        # The page's own origin is the host that it asks; behind a proxy, one of the names that were given.
+        if origin and origin.partition("//")[2] != host and _name(origin) not in self.hosts - LOCAL:
             return RefusedError(f"Pages of {origin!r} may not ask this server.", status=403, code="other_origin")
         if self.key is None or path in OPEN:
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key.encode()):
             return None
         return RefusedError("This server needs its key: send the header `Authorization: Bearer KEY`.", status=401,
                             code="invalid_api_key")
 
-    def _is_ours(self, url: str) -> bool:
-        try:
-            name = urlsplit(url).hostname or ""
-        except ValueError:
-            return False
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self.hosts
-        return True
+
+def _name(url: str) -> str:
+    """Of the host; "" where there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

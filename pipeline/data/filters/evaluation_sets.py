@@ -14,6 +14,7 @@ from pydantic import model_validator
 from pipeline.config.data import FilesSource
 from pipeline.config.kinds import impossible
 from pipeline.config.section import Section, execution
+from pipeline.config.yaml_source import load_bounded
 from pipeline.data.readers import file_format, file_records
 from pipeline.data.records import Limit, Place, Unreadable, damage, is_shortage
 from pipeline.data.streams import Input, Piece
@@ -127,7 +128,7 @@ def _strings(value: Any) -> list[str]:
 def _settings(path: Path) -> dict[str, Any]:
     """What a task's .yaml says."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_bounded(path.read_text(encoding="utf-8"), yaml.SafeLoader, str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"The task {path} cannot be read: {error}. For a task that needs code or includes other files, "
                         f"name its data file and `fields` instead.") from None
