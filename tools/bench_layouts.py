@@ -31,6 +31,7 @@ from typing import Any
 from model.config import ModelConfig
 from pipeline.config.loading import load_config
 from pipeline.config.tree import Config
+from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
 from pipeline.files import write_json, write_text
 
@@ -102,7 +103,8 @@ def config_of(layout: Layout, gpus: int, tiny: bool = False) -> Config:
 
     tiny: at a CPU's size, with axes of 2 at most.
     """
-    config = load_config(f"configs/{layout.recipe}.yaml", [f"model.vocab_size={VOCABULARY}", *layout.settings])
+    config = load_config(REPOSITORY / "configs" / f"{layout.recipe}.yaml",
+                         [f"model.vocab_size={VOCABULARY}", *layout.settings])
     parallel, train = config.parallel, config.train
     if tiny:
         config = config.model_copy(update={"model": TINY})

@@ -26,8 +26,9 @@ from pipeline.errors import UserError
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("configs/llama3_8b.yaml", 64, ()), ("configs/llama3_70b.yaml", 1024, ()), ("configs/llama3_405b.yaml", 16384, ()),
-    ("configs/llama3_405b.yaml", 16384, LONG))
+    ("configs/llama3.2_1b.yaml", 8, ()), ("configs/llama3_8b.yaml", 8, ()), ("configs/llama3_8b.yaml", 64, ()),
+    ("configs/llama3_8b_128k.yaml", 8, ()), ("configs/llama3_70b.yaml", 1024, ()),
+    ("configs/llama3_405b.yaml", 16384, ()), ("configs/llama3_405b.yaml", 16384, LONG))
 """The rows of --table: a file, so many ranks, settings."""
 
 
@@ -104,22 +105,23 @@ def spent(config: Config, options: argparse.Namespace) -> int:
 
 def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
-    from pipeline.config.batch import BatchPlan
     from pipeline.config.phases import with_largest
-    from pipeline.parallel.stages import bubble
     from pipeline.rehearsal.apart import rehearse_apart
     from pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
+    from pipeline.rehearsal.spending import lost
+    from pipeline.rehearsal.step import rehearsable
 
     most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
     kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
-    config = with_largest(config)
-    lost = bubble(config.model, config.parallel, BatchPlan.of(config.train, config.parallel, ranks).accumulation)
-    return (f"`{config.name}`, {ranks:,}", f"{config.train.sequence_length:,}", f"{most.rank:,}",
+    time = lost(config, rehearsable(config, gpu=True)[2], most, config.launch.gpus_per_node or 8)
+    zbv = config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv"
+    return (f"`{config.name}`, {ranks:,}", f"{with_largest(config).train.sequence_length:,}", f"{most.rank:,}",
             gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
-            f"{sum(traffic.calls.values()):,}", "?" if lost is None else f"{lost:.0%}")
+            f"{sum(traffic.calls.values()):,}", "?" if zbv else f"{time.waiting:.0%}", f"{time.recomputing:.0%}",
+            f"{time.exchanging:.0%}")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -127,7 +129,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     from pipeline.rehearsal.memory import KINDS
 
     heading = ("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
-               "collectives of a step by group, GB", "calls", "pipeline waits")
+               "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
 
 

@@ -65,7 +65,7 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
     assert f"fetching step-{LAST:08} from {copies}" in said and f"continuing after step {LAST}" in said
     events = list(read_lines(run / "train/events.jsonl"))
     kinds = [event["event"] for event in events]
-    assert kinds.index("start") < kinds.index("checkpoint_copied") < kinds.index("checkpoint_fetched")
+    assert kinds.index("start") < kinds.index("checkpoint_fetched")  # a copy's end may be noted after the kill only
     [copied] = [event for event in events if event["event"] == "checkpoint_copied" and event["step"] == 16]
     assert copied["bytes"] > 500_000 and copied["seconds"] > 0 and copied["behind_s"] >= 0
     kept = "".join(path.read_text(errors="replace") for path in stored.parent.rglob("*")
