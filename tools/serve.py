@@ -21,8 +21,8 @@ from pipeline.evaluation.open_model import run_of
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from pipeline.records.weight_files import weights_folder
 from tools.model_options import add_model_options, opened_model
+from tools.serving import LOCAL
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 KEY_VARIABLE = "DROVER_API_KEY"
 CLOSING_S = 5
 """How long open answers may take to end after Ctrl-C."""

@@ -79,16 +79,16 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         # Keys and values come first: what other ranks need of them is on its way while queries are computed. The number
         # of heads is left open (-1): under tensor parallelism a rank holds only some of them.
-        k = self._turned(self.wk(x).view(batch, length, -1, self.head_dim), self.k_norm, layout)
+        k = self._normed_and_rotated(self.wk(x).view(batch, length, -1, self.head_dim), self.k_norm, layout)
         v = self.wv(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim), as k
         if cache is not None:
             k, v = cache.extend(k, v)
         k, v = layout.backend.offer(k, v)
-        q = self._turned(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
+        q = self._normed_and_rotated(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
         joined: Tensor = self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
         return joined
 
-    def _turned(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
+    def _normed_and_rotated(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
         """Queries or keys, (batch, length, heads, head_dim), normed and rotated where the layer does so."""
         if norm is not None:
             heads = norm(heads)

@@ -16,7 +16,8 @@ Path_ = tuple[str | int, ...]
 
 
 MOST_VALUES = 100_000
-"""Of a file or an override, each alias counted as what it stands for: aliases of aliases double with every line."""
+"""The most that a file or an override may hold once its aliases are written out. Aliases of aliases can double the
+count on every line."""
 MERGE = "tag:yaml.org,2002:merge"
 """What YAML calls the key `<<`."""
 
@@ -158,7 +159,7 @@ def _bounded(node: yaml.Node, where: str) -> yaml.Node:
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = 0  # an alias inside of itself is told by the reader
+            sizes[id(node)] = 0  # a value that contains its own alias is refused by the reader
             inner = ([part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else
                      node.value if isinstance(node, yaml.SequenceNode) else [])
             sizes[id(node)] = 1 + sum(size(part) for part in inner)

@@ -27,8 +27,6 @@ NODE_BYTES, NETWORK_BYTES = 0.8 * 450e9, 0.8 * 50e9
 """Bytes/s that a GPU sends: four fifths of an H100's NVLink, and of a network adapter of 400 Gb/s."""
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
 """`train.kept_activations` that are kept together."""
-BACKWARD = {"tensor": 0.5, "context": 1.0}
-"""Of the sums of a group, the share that is made in the backward pass, beside products for weights' gradients."""
 GAIN = 0.005
 """A setting has to save at least this share of the products' time; less is finer than the estimate."""
 
@@ -155,8 +153,12 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
     # reduces beside the last micro-batch's backward pass. A group of all ranks counts as FSDP2's wherever FSDP2 has
     # more than one rank.
     beside = sizes.replicate * sizes.shard * sizes.context > 1
-    at_once_s = hidden_s = by_weights_s = 0.0
-    reordered = train.compile is not False and not parallel.async_tp  # fsdp.EXCHANGE_BESIDE_PRODUCTS
+    at_once_s = hidden_s = summed_s = 0.0
+    # The share of a group's reduce-scatters beside which compiled blocks compute gradients of weights: those of the
+    # backward pass. Under context parallelism with checkpointing, these products run before, beside the second gather.
+    backward: dict[str, float] = {}
+    if train.compile is not False and not parallel.async_tp:
+        backward = {"tensor": 0.5, "context": 1.0 if train.activation_checkpointing == "none" else 0.0}
     for channel, size in found.traffic.bytes.items():
         if channel.operation == "receive":
             continue  # another rank sends it meanwhile
@@ -164,9 +166,9 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
         rate = NODE_BYTES if span.get(channel.group, found.ranks) <= gpus_per_node else NETWORK_BYTES
         seconds = share * size / rate * (2 if channel.operation == "all-reduce" else 1)
         gathers = sizes.pipeline > 1 and channel.operation == "all-gather"
-        if reordered and channel.operation == "reduce-scatter" and channel.group in BACKWARD:
-            by_weights_s += seconds * BACKWARD[channel.group]
-            seconds *= 1 - BACKWARD[channel.group]
+        if channel.operation == "reduce-scatter" and channel.group in backward:
+            summed_s += seconds * backward[channel.group]
+            seconds *= 1 - backward[channel.group]
         if channel.group in ("tensor", "context", "pipeline") or gathers or not beside:
             at_once_s += seconds
         else:
@@ -174,7 +176,7 @@ def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: in
     computing_s = products_s + recomputed_s
     if sizes.pipeline > 1:
         computing_s *= 2 / 3 / plan.accumulation
-    exchanged_s = at_once_s + max(0.0, hidden_s - computing_s) + max(0.0, by_weights_s - products_s / 3)
+    exchanged_s = at_once_s + max(0.0, hidden_s - computing_s) + max(0.0, summed_s - products_s / 3)
     return Lost(bubble(shape, parallel, plan.accumulation) or 0.0, recomputed_s / products_s, exchanged_s / products_s)
 
 

@@ -143,6 +143,10 @@ def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradient
     the feed-forward, and of attention. Forward, and where gradients are gathered, the next product needs the sum."""
     assert computed_meanwhile(backend="inductor", parallel={"cp": 2}) == {"gathers": [1], "sums": [6]}
     assert computed_meanwhile(backend="inductor", parallel={"tp": 2}) == {"gathers": [0], "sums": [0, 3, 4]}
+    # What is gathered again has the products beside it that were beside the sum.
+    again = {"backend": "inductor", "train": {"activation_checkpointing": "selective"}}
+    assert computed_meanwhile(**again, parallel={"cp": 2}) == {"gathers": [1, 8], "sums": [1]}
+    assert computed_meanwhile(**again, parallel={"tp": 2}) == {"gathers": [0, 5], "sums": [0, 2, 3]}
 
 
 @pytest.mark.slow

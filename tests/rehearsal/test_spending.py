@@ -56,6 +56,10 @@ def test_collectives_that_products_hide_cost_only_what_is_longer():
     # Half of the sums is made backward, beside products for weights' gradients: a third of all.
     summed = rehearsal(**{"tensor_reduce-scatter": 4 * node})  # 2 of the products' time
     assert lost(config, SHAPE, summed, 8).exchanging == pytest.approx(1 + (1 - 1 / 3))
+    for kept, exposed in (("none", 0.0), ("selective", 0.25)):  # of what is hidden without checkpointing
+        split = config_of({"cp": 2}, activation_checkpointing=kept)
+        of_keys = rehearsal(**{"context_reduce-scatter": node / 2})
+        assert lost(split, SHAPE, of_keys, 8).exchanging == pytest.approx(exposed)
     eager = config_of({"tp": 2}, compile=False)
     assert lost(eager, SHAPE, summed, 8).exchanging == pytest.approx(2)
     for weights, exposed in ((2 * network, 0.0), (6 * network, 2.0)):

@@ -9,3 +9,6 @@
 
 Only app.py and `tools.serve` need starlette and uvicorn.
 """
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""By which this machine calls itself."""

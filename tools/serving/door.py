@@ -10,11 +10,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tools.serving import LOCAL
 from tools.serving.answers import error_object
 from tools.serving.asked import RefusedError
 
-LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
-"""This machine to itself."""
 OPEN = ("/", "/health")
 """Places that need no key: the page, which asks for it, and what a balancer looks at."""
 
@@ -46,7 +45,7 @@ class Door:
             return RefusedError(f"This server is not called {host!r}. Start it with --allow-host to add a name.",
                                 status=400, code="unknown_host")
         # The page's own origin is the host that it asks; behind a proxy, one of the names that were given.
-        if origin and origin.partition("//")[2] != host and _name(origin) not in self.hosts - LOCAL:
+        if origin and origin.partition("//")[2] != host and _name(origin) not in self.hosts.difference(LOCAL):
             return RefusedError(f"Pages of {origin!r} may not ask this server.", status=403, code="other_origin")
         if self.key is None or path in OPEN:
             return None
