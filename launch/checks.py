@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -11,6 +12,7 @@ from typing import NoReturn
 from launch.credentials import credential_problems
 from launch.forecast import Disk, state_bytes_per_rank
 from launch.plan import Job, Options
+from launch.slurm.scheduler import NodeKind
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
@@ -126,17 +128,20 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
                     f"rebuilds {job.stage} and what is made of it.") if len(later) > 1 else refusal
 
 
-def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environment: Mapping[str, str]) -> None:
+def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environment: Mapping[str, str],
+                     nodes: Sequence[NodeKind] = ()) -> None:
     """Refuse what the cluster would refuse or break on later, all at once.
 
     disk: None where jobs are only shown: this may be another machine than the one that submits.
     environment: of the shell that submits.
+    nodes: what the cluster has; nothing where it is not known.
     """
     launch, site = config.launch, config.launch.limits
     found = [f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
              for name in launch.secrets if not environment.get(name)]
     found += credential_problems(config, environment)
-    found += option_problems(launch)
+    found += option_problems(launch, [job for job in jobs if job.to_run])
+    found += node_problems([job for job in jobs if job.to_run], nodes)
     longest = None if site.time is None else minutes(site.time)
     for job in (job for job in jobs if job.to_run):
         if site.nodes is not None and job.nodes > site.nodes:
@@ -166,6 +171,38 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
                      f"(train.checkpoint.keep).")
     if found:
         raise UserError(f"This cannot be submitted:\n{listed(found)}" if len(found) > 1 else found[0])
+
+
+def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
+    """Which jobs no nodes of their partition fit, and what those have."""
+    found = dict[str, list[str]]()
+    partitions = {kind.partition for kind in nodes}
+    for job in jobs if nodes else ():
+        names = set((job.asked.partition or "").split(",")) - {""}
+        if absent := sorted(names - partitions):
+            found.setdefault(f"there is no partition {', '.join(absent)} here (launch.partition); there are "
+                             f"{', '.join(sorted(partitions))}", []).append(job.key)
+            continue
+        there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
+        memory = memory_mb(job.asked.mem)
+        wanted = {"cores": (job.tasks_per_node * job.cpus_per_task, "cpus"), "GPUs": (job.gpus_per_node, "gpus"),
+                  "MB of memory": (memory, "memory_mb")}
+        fit = sum(kind.nodes for kind in there if all(getattr(kind, name) >= count for count, name in wanted.values()))
+        if there and fit < job.nodes:
+            asks = ", ".join(f"{count:,} {what}" for what, (count, _) in wanted.items() if count)
+            has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB"
+                            for kind in there)
+            found.setdefault(f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {asks} each, but the partition "
+                             f"{'/'.join(sorted({kind.partition for kind in there}))} has {has}. A rank, or a job "
+                             f"without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
+                             f"launch.processes ranks", []).append(job.key)
+    return [f"{', '.join(keys)}: {text}." for text, keys in found.items()]
+
+
+def memory_mb(text: str | None) -> int:
+    """Megabytes of a node that `launch.mem` asks for; 0 where it does not say."""
+    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", text or "0").groups()  # type: ignore[union-attr]
+    return int(number) * {"K": 1, "": 1 << 10, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping[str, str], *, here: bool) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.slurm.scheduler import JobInfo
 from pipeline.files import read_json, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
+
+
+def token(chain: str, job: str = "") -> str:
+    """The first word of a job's comment in Slurm: it tells whose job it is, also where its submission was killed before
+    it could record the job. job: its key in the plan; without it, the beginning of the tokens of a whole submission."""
+    return f"drover:{chain}:{job}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,12 @@ def read_chains(run_folder: Path) -> list[Chain]:
     earlier = [_chain(read_json(path)) for path in sorted((run_folder / EARLIER).glob("*.json"))]
     newest = read_chain(run_folder)
     return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
+
+
+def unrecorded(chains: Sequence[Chain], queued: Iterable[JobInfo]) -> list[JobInfo]:
+    """Jobs in the queue that these submissions made and could not record."""
+    known, tokens = {job.id for chain in chains for job in chain.jobs}, tuple(token(chain.id) for chain in chains)
+    return [job for job in queued if job.comment.startswith(tokens) and job.id not in known] if tokens else []
 
 
 def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:

@@ -11,7 +11,7 @@ from typing import IO, NoReturn
 from launch.run_status.run_files import RunFiles, newest_log, read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
 from launch.run_status.stage_status import LIVE
-from launch.slurm.chain import read_chains
+from launch.slurm.chain import ChainJob, read_chains, unrecorded
 from launch.slurm.scheduler import JobInfo, Scheduler
 from pipeline.contract.stages import STAGES
 from pipeline.contract.state import STOP
@@ -47,10 +47,14 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def _cancel(run_folder: Path, scheduler: Scheduler, evaluations: bool) -> int | None:
     """How many jobs, evaluations or others, were cancelled; None if one could not be."""
-    jobs = [job for chain in reversed(read_chains(run_folder)) for job in reversed(chain.jobs)
+    chains, mine = list(reversed(read_chains(run_folder))), scheduler.mine()
+    # Of a submission that was killed before it could record a job, that job is the last.
+    lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
+            for job in unrecorded(chains, mine or ())]
+    jobs = [job for job in (*lost, *(job for chain in chains for job in reversed(chain.jobs)))
             if (job.kind == "evaluation") == evaluations]
     known = scheduler.jobs([job.id for job in jobs])
-    if known is None:
+    if known is None or mine is None:
         print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)
         known = {job.id: JobInfo(job.id, "PENDING") for job in jobs}
     queued = [job for job in jobs if known[job.id].queued]

@@ -28,7 +28,7 @@ from typing import TypeVar
 from launch.processes import end_with_parent
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import Scheduler
+from launch.slurm.scheduler import Scheduler, of_another_job
 from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
@@ -46,14 +46,11 @@ from pipeline.records.checkpoints import (
 )
 from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 
-"""Of a complete checkpoint (pipeline.training.checkpoint, which would load torch here)."""
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
 EVERY_S = 20.0
 PATIENCE_S = 120
 Found = TypeVar("Found")
-OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SUBMITIT_", "PMI", "MASTER_", "DROVER_")
-"""Beginnings of variables that a job has of its own and a job that it submits must not inherit."""
 
 
 def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> list[int]:
@@ -234,7 +231,7 @@ class Evaluations:
             return []
         tried = [job.name for job in chain.jobs if job.kind == "evaluation"]
         names = {step: evaluation_name(config.name, step) for step in steps}
-        queued = Scheduler().named(names.values())
+        queued = Scheduler().mine()
         if queued is None:
             raise OSError("Slurm does not say which jobs are in the queue")
         there = {job.name for job in queued}
@@ -243,8 +240,9 @@ class Evaluations:
 
 def submit_apart(spec: JobSpec, step: int) -> str:
     """Submit the job of a checkpoint from a process that has nothing of this job in its environment; the job's id."""
+    foreign = of_another_job(os.environ)
     environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith(OF_A_JOB) or name == "SLURM_CONF"}
+                   if name not in foreign and not name.startswith(("MASTER_", "DROVER_"))}
     answer = subprocess.run([sys.executable, "-m", "launch.slurm.evaluations", "--run", spec.run, "--step", str(step),
                              "--submit"], input=json.dumps(asdict(spec)), env=environment, capture_output=True,
                             text=True, timeout=PATIENCE_S, check=False)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.slurm.trust import content_of
+from pipeline.errors import UserError
 from pipeline.files import read_json, write_json
 
 
@@ -28,6 +29,7 @@ class JobSpec:
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
         code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
+        files: hashes of other files that the job reads and that decide what it does: the frozen configuration.
         trusted_group, check_owners: who may write what is executed from the run folder (`launch.slurm.trust`).
     """
 
@@ -57,6 +59,7 @@ class JobSpec:
     every_checkpoints: int = 0
     code: str = ""
     code_sha256: str = ""
+    files: dict[str, str] = field(default_factory=dict)
     trusted_group: str | None = None
     check_owners: bool = True
 
@@ -75,7 +78,13 @@ class JobSpec:
         write_json(path, asdict(self))
 
     @classmethod
-    def load(cls, path: Path) -> JobSpec:
-        """Read what `save` wrote."""
+    def load(cls, path: Path, sha256: str = "") -> JobSpec:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: the content does not have the hash `sha256`.
+        """
         values = read_json(path)
+        if sha256 and content_of(values) != sha256:
+            raise UserError(f"{path}, what the job has to do, is not what was submitted. Submit the command again.")
         return cls(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})

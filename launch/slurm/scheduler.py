@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""
@@ -23,7 +23,7 @@ ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", 
 ORDER = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING")
 """What an array is while one of its elements is; after these other states of the queue, then those of failures."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
-           ("Name", 200))
+           ("Name", 200), ("Comment", 200))
 UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
                "unexpected message received", "zero bytes were transmitted", "transport endpoint",
                "slurm backup controller in standby", "insane message length", "communication connection failure")
@@ -48,11 +48,24 @@ class JobInfo:
     restarts: int = 0
     name: str = ""
     elements: Mapping[str, str] = field(default_factory=dict)
+    comment: str = ""
 
     @property
     def queued(self) -> bool:
         """Whether it is still in the queue, running or not."""
         return self.state not in ENDED
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike. usual: whether the partition is the site's default."""
+
+    partition: str
+    usual: bool
+    nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,17 @@ class _Answer:
         """The last line that it wrote, without the program's name."""
         lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
         return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
+
+
+OWN = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Variables that say where Slurm is, not what a job is."""
+
+
+def of_another_job(environment: Mapping[str, str]) -> list[str]:
+    """Variables that a job or an allocation set, and those that change sbatch's options behind its script (SBATCH_*):
+    no job that is submitted may inherit them."""
+    return sorted(name for name in environment if name not in OWN and name.startswith(
+        ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "PMI")))
 
 
 class Scheduler:
@@ -111,14 +135,12 @@ class Scheduler:
                     known.setdefault(job.id, job)
         return {id: _summary(id, known) for id in wanted}
 
-    def named(self, names: Iterable[str]) -> list[JobInfo] | None:
-        """This user's jobs in the queue that have one of the names, an array once; None if Slurm does not answer."""
-        answer = self._squeue("--name", ",".join(names), "--user", str(os.getuid()))
+    def mine(self) -> list[JobInfo] | None:
+        """This user's jobs in the queue, an array once; None if Slurm does not answer."""
+        answer = self._squeue("--user", str(os.getuid()))
         if answer.status != 0:
             return None
-        found = {_array(job.id): job for job in _queue_lines(answer.out)}
-        return [JobInfo(id, job.state, job.reason, job.nodes, job.elapsed_s, job.restarts, job.name)
-                for id, job in found.items()]
+        return [replace(job, id=id) for id, job in {_array(job.id): job for job in _queue_lines(answer.out)}.items()]
 
     def cancel(self, ids: Iterable[str]) -> str | None:
         """Cancel the jobs in this very order; None, or why that failed. Jobs that have ended are no failure."""
@@ -169,6 +191,18 @@ class Scheduler:
         answer = self._ask("squeue", "--noheader", "--jobs", id, "--format", "%L")
         lines = answer.out.split() if answer.status == 0 else []
         return seconds(lines[0]) if len(lines) == 1 and lines[0][:1].isdigit() else float("inf")
+
+    def node_kinds(self) -> list[NodeKind]:
+        """The kinds of nodes in each partition; nothing where Slurm does not answer."""
+        answer = self._ask("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")
+        found = []
+        for line in answer.out.splitlines() if answer.status == 0 else ():
+            if match := re.fullmatch(r"(\S+?)(\*?)\|(\d+)\|(\d+)\|(\d+)\|(.*)", line.strip()):
+                partition, usual, nodes, cpus, memory, gres = match.groups()
+                gpus = [part.partition("(")[0].split(":")[-1] for part in gres.split(",") if part.startswith("gpu")]
+                found.append(NodeKind(partition, bool(usual), int(nodes), int(cpus), int(memory),
+                                      sum(int(count) if count.isdigit() else 1 for count in gpus)))
+        return found
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
@@ -277,9 +311,10 @@ def _queue_lines(text: str) -> list[JobInfo]:
         for _, width in COLUMNS:
             values.append(line[at:at + width].strip())
             at += width
-        id, state, reason, nodes, used, restarts, name = values
+        id, state, reason, nodes, used, restarts, name, comment = values
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
-            found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name))
+            found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name,
+                                 comment=_word(comment)))
     return found
 
 
@@ -294,7 +329,7 @@ def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
     return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
                    max(job.restarts for job in elements), first.name,
-                   {job.id.partition("_")[2]: job.state for job in elements})
+                   {job.id.partition("_")[2]: job.state for job in elements}, first.comment)
 
 
 def _rank(state: str) -> int:

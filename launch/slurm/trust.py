@@ -1,25 +1,34 @@
-"""Whether what a job executes from its run folder is what was submitted, and nobody else could have written it.
+"""Whether what a job executes is what was submitted, and nobody else could have written it.
 
-    python -I trust.py SPEC SHA256
+    python -I trust.py check SPEC SHA256                      for the job's script: prints the folder of the code to run
+    python -I trust.py node CODE SHA256 COMMAND...            for a task of a step: becomes the command
 
-Slurm keeps a job's script; all the rest is read from the run folder at every start: the job's spec, submitit's pickle,
-the copy of the code. The script compares the hash of this file and runs it before anything else; the spec's hash stands
-in the script, and that of the code in the spec. It imports nothing but the standard library.
+Slurm keeps a job's script; all else is read from the run folder at every start: the job's spec, the configuration
+and the copy of the code. The script compares the hash of this file and runs it before anything else. The spec's hash
+stands in the script; the hashes of the code and of the configuration stand in the spec. This file imports nothing but
+the standard library.
+
+Jobs run from a copy of the code on their node, in a folder that only their user can write. It is compared after it was
+copied, so whatever happens to the run folder later does not reach it, and thousands of ranks import from local disks.
 
 Owners may be the user and root. The group may write where it is the user's own (named like the user, with nobody else
-in it) or `launch.trusted_group`; others never.
+in it) or `launch.trusted_group`; others never. The same holds for every folder above the run, as in sshd's StrictModes:
+whoever writes there can exchange the run. A sticky bit (as /tmp has) prevents that.
 """
 
 from __future__ import annotations
 
+import fcntl
 import grp
 import hashlib
 import json
 import os
 import pwd
 import shlex
+import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,27 +41,76 @@ OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
 """Folders of a run from which something is executed, or in which a file could be put that is."""
 
 
-def submission_problems(run: Path, spec: Path, spec_sha256: str, pickle: str = "") -> list[str]:
-    """Why a job must not start; empty if it may.
+def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
+    """The folder of the code that the job is to run, and why the job must not start (empty if it may).
 
     Args:
-        run: the run's folder.
-        spec: the job's spec, whose hash is to be `spec_sha256`.
-        pickle: name of submitit's file in `logs/slurm`, which may be there already.
+        spec: file of the job's spec, in `launch/jobs/` of the run. Its content has the hash `spec_sha256`.
     """
     try:
         values = json.loads(spec.read_bytes())
     except (OSError, ValueError) as error:
-        return [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
+        return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
     if content_of(values) != spec_sha256:
-        return [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
-    found: list[str] = []
+        return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
+    code, group = Path(values["code"]), values["trusted_group"]
+    found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in values["files"].items()
+             if _sha256(Path(path)) != sha256]
     if values["check_owners"]:
-        launch = run / "launch"
-        found = owner_problems([*folders_of(run), spec, launch / "chain.json", *launch.glob("config-*.yaml"),
-                                run / "logs" / "slurm" / pickle], values["trusted_group"])
-    return found or code_problems(Path(values["code"]), values["code_sha256"], values["trusted_group"],
-                                  owners=values["check_owners"])
+        run = spec.absolute().parents[2]
+        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *map(Path, values["files"])],
+                                group, above=run)
+    if found:
+        return code, found
+    return usable_code(code, values["code_sha256"], group, owners=values["check_owners"], local=not values["wrap"])
+
+
+def usable_code(code: Path, content: str, trusted_group: str | None, *, owners: bool, local: bool
+                ) -> tuple[Path, list[str]]:
+    """The folder from which code with the hash `content` is run, and why it must not be run.
+
+    Args:
+        code: the copy in the run folder.
+        local: copy it to this node. Where the node has no room, and in containers (which may not see the node's
+            folders), the copy in the run folder is run.
+    """
+    if local:
+        try:
+            return local_copy(code, content), []
+        except ValueError as error:
+            return code, code_problems(code, content, trusted_group, owners=owners) or [f"{error}. {_AGAIN}"]
+        except OSError as error:
+            print(f"note: the code is run from {code}, since it cannot be copied to this node: {error}",
+                  file=sys.stderr, flush=True)
+    return code, code_problems(code, content, trusted_group, owners=owners)
+
+
+def local_copy(code: Path, content: str) -> Path:
+    """The copy of the code on this node, which was compared after copying. The tasks of a step share one comparison.
+
+    Raises:
+        ValueError: the code does not have the hash `content`.
+        OSError: it cannot be copied.
+    """
+    folder = private_folder(node_folder())
+    final, step = folder / f"code-{content[:16]}", [os.environ.get(f"SLURM_{name}", "") for name in
+                                                   ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
+    compared = folder / f"{final.name}.compared"
+    with open(folder / f"{final.name}.lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if step[2] and compared.exists() and compared.read_text() == " ".join(step) and final.is_dir():
+            return final
+        if not final.is_dir() or digest(_hashes(final)) != content:
+            shutil.rmtree(final, ignore_errors=True)
+            temporary = folder / f"{final.name}.tmp"
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(code, temporary, symlinks=True, ignore=shutil.ignore_patterns(CACHE))
+            if any(path.is_symlink() for path in _below(temporary)) or digest(_hashes(temporary)) != content:
+                shutil.rmtree(temporary)
+                raise ValueError(f"{code} is not what was submitted")
+            temporary.rename(final)
+        compared.write_text(" ".join(step))
+    return final
 
 
 def folders_of(run: Path) -> list[Path]:
@@ -69,9 +127,7 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
             return [f"{_listed(links)} is a link, and the copy of the code that was submitted has none. {_AGAIN}"]
         if owners and (found := owner_problems(entries, trusted_group)):
             return found
-        files = {path.relative_to(code).as_posix(): path for path in entries
-                 if path.is_file() and CACHE not in path.parts and path not in (code / SNAPSHOT, code / PATCH)}
-        hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        hashes = _hashes(code)
     except OSError as error:
         return [f"The copy of the code in {code} cannot be read ({error}). {_AGAIN}"]
     if digest(hashes) == content:
@@ -79,11 +135,15 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
     return [f"The code in {code} is not what was submitted{_changed(code, hashes, content)}. {_AGAIN}"]
 
 
-def owner_problems(paths: list[Path], trusted_group: str | None) -> list[str]:
-    """Which of the paths others own or may write, in sentences with what to do; those that are absent do not count."""
+def owner_problems(paths: list[Path], trusted_group: str | None, above: Path | None = None) -> list[str]:
+    """Which of the paths, and of the folders above `above`, others own or may write, in sentences with what to do.
+    Absent paths do not count."""
     trusted, found = _group(trusted_group), dict[str, list[Path]]()
-    for path in paths:
+    parents = [] if above is None else [*above.absolute().parents, *above.resolve().parents]
+    for path in [*paths, *dict.fromkeys(parents)]:
         with suppress(FileNotFoundError):
+            if path in parents and path.lstat().st_mode & stat.S_ISVTX and path.lstat().st_uid in (os.getuid(), 0):
+                continue  # others may add to a sticky folder, but not exchange what is in it
             if why := _problem(path, path.lstat(), trusted):
                 found.setdefault(why, []).append(path)
     return [f"{_listed(several)} {why}{_way(several, why)}" for why, several in found.items()]
@@ -103,6 +163,11 @@ def digest(hashes: dict[str, str]) -> str:
     return total.hexdigest()
 
 
+def node_folder() -> Path:
+    """Where jobs keep what they execute on this node: the code, and what compilers made."""
+    return Path(tempfile.gettempdir()) / f"drover-{os.getuid()}"
+
+
 def private_folder(path: Path) -> Path:
     """Make a folder that nobody else can read or write, or take one that is such already.
 
@@ -116,7 +181,7 @@ def private_folder(path: Path) -> Path:
         f"belongs to {_user(status.st_uid)}" if status.st_uid != os.getuid() else \
         f"may be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else ""
     if why:
-        raise PermissionError(f"{path} {why}, and code that is compiled is run from there")
+        raise PermissionError(f"{path} {why}, and jobs execute what is there")
     if status.st_mode & 0o077:  # others could read, no more
         path.chmod(0o700)
     return path
@@ -144,8 +209,8 @@ def _way(paths: list[Path], why: str) -> str:
     group = "launch.trusted_group names a group that may write there" if "everybody" not in why else ""
     what = f"Use a run folder of your own (name, runs_dir), or `chown {_own_name()} {names}`" \
         if why.startswith("belongs") else f"Look at it, then `chmod go-w {names}`"
-    return (f", and jobs execute what is there. {what}{f'; {group}' if group else ''}. Where the file system does not "
-            f"show true owners and modes, set launch.check_owners=false.")
+    return (f", and jobs execute what is there or below. {what}{f'; {group}' if group else ''}. Where the file system "
+            f"does not show true owners and modes, set launch.check_owners=false.")
 
 
 def _listed(paths: list[Path]) -> str:
@@ -166,6 +231,20 @@ def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
         ("gone", before.keys() - hashes.keys()), ("new", hashes.keys() - before.keys())) if names]
     return " (" + "; ".join(f"{word}: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
                             for word, names in parts) + ")"
+
+
+def _hashes(code: Path) -> dict[str, str]:
+    """sha256 of the files that the hash of a copy of the code is of."""
+    return {path.relative_to(code).as_posix(): _sha256(path) for path in _below(code)
+            if path.is_file() and CACHE not in path.parts and path not in (code / SNAPSHOT, code / PATCH)}
+
+
+def _sha256(path: Path) -> str:
+    """Of a file; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -230,13 +309,19 @@ def _group_name(number: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Refuse a job whose files are not to be trusted."""
-    spec, spec_sha256 = Path(arguments[0]), arguments[1]
-    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{element}" if array and element else os.environ.get("SLURM_JOB_ID", "")
-    found = submission_problems(spec.parents[2], spec, spec_sha256, f"{job}_submitted.pkl")
+    """Refuse a job or a task whose files are not to be trusted."""
+    mode, file, sha256, *command = arguments
+    if mode == "check":
+        folder, found = check_submission(Path(file), sha256)
+        print(folder)
+    else:
+        folder, found = usable_code(Path(file), sha256, None, owners=False, local=True)
     for problem in found:
-        print(f"refused: {problem}", flush=True)
+        print(f"refused: {problem}", file=sys.stderr, flush=True)
+    if not found and command:
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
+        os.execvp(command[0], command)
     return 1 if found else 0
 
 

@@ -64,8 +64,8 @@ class Resources(Section):
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] | None = None
-    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`. What stands here counts
-    instead of what is asked for above: `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the option."""
+    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`; only those that no setting
+    decides. `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the option."""
 
 
 class GpuResources(Resources):
@@ -148,7 +148,8 @@ class LaunchConfig(Section):
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] = {}
-    """More sbatch options, without the dashes, over all others; `true` for one without a value (`exclusive: true`)."""
+    """More sbatch options that no setting decides, without the dashes; `true` for one without a value
+    (`exclusive: true`)."""
     setup: list[str] = []
     """Shell lines that a job runs first: modules, the virtual environment."""
     environment: dict[str, str] = {}

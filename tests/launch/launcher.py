@@ -28,9 +28,11 @@ from pipeline.files import output_record, sha256_json, write_json, write_text
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
 SBATCH = """#!/bin/sh
-n=$(($(ls "$QUEUE" | wc -l) + 101))
+n=$(($(ls "$QUEUE" | grep -vc environment) + 101))
 [ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
+[ -z "$SLOW" ] || sleep 60
 cp "$1" "$QUEUE/$n"
+env | grep -E '^(SLURM|SBATCH)' > "$QUEUE/$n.environment" || rm "$QUEUE/$n.environment"
 echo "Submitted batch job $n"
 """
 SQUEUE = """#!/bin/sh

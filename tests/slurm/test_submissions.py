@@ -6,11 +6,14 @@ The tests share the run: each waits until it trains, ends that in another way, a
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 
 import pytest
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.files import read_json
 from pipeline.training.stop_request import LOOK_EVERY_S
 from tests.slurm.faults import EVERY, in_order
 
@@ -67,6 +70,22 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
     assert run.state and run.state.status == "preempted" and "SIGTERM" in run.state.reason, "cancelled, it saves"
     assert [start["job"] for start in run.starts][-1] == first and run.cluster.state(second) == "CANCELLED"
     run.check_curve()
+
+
+def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
+    """Slurm has the job and the run has no record of it: it is refused, and cancelled, by its token."""
+    real = shutil.which("sbatch")
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\n{real} "$@"\nkill -9 $(ps -o ppid= -p $PPID)\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    command = ("--config", str(run.config), "--stage", "train", "--cluster", "lab", "launch.extra={begin: now+1hour}")
+    run.launcher(*command, expect=-9)
+    run.environment["PATH"] = os.environ["PATH"]
+    assert not read_json(run.run / "launch/chain.json")["jobs"]
+    job = re.search(r"in the queue already: (\d+) \(mini-train\)", run.launcher(*command, expect=2))[1]
+    assert f"cancelled {job} (mini-train)" in run.launcher("--cancel", str(run.run))
+    run.wait_until_gone()
+    assert run.cluster.state(job) == "CANCELLED"
 
 
 def test_after_all_that_the_curve_is_the_undisturbed_one_on_whatever_nodes(run):

@@ -3,7 +3,7 @@
     python -m launch.slurm.job.rank [--stage NAME] -- command...
 
 `srun` starts it once per rank, and it is gone a moment later: no signal has to pass through it, and the exit status is
-the stage's own. It imports nothing heavy. `RunJob` is what submitit is given for the job itself.
+the stage's own. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.processes import end_with_parent
-from launch.slurm.trust import private_folder
+from launch.slurm.trust import node_folder, private_folder
 from pipeline.errors import UserError
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
@@ -28,20 +26,6 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 SAVES = ("train",)
 """Stages that catch every signal to stop, once they are ready, and unblock it then: those with checkpoints. Spelt here,
 since every rank of a step begins with this module, and nothing heavy may be imported on the way."""
-
-
-@dataclass(frozen=True)
-class RunJob:
-    """A job. submitit pickles it by its name; calling it replaces the process by the runner of the job's spec."""
-
-    spec: str
-    python: str
-
-    def __call__(self) -> None:
-        """Become the runner; does not return."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execvp(self.python, [self.python, "-m", "launch.slurm.job.runner", self.spec])
 
 
 def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
@@ -77,17 +61,12 @@ def defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of torch and NCCL that are set where nobody set them: a record of the last collectives, which
     shows what hung, and folders for compilers."""
     node = environment.get("SLURMD_NODENAME", "node")
-    caches = caches_folder()
+    caches = node_folder()
     triton = caches / f"triton-{node}-{environment['SLURM_LOCALID']}"
     wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN",
               # Of its own for every rank: compilers of several ranks wrote into one another's files on shared homes.
               "TRITON_CACHE_DIR": str(triton), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def caches_folder() -> Path:
-    """Where compilers keep what they made, on this node: they run it again."""
-    return Path(tempfile.gettempdir()) / f"drover-{os.getuid()}"
 
 
 def make_caches(environment: Mapping[str, str]) -> None:
@@ -96,7 +75,7 @@ def make_caches(environment: Mapping[str, str]) -> None:
     Raises:
         UserError: somebody else made it, or could write into it.
     """
-    caches = caches_folder()
+    caches = node_folder()
     inside = [name for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
               if caches in Path(environment.get(name, "")).parents]
     if not inside:

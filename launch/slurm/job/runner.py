@@ -1,7 +1,7 @@
 """What a Slurm job does: it starts the stage in its allocation, judges each end, and starts it again, queues itself
 again, or leaves.
 
-    python -m launch.slurm.job.runner SPEC.json
+    python -m launch.slurm.job.runner SPEC.json [SHA256]
 
 It runs once, in the batch step on the first node. Stages with ranks run as a step of srun, the others as its child.
 What it says goes to the job's log; what it does, to `launch/attempts.jsonl`; a stage's output to
@@ -261,7 +261,7 @@ def main(arguments: list[str]) -> int:
     try:
         scheduler = Scheduler()
         allocation = Allocation.from_environment(os.environ, scheduler)
-        return Runner(JobSpec.load(Path(arguments[0])), allocation, scheduler).run()
+        return Runner(JobSpec.load(Path(arguments[0]), *arguments[1:]), allocation, scheduler).run()
     except (UserError, OSError) as error:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
         return 1

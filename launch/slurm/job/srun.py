@@ -134,7 +134,15 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--unbuffered",
             f"--output={place}/rank%t.out", f"--error={place}/rank%t.err",
-            sys.executable, "-m", "launch.slurm.job.rank", *(["--stage", stage] if stage else []), "--", *command]
+            *_on_each_node(spec), sys.executable, "-m", "launch.slurm.job.rank",
+            *(["--stage", stage] if stage else []), "--", *command]
+
+
+def _on_each_node(spec: JobSpec) -> list[str]:
+    """The program that gives each node its copy of the code, before anything of it is imported there."""
+    if not spec.code_sha256 or spec.wrap:
+        return []
+    return [sys.executable, "-I", f"{spec.code}/launch/slurm/trust.py", "node", spec.code, spec.code_sha256]
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],

@@ -14,7 +14,7 @@ from launch.slurm.job.start_records import is_committed, last_word, newest_step,
 from launch.slurm.job.time_limit import TimeLimit
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.trust import code_problems
+from launch.slurm.trust import usable_code
 from pipeline.contract.state import log_attempt, read_attempts
 
 STEP_TRIES = 4
@@ -112,7 +112,8 @@ class Starts:
         spec = self.spec
         if not spec.code_sha256:
             return ""
-        return " ".join(code_problems(Path(spec.code), spec.code_sha256, spec.trusted_group, owners=spec.check_owners))
+        return " ".join(usable_code(Path(spec.code), spec.code_sha256, spec.trusted_group, owners=spec.check_owners,
+                                    local=not spec.wrap)[1])
 
     @property
     def apart(self) -> str | None:

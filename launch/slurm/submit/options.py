@@ -1,32 +1,45 @@
-"""More options of sbatch, as `launch.extra` has them: what is said there counts, once, over what Drover asks for."""
+"""The options of sbatch: which setting decides each, and which a user may add in `launch.extra`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
 
+from launch.plan import Job
 from pipeline.config.launching import LaunchConfig
 from pipeline.contract.stages import STAGES
 
+RANKS = "launch.gpus_per_node or launch.processes"
+NONE = ""
+DECIDED = {
+    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "constraint": "launch.constraint",
+    "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
+    "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
+    "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
+    "nodes": "launch.train.nodes", "ntasks": RANKS, "ntasks-per-gpu": RANKS, "ntasks-per-node": RANKS,
+    "open-mode": NONE, "output": NONE, "parsable": NONE, "partition": "launch.partition", "qos": "launch.qos",
+    "requeue": "launch.requeue", "signal": "launch.signal_s", "test-only": "--dry-run (of submit.py)",
+    "time": "launch.time", "wait": NONE, "wrap": NONE}
+"""Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
+GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
+"""Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
 SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "L": "licenses", "N": "nodes",
-         "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "m": "distribution",
-         "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time",
-         "w": "nodelist", "x": "exclude"}
-"""Long names of sbatch's options."""
-NEEDED = {"array": "launch.<stage>.array", "cpus-per-task": "launch.cpus", "job-name": "name",
-          "no-requeue": "launch.requeue: false", "nodes": "launch.train.nodes",
-          "ntasks": "launch.gpus_per_node or launch.processes",
-          "ntasks-per-node": "launch.gpus_per_node or launch.processes", "requeue": "launch.requeue",
-          "signal": "launch.signal_s", **dict.fromkeys(("chdir", "error", "kill-on-invalid-dep", "open-mode", "output",
-                                                        "parsable", "wrap"), "")}
-"""Options that the jobs rely on, and the setting that decides each; empty where none does."""
-ALIKE = {"gpus_per_node": ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"),
-         "mem": ("mem", "mem-per-cpu", "mem-per-gpu")}
-"""Options that ask for the same thing as one of ours, under whatever name."""
+         "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error",
+         "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe",
+         "t": "time", "w": "nodelist", "x": "exclude"}
+"""Long names of sbatch's short options."""
+
+
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs that an option of `extra` asks for. per_node: of a job's node."""
+
+    option: str
+    per_node: float
 
 
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
-    """Options by their long names: True for one without a value (`exclusive: true`); those that are false are left
+    """Options by their long names: True for one without a value (`exclusive: true`). Those that are false are left
     out."""
     found: dict[str, str | bool] = {}
     for key, value in extra.items():
@@ -36,27 +49,52 @@ def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]
     return found
 
 
-def lay_over(parameters: Mapping[str, Any], extra: Mapping[str, str | bool]) -> dict[str, Any]:
-    """submitit's parameters without those that `extra` (by long names) asks for otherwise."""
-    return {name: value for name, value in parameters.items() if not _is_said(name, extra)}
-
-
-def option_problems(launch: LaunchConfig) -> list[str]:
-    """What `extra` must not decide, for all stages and for each."""
-    found = []
-    for where, extra in _extras(launch):
-        for name in long_options(extra):
-            if name in NEEDED:
-                way = f"Say it with {NEEDED[name]}." if NEEDED[name] else "Leave it out."
-                found.append(f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}")
+def options_of(job: Job) -> dict[str, str | bool]:
+    """What a user adds to the job's options. Jobs without ranks need no GPUs, so what asks for them is left out there.
+    """
+    found = long_options(job.asked.extra)
+    if not job.ranks and not job.gpus_per_node:
+        others = ",".join(part for part in str(found.get("gres", "")).split(",") if not _is_gpu(part))
+        found = {name: others if name == "gres" else value for name, value in found.items()
+                 if name not in GPUS or (name == "gres" and others)}
     return found
 
 
-def _is_said(parameter: str, extra: Mapping[str, str | bool]) -> bool:
-    if parameter == "gpus_per_node" and any(part.split(":")[0].rpartition("/")[2] == "gpu"
-                                            for part in str(extra.get("gres", "")).split(",")):
-        return True
-    return any(name in extra for name in ALIKE.get(parameter, (parameter.replace("_", "-"),)))
+def gpus_asked(job: Job) -> GpuRequest | None:
+    """The GPUs that the job's `extra` asks for; None if it names none."""
+    for name, value in options_of(job).items():
+        for part in str(value).split(",") if name in GPUS else ():
+            if name == "gres" and not _is_gpu(part):
+                continue
+            number = part.rpartition(":")[2]
+            count = int(number) if number.isdigit() else 1
+            per_node = {"gpus": count / job.nodes, "gpus-per-task": count * job.tasks_per_node}
+            return GpuRequest(name, per_node.get(name, count))
+    return None
+
+
+def option_problems(launch: LaunchConfig, jobs: list[Job]) -> list[str]:
+    """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
+    found = []
+    for where, extra in _extras(launch):
+        for name in long_options(extra):
+            if name in DECIDED:
+                way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
+                found.append(f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}")
+    for job in jobs:
+        asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
+        if asked is not None and asked.per_node != job.gpus_per_node:
+            found.append(f"{job.key}: launch.extra asks for {asked.per_node:g} GPUs a node ({asked.option}), but the "
+                         f"job has {job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
+        if memory and job.asked.mem is not None:
+            found.append(f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job "
+                         f"gets. Leave one out.")
+    return found
+
+
+def _is_gpu(resource: str) -> bool:
+    """Whether a part of `gres` is of GPUs: `gpu:h100:8`, `gres/gpu:8`."""
+    return resource.removeprefix("gres/").split(":")[0] == "gpu"
 
 
 def _extras(launch: LaunchConfig) -> Iterator[tuple[str, Mapping[str, str | int | bool]]]:

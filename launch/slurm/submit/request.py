@@ -21,9 +21,9 @@ from launch.describe import by_hand, print_plan
 from launch.forecast import disk
 from launch.plan import Job, Options, plan
 from launch.rehearsing import rehearse_training, worth_rehearsing
-from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chains
+from launch.slurm.chain import CHAIN, Chain, ChainJob, read_chains, unrecorded
 from launch.slurm.nodes import excluded, few, named, spared
-from launch.slurm.scheduler import Scheduler
+from launch.slurm.scheduler import Scheduler, of_another_job
 from launch.slurm.submit.sbatch import (
     LOGS,
     Submission,
@@ -37,6 +37,7 @@ from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from launch.slurm.trust import folders_of, group_exists, owner_problems
 from pipeline.config.loading import cluster_profile, config_hash
 from pipeline.config.places import make_folder
+from pipeline.contract.locks import lock
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import git_state
 from pipeline.contract.state import STOP, now
@@ -71,7 +72,7 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     if kept := spared(run.folder, wanted):
         print(f"not left out  {named(kept)}: failed twice within a day as well, but of {wanted} nodes no more than "
               f"{few(wanted)} may be missed (launch.exclude leaves out others)\n")
-    cluster_problems(config, jobs, None if dry_run else space, os.environ)
+    cluster_problems(config, jobs, None if dry_run else space, os.environ, [] if dry_run else Scheduler().node_kinds())
     refuse_unsound(run, jobs, request, showing=dry_run)
     say_absent(run, jobs)
     submission = Submission(config, request.chain, request.code, tuple(bad), content)
@@ -85,11 +86,14 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
         return 0
     refuse_wrong_packages()
     refuse_unusable_stores(config, jobs, os.environ, here=False)
-    _refuse_queued(run, jobs)
     _refuse_untrusted(run)
+    _clear_environment()
+    make_folder(run.folder)
+    # From here until all is recorded, or this process ends, nobody else submits this run.
+    held = lock(run.folder, "submission", f"the submission of {run.folder}")
+    _refuse_queued(run, jobs)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         _rehearse(run, jobs, given)  # last: it takes up to some minutes
-    make_folder(run.folder)
     take_snapshot(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     chain = Chain(id=request.chain, submitted=now(), command=tuple(sys.argv), git=git_state(),
@@ -97,6 +101,8 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
                   cluster=cluster_profile(given.config_path, given.overrides))
     submitted = submit(submission, jobs, chain)
     submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
+    if held is not None:
+        held.close()
     return _tell(run, submitted, request.force)
 
 
@@ -120,7 +126,7 @@ def _owed(run: Run, jobs: list[Job]) -> list[int]:
 
     steps = owed(run.folder, every * run.config.train.checkpoint.every_steps, run.config.train.steps)
     names = {step: evaluation_name(run.config.name, step) for step in steps}
-    queued = {job.name for job in Scheduler().named(names.values()) or ()} if names else set()
+    queued = {job.name for job in Scheduler().mine() or ()} if names else set()
     return [step for step in steps if names[step] not in queued]
 
 
@@ -134,26 +140,41 @@ def _refuse_untrusted(run: Run) -> None:
     elif not group_exists(launch.trusted_group):
         raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
                         f"yours).")
-    if found := owner_problems([run.folder, *run.folder.glob("launch/*.json"), *folders_of(run.folder)[1:]],
-                               launch.trusted_group):
+    if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json")], launch.trusted_group,
+                               above=run.folder):
         raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
+
+
+def _clear_environment() -> None:
+    """sbatch would take options from the shell's variables, and jobs those of an allocation that the shell is in."""
+    foreign = of_another_job(os.environ)
+    for name in foreign:
+        del os.environ[name]
+    options = [name for name in foreign if name.startswith("SBATCH_")]
+    if options:
+        print(f"note      not passed on to sbatch: {', '.join(options)} of your shell. What jobs ask for stands in the "
+              f"section `launch` (python launch/submit.py --explain launch)")
+    if len(foreign) > len(options):
+        print(f"note      not passed on to the jobs: {len(foreign) - len(options)} variables of the allocation that "
+              f"this shell is in (SLURM_*)")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:
     """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
     training."""
-    known, scheduler = [job for chain in read_chains(run.folder) for job in chain.jobs], Scheduler()
-    found, named = scheduler.jobs([job.id for job in known]), scheduler.named({job.name for job in jobs})
-    if found is None or named is None:
+    chains, scheduler, names = read_chains(run.folder), Scheduler(), {job.name for job in jobs}
+    known = [job for chain in chains for job in chain.jobs]
+    found, mine = scheduler.jobs([job.id for job in known]), scheduler.mine()
+    if found is None or mine is None:
         print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
         return
-    queued = [job for job in known if found[job.id].queued]
-    if queued:
-        names = ", ".join(f"{job.id} ({job.name})" for job in queued)
-        raise UserError(f"Jobs of {run.folder} are in the queue already: {names}. Watch them with `python "
+    queued = [(job.id, job.name) for job in known if found[job.id].queued]
+    if queued := queued + [(job.id, job.name) for job in unrecorded(chains, mine)]:
+        listing = ", ".join(f"{id} ({name})" for id, name in queued)
+        raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `python "
                         f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
                         f"{run.folder}`, or use name=<another> for a run of its own.")
-    if named:
+    if named := [job for job in mine if job.name in names]:
         print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
               f"training waits for its namesake, whose ever it is")
 

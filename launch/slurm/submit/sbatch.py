@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.plan import Job
-from launch.resources import Asked, asked_of
+from launch.resources import asked_of
 from launch.slurm import trust
-from launch.slurm.chain import Chain, ChainJob, add_job, read_chain
-from launch.slurm.job.rank import RunJob
+from launch.slurm.chain import Chain, ChainJob, add_job, read_chain, token
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.submit.options import lay_over, long_options
+from launch.slurm.scheduler import Scheduler
+from launch.slurm.submit.options import gpus_asked, options_of
 from pipeline.config.loading import config_hash, load_config, save_config
+from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
 from pipeline.contract.stages import SNAPSHOT, STAGES
 from pipeline.errors import UserError
@@ -33,13 +32,16 @@ if TYPE_CHECKING:
 LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"
 KILLED = 128 + 9
+SBATCH_S = 60
+"""How long sbatch may take. It may have queued the job all the same: the token in the job's comment tells."""
 
 
 @dataclass(frozen=True)
 class Submission:
     """What all jobs of a chain have in common.
 
-    code: folder of the snapshot. content: its hash. exclude: nodes that failed twice.
+    code: folder of the snapshot. content: its hash. exclude: nodes that failed twice. files: hashes of other files that
+    the jobs read, by path.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Submission:
     code: str
     exclude: tuple[str, ...] = ()
     content: str = ""
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -79,7 +82,9 @@ def submit(submission: Submission, jobs: list[Job], before: Chain) -> list[Chain
     Raises:
         UserError: sbatch refused a job; says which jobs are queued already.
     """
-    save_config(submission.config, frozen_config(submission.config))
+    frozen = frozen_config(submission.config)
+    save_config(submission.config, frozen)
+    submission = replace(submission, files={str(frozen): sha256_file(frozen)})
     before.write(submission.run)
     ids: dict[str, str] = {}
     submitted: list[ChainJob] = []
@@ -132,8 +137,9 @@ def submit_evaluation(run: Path, python: str, environment: dict[str, str], step:
               gpus_per_node=asked.gpus_per_node, asked=asked)
     # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
     content = read_json(Path(chain.code) / SNAPSHOT)["content"]
-    entry = _submit(Submission(config, chain.id, chain.code, content=content), job, {}, kind="evaluation",
-                    of=evaluation_folder(run.absolute(), step))
+    submission = Submission(config, chain.id, chain.code, content=content,
+                            files={chain.config: sha256_file(Path(chain.config))})
+    entry = _submit(submission, job, {}, kind="evaluation", of=evaluation_folder(run.absolute(), step))
     add_job(run, chain.id, entry)
     return entry
 
@@ -150,29 +156,20 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
 
     spec = _spec_path(submission, job)
     _spec(submission, job, of).save(spec)
+    (submission.run / LOGS).mkdir(parents=True, exist_ok=True)
     executor = _executor(submission, job, ids, of)
     try:
-        ticket = executor.submit(RunJob(str(spec), _runner_python(submission)))
+        # Not `submit`, which would pickle a function: the job's script names its program.
+        number = executor._submit_command(executor._submitit_command_str).job_id
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        raise UserError(f"Slurm did not take the job {job.name}: {str(error).strip()}.") from None
-    if job.elements:  # an element looks for a pickle under its own name
-        written = ticket.paths.submitted_pickle
-        prefix = f"{ticket.job_id}_"
-        for element in job.elements:
-            _copy(written, written.with_name(written.name.replace(prefix, f"{prefix}{element}_", 1)))
-    return ChainJob(job.name, job.stage, kind or job.kind, ticket.job_id, job.elements or None,
-                    tuple(ids[need] for need in job.dependencies), _log(submission, job, ticket.job_id), str(spec),
-                    job.phase)
-
-
-def _copy(written: Path, target: Path) -> None:
-    """A file under another name, there as a whole: a job may be waiting for it."""
-    try:
-        os.link(written, target)
-    except OSError:  # no hard links on this file system
-        temporary = target.with_name(f"{target.name}.tmp")
-        shutil.copyfile(written, temporary)
-        temporary.rename(target)
+        queued = [found.id for found in Scheduler().mine() or () if found.comment.split(" ")[0] == token(
+            submission.chain, job.key)]
+        if not queued:
+            why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
+            raise UserError(f"Slurm did not take the job {job.name}: {why}.") from None
+        number = queued[0]  # its answer was lost
+    return ChainJob(job.name, job.stage, kind or job.kind, number, job.elements or None,
+                    tuple(ids[need] for need in job.dependencies), _log(submission, job, number), str(spec), job.phase)
 
 
 def _spec_path(submission: Submission, job: Job) -> Path:
@@ -182,17 +179,20 @@ def _spec_path(submission: Submission, job: Job) -> Path:
 def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
     launch = submission.config.launch
     trains = job.stage == "train"
+    environment = dict(job.environment)
+    if not launch.wrap:  # the job's script says where its node has the code
+        environment.pop("PYTHONPATH", None)
     return JobSpec(
         run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
-        environment=job.environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
+        environment=environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
         cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
         phase=job.phase, warned=job.stage in STAGES and STAGES[job.stage].workers,
         link=job.link, links=job.links, requeue=launch.requeue,
         signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,
         preflight_s=launch.preflight_s, every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0,
-        code=submission.code, code_sha256=submission.content, trusted_group=launch.trusted_group,
-        check_owners=launch.check_owners)
+        code=submission.code, code_sha256=submission.content, files=submission.files,
+        trusted_group=launch.trusted_group, check_owners=launch.check_owners)
 
 
 def _log(submission: Submission, job: Job, job_id: str) -> str:
@@ -204,50 +204,69 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str], of: Path
     """submitit's executor with everything that the job asks for."""
     from submitit.slurm.slurm import SlurmExecutor
 
+    python = shlex.quote(_runner_python(submission))
+    program = f"{python} -m launch.slurm.job.runner {_spec_arguments(submission, job, of)}"
+
     class Executor(SlurmExecutor):
-        """Also made where there is no srun, to show what Slurm would get."""
+        """Starts a program in place of a pickled function, and does not wait for sbatch without end. It is also made
+        where there is no srun, to show what Slurm would get."""
 
         @classmethod
         def affinity(cls) -> int:
             return 2
 
-    executor = Executor(folder=submission.run / LOGS, python=shlex.quote(_runner_python(submission)))
-    asked, launch, extra = job.asked, submission.config.launch, long_options(job.asked.extra)
+        @property
+        def _submitit_command_str(self) -> str:
+            return program
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return ["timeout", "--kill-after=5", str(SBATCH_S), *super()._make_submission_command(submission_file_path)]
+
+    executor = Executor(folder=submission.run / LOGS)
+    asked, launch = job.asked, submission.config.launch
     trace = f"{shlex.quote(str((of or submission.run) / 'launch'))}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
         "cpus_per_task": job.cpus_per_task, "time": asked.minutes, "partition": asked.partition,
         "account": asked.account, "qos": asked.qos, "constraint": asked.constraint, "mem": asked.mem,
-        "gpus_per_node": job.gpus_per_node or None, "exclude": _exclude(asked, submission, extra),
+        "gpus_per_node": None if gpus_asked(job) else job.gpus_per_node or None,
+        "exclude": ",".join(filter(None, (asked.exclude, *submission.exclude))) or None,
         # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
-        "use_srun": False,
+        "use_srun": False, "stderr_to_stdout": True,
         # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
-        "setup": ["trap : TERM INT", *launch.setup, *_checks(submission, job, of),
-                  f"export PYTHONPATH={shlex.quote(submission.code)}${{PYTHONPATH:+:$PYTHONPATH}}",
-                  "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"],
+        "setup": ["trap : TERM INT", *launch.setup, *_checks(submission, job, of)],
         # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
         # The file tells the next start, which counts such ends.
         "teardown": [f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}; scontrol requeue $SLURM_JOB_ID; }}; "
                      "exit $code"]
         if launch.requeue else None,
-        "additional_parameters": _more(submission, job, ids, extra),
+        "additional_parameters": _more(submission, job, ids),
     }
     parameters = {key: value for key, value in parameters.items() if value is not None}
     # wckey: submitit's own one would be refused where a site tracks its users' keys.
-    executor.update_parameters(**{**lay_over(parameters, extra), "wckey": None})
+    executor.update_parameters(**{**parameters, "wckey": None})
     return executor
 
 
 def _checks(submission: Submission, job: Job, of: Path | None) -> list[str]:
-    """Lines that end the job if what it would execute from the run folder is not to be trusted. Slurm keeps them, so
-    nobody changes them; the program that looks at all the rest is compared first."""
-    program, spec = Path(submission.code) / "launch/slurm/trust.py", _spec_path(submission, job)
+    """Lines that end the job if what it would execute from the run folder is not to be trusted, and find its code.
+
+    Slurm keeps these lines, so nobody changes them. They compare the program that looks at all the rest, and run what
+    they compared.
+    """
+    program = Path(submission.code) / "launch/slurm/trust.py"
     refusal = f"refused: {program} is not what was submitted, or gone; submit the same command again"
     python, sha256 = shlex.quote(_runner_python(submission)), sha256_file(Path(trust.__file__))
-    return [f"echo {shlex.quote(f'{sha256}  {program}')} | sha256sum --check --status || "
-            f"{{ echo {shlex.quote(refusal)}; exit 1; }}",
-            f"{python} -I {shlex.quote(str(program))} {shlex.quote(str(spec))} {_spec(submission, job, of).sha256} || "
-            f"exit 1"]
+    plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
+    return [f"check=$(cat {shlex.quote(str(program))})",
+            f'echo "$check" | sha256sum | grep -q "^{sha256} " || {{ echo {shlex.quote(refusal)}; exit 1; }}',
+            f'code=$({python} -I -c "$check" check {_spec_arguments(submission, job, of)}) || exit 1',
+            f"export PYTHONPATH=$code{plugins}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"]
+
+
+def _spec_arguments(submission: Submission, job: Job, of: Path | None) -> str:
+    """The job's spec and the hash of its content, as arguments of the programs that read it."""
+    return f"{shlex.quote(str(_spec_path(submission, job)))} {_spec(submission, job, of).sha256}"
 
 
 def _runner_python(submission: Submission) -> str:
@@ -256,12 +275,13 @@ def _runner_python(submission: Submission) -> str:
     return launch.runner_python or (None if launch.wrap else launch.python) or sys.executable
 
 
-def _more(submission: Submission, job: Job, ids: Mapping[str, str], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _more(submission: Submission, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
     """sbatch options that submitit has no parameter for, and those that the user has."""
-    launch = submission.config.launch
-    log = str(submission.run / LOGS / ("%A_%a.log" if job.elements else "%j.log"))
-    more: dict[str, Any] = {**extra, "chdir": str(Path.cwd()), "output": log, "error": log,
-                            "signal": f"USR2@{launch.signal_s}"}
+    launch, extra = submission.config.launch, options_of(job)
+    more: dict[str, Any] = {**extra, "chdir": str(Path.cwd()), "signal": f"USR2@{launch.signal_s}",
+                            "output": str(submission.run / LOGS / ("%A_%a.log" if job.elements else "%j.log")),
+                            "comment": " ".join(filter(None, [token(submission.chain, job.key),
+                                                              str(extra.get("comment", ""))]))}
     more["requeue" if launch.requeue else "no-requeue"] = True
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
     if job.dependencies:
@@ -269,16 +289,10 @@ def _more(submission: Submission, job: Job, ids: Mapping[str, str], extra: Mappi
     if job.stage == "train":
         waits.append("singleton")  # two jobs of one run never train at once, however they were submitted
     if waits:
-        more["dependency"] = ",".join([*waits, *([extra["dependency"]] if "dependency" in extra else [])])
-    if "exclude" in extra:
-        more["exclude"] = _exclude(job.asked, submission, extra)
+        more["dependency"] = ",".join([*waits, *([str(extra["dependency"])] if "dependency" in extra else [])])
     if job.elements:
         more["array"] = _ranges(job.elements) + (f"%{job.asked.at_once}" if job.asked.at_once else "")
     return more
-
-
-def _exclude(asked: Asked, submission: Submission, extra: Mapping[str, Any]) -> str | None:
-    return ",".join(filter(None, (extra.get("exclude") or asked.exclude, *submission.exclude))) or None
 
 
 def _ranges(elements: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import re
 import shutil
 import stat
 import subprocess
@@ -16,15 +17,17 @@ from types import SimpleNamespace
 import pytest
 
 from launch.slurm import trust
-from launch.slurm.job.rank import caches_folder, defaults, make_caches
+from launch.slurm.job.rank import defaults, make_caches
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from launch.slurm.trust import (
+    check_submission,
     code_problems,
     folders_of,
+    local_copy,
+    node_folder,
     owner_problems,
     private_folder,
-    submission_problems,
 )
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, write_json
@@ -34,8 +37,9 @@ OTHER = 12345
 
 
 @pytest.fixture(autouse=True)
-def usual_umask():
-    """Whoever runs the tests."""
+def usual_node(tmp_path_factory, monkeypatch):
+    """A node of the test's own, with the usual umask, whoever runs the tests."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("node")))
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -57,9 +61,10 @@ def submitted(checkout, tmp_path):
     code = take_snapshot(run, checkout)
     for folder in folders_of(run):
         folder.mkdir(parents=True, exist_ok=True)
-    (run / "logs/slurm/12_submitted.pkl").write_bytes(b"pickle")
+    config = run / "launch/config-1.yaml"
+    config.write_text("name: trial")
     spec = JobSpec(str(run), "trial-train", "train", ("python",), "c", code=str(code),
-                   code_sha256=planned_snapshot(run, checkout)[1])
+                   code_sha256=planned_snapshot(run, checkout)[1], files={str(config): sha256_file(config)})
     spec.save(run / "launch/jobs/c-train.json")
     return spec
 
@@ -76,12 +81,13 @@ def saved(spec, **changes):
 
 
 def check(spec):
-    return " ".join(submission_problems(Path(spec.run), path_of(spec), spec.sha256, "12_submitted.pkl"))
+    return " ".join(check_submission(path_of(spec), spec.sha256)[1])
 
 
-EXECUTED = ["", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
-            "logs/slurm/12_submitted.pkl", "CODE", "CODE/launch", "CODE/launch/a.py", "CODE/launch/__pycache__",
+EXECUTED = ["", "..", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
+            "launch/config-1.yaml", "CODE", "CODE/launch", "CODE/launch/a.py", "CODE/launch/__pycache__",
             "CODE/launch/__pycache__/a.pyc"]
+"""What a job in a container executes: it runs the copy of the code in the run folder."""
 
 
 def place(spec, name):
@@ -89,20 +95,19 @@ def place(spec, name):
     cache = Path(spec.code) / "launch/__pycache__"
     cache.mkdir(exist_ok=True)
     (cache / "a.pyc").write_bytes(b"")
-    return Path(spec.code) / name[5:] if name.startswith("CODE") else Path(spec.run) / name
+    return Path(spec.code) / name[5:] if name.startswith("CODE") else (Path(spec.run) / name).resolve()
 
 
 def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == ""
     place(submitted, "")
-    assert check(submitted) == "", "Python's own caches are no change"
-    (Path(submitted.run) / "logs/slurm/12_submitted.pkl").unlink()
-    assert check(submitted) == "", "submitit moves its file there once it has the job's id"
+    assert check(submitted) == check(saved(submitted, wrap=("x",))) == "", "Python's own caches are no change"
 
 
 @pytest.mark.parametrize("mode", [0o002, 0o020])
 def test_what_others_may_write_is_refused(submitted, monkeypatch, mode):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    submitted = saved(submitted, wrap=("x",))
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | mode)
@@ -115,10 +120,11 @@ def test_what_others_may_write_is_refused(submitted, monkeypatch, mode):
 
 @pytest.mark.skipif(not ROOT, reason="only root can give files away")
 def test_what_others_own_is_refused(submitted, tmp_path):
+    submitted = saved(submitted, wrap=("x",))
     for name in EXECUTED:
         path = place(submitted, name)
         os.chown(path, OTHER, -1)
-        assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there")
+        assert check(submitted).startswith(f"{path} belongs to the user {OTHER}, and jobs execute what is there or ")
         os.chown(path, 0, -1)
     (tmp_path / "theirs").mkdir(0o700)
     os.chown(tmp_path / "theirs", OTHER, -1)
@@ -128,7 +134,7 @@ def test_what_others_own_is_refused(submitted, tmp_path):
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name)
+    trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, wrap=("x",))
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | 0o020)
@@ -141,6 +147,7 @@ def test_a_group_can_be_trusted(submitted, monkeypatch):
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
     if own.pw_uid:
         assert "belongs to" in check(submitted)
@@ -159,7 +166,7 @@ def test_a_private_group_is_the_users_own(monkeypatch):
 
 
 def test_owners_need_not_be_looked_at(submitted):
-    blind = saved(submitted, check_owners=False)
+    blind = saved(submitted, check_owners=False, wrap=("x",))
     for folder in folders_of(Path(submitted.run)):
         folder.chmod(0o777)
     assert check(blind) == ""
@@ -179,6 +186,77 @@ def test_owners_need_not_be_looked_at(submitted):
 def test_other_code_is_not_run(submitted, change, told):
     change(Path(submitted.code))
     assert told in check(submitted) and "submit the same command again" in check(submitted)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can be somebody else")
+def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_path):
+    """He is refused before; and what a job has started from is on its node, whatever becomes of the run."""
+    tmp_path.chmod(0o777)
+    assert check(submitted).startswith(f"{tmp_path} may be written by everybody")
+    run, blind = Path(submitted.run), saved(submitted, check_owners=False)
+    folder, problems = check_submission(path_of(blind), blind.sha256)
+    assert not problems and folder.parent == node_folder() and not (folder / "launch/__pycache__").exists()
+    subprocess.run(["sh", "-c", "mv run old && cp -r old run && echo evil | tee run/code/*/launch/a.py"], cwd=tmp_path,
+                   user=OTHER, group=OTHER, check=True)
+    assert "evil" in (Path(blind.code) / "launch/a.py").read_text()
+    assert (folder / "launch/a.py").read_text() == "NAME = 'launch/a.py'\n"
+    assert check(blind) == "", "the copy on this node is the one that was submitted"
+    shutil.rmtree(folder)
+    assert "(changed: launch/a.py)" in check(blind), "another node copies nothing else"
+    tmp_path.chmod(0o1777)
+    said = check(saved(submitted))
+    assert said.startswith(f"{run}, ") and f"belongs to the user {OTHER}" in said and f"{tmp_path} may" not in said, \
+        "in a sticky folder nobody exchanges what is another's"
+
+
+def test_the_configuration_is_compared_whoever_owns_it(submitted):
+    config = Path(submitted.run) / "launch/config-1.yaml"
+    config.write_text("name: other")
+    assert check(saved(submitted, check_owners=False)) == (
+        f"{config} is not what was submitted. Nothing was started. If it was you who changed it, submit the same "
+        f"command again, which copies what there is now; if not, look who did.")
+
+
+def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(submitted, monkeypatch):
+    code, content = Path(submitted.code), submitted.code_sha256
+    copy = local_copy(code, content)
+    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700 and (copy / "snapshot.json").exists()
+    (copy / "launch/a.py").write_text("damaged")
+    assert local_copy(code, content) == copy and "damaged" not in (copy / "launch/a.py").read_text()
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    local_copy(code, content)
+    (copy / "launch/a.py").write_text("damaged")
+    local_copy(code, content)
+    assert "damaged" in (copy / "launch/a.py").read_text(), "the step's first task has compared it"
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    local_copy(code, content)
+    assert "damaged" not in (copy / "launch/a.py").read_text()
+    (code / "launch/b.py").symlink_to("a.py")
+    shutil.rmtree(copy)
+    with pytest.raises(ValueError, match="is not what was submitted"):
+        local_copy(code, content)
+
+
+def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
+    command = [sys.executable, "-I", trust.__file__, "node", submitted.code, submitted.code_sha256,
+               "sh", "-c", "echo $PYTHONPATH"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
+
+    def run():
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    status, said = run()
+    copy = tmp_path / f"drover-{os.getuid()}" / f"code-{submitted.code_sha256[:16]}"
+    assert (status, said) == (0, f"{copy}:/plugins\n")
+    environment["TMPDIR"] = environment["TEMP"] = environment["TMP"] = str(tmp_path)
+    shutil.rmtree(copy.parent)
+    copy.parent.touch()  # no room, or somebody else's
+    status, said = run()
+    assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
+    (Path(submitted.code) / "launch/a.py").write_text("evil")
+    assert run()[0] == 1
 
 
 def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
@@ -216,7 +294,7 @@ def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout, tmp_
 # ---- the script
 
 
-def test_the_script_looks_before_it_runs_anything_of_the_run(slurm):
+def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     os.umask(0o002)
     slurm.accepted("--stage", "all")
     loose = [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
@@ -224,16 +302,20 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm):
     assert not loose, "what is submitted is one's own, whatever the umask"
     lines = (slurm.queue / "104").read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
-    script = "\n".join(["#!/bin/bash", *lines[last - 1:last + 1], "echo started"])
+    script = "\n".join(["#!/bin/bash", *lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
 
     def run():
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
-                              env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104"})
+                              env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104", "TMPDIR": str(tmp_path)})
         return done.returncode, done.stdout + done.stderr
 
     code = Path(slurm.chain.code)
-    assert run() == (0, "started\n")
+    copy = tmp_path / f"drover-{os.getuid()}"
+    status, said = run()
+    assert status == 0 and re.fullmatch(rf"started from {copy}/code-[0-9a-f]+\n", said)
     (code / "launch/new.py").write_text("evil")
+    assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
+    shutil.rmtree(copy)
     status, said = run()
     assert status == 1 and said.startswith("refused: The code in ") and "(new: launch/new.py)" in said
     (code / "launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
@@ -244,8 +326,8 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm):
 def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
     slurm.done("shard")
     slurm.run.chmod(0o777)
-    assert "runs/trial may be written by everybody (mode 0777), and jobs execute what is there. Look at it, then " \
-           "`chmod go-w runs/trial`" in slurm.refused("--stage", "all")
+    assert "runs/trial may be written by everybody (mode 0777), and jobs execute what is there or below. Look at it, " \
+           "then `chmod go-w runs/trial`" in slurm.refused("--stage", "all")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     assert "no such group" in slurm.refused("--stage", "all", "launch.trusted_group=nobodys-group")
     slurm.accepted("--stage", "all", "launch.check_owners=false")
@@ -269,23 +351,22 @@ def test_a_private_folder(tmp_path):
             private_folder(path)
 
 
-def test_compilers_keep_what_they_run_again_in_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_compilers_keep_what_they_run_again_in_private():
     found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert caches_folder() in Path(found[name]).parents
+        assert node_folder() in Path(found[name]).parents
     make_caches({"TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
-    assert not caches_folder().exists(), "the user's own are the user's own affair"
+    assert not node_folder().exists(), "the user's own are the user's own affair"
     make_caches(found)
-    assert stat.S_IMODE(caches_folder().stat().st_mode) == 0o700
-    caches_folder().chmod(0o777)
+    assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
+    node_folder().chmod(0o777)
     with pytest.raises(UserError, match=r"may be written by others.*\(on n7\)\. Remove it there \(`rm -r .*"
                                         r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
         make_caches({**found, "SLURMD_NODENAME": "n7"})
 
 
 def test_the_check_needs_nothing_but_the_standard_library():
-    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "/nowhere/a/b/c.json", "0"],
+    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
                             capture_output=True, text=True, check=False)
-    assert result.returncode == 1 and result.stdout.startswith("refused: /nowhere/a/b/c.json") and not result.stderr
+    assert result.returncode == 1 and result.stderr.startswith("refused: /nowhere/a/b/c.json")
     assert code_problems(Path("/nowhere"), "", None)[0].startswith("The copy of the code in /nowhere cannot be read")

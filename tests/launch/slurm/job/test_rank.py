@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
-import pickle
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from launch.slurm.job.rank import SAVES, RunJob, defaults, rank_environment, visible_gpus
+from launch.slurm.job.rank import SAVES, defaults, rank_environment, visible_gpus
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
 from tests.launch.fake_house import runs
@@ -91,13 +90,6 @@ def test_it_ends_with_its_parent(tmp_path):
     parent.wait()
     wait_for(lambda: not runs(note), lambda: "the rank outlived its parent")
 
-
-
-def test_a_job_becomes_the_runner(monkeypatch):
-    called = []
-    monkeypatch.setattr(os, "execvp", lambda *arguments: called.extend(arguments))
-    pickle.loads(pickle.dumps(RunJob("/run/launch/jobs/train.json", "python3")))()
-    assert called == ["python3", ["python3", "-m", "launch.slurm.job.runner", "/run/launch/jobs/train.json"]]
 
 
 def test_the_stages_that_save_when_they_are_asked_to_end_are_those_with_checkpoints():

@@ -48,18 +48,25 @@ def test_gpus_are_asked_for_once(script, extra):
                                                                                              "gres=nvme:1"]
 
 
-@pytest.mark.parametrize(("setting", "value", "extra", "line"), [
-    ("partition", "gpu", {"p": "big"}, "partition=big"), ("account", "a", {"account": "b"}, "account=b"),
-    ("mem", "64G", {"mem-per-cpu": "4G"}, "mem-per-cpu=4G"), ("time", 60, {"t": "2-0"}, "time=2-0")])
-def test_what_is_said_in_extra_counts_and_stands_once(script, setting, value, extra, line):
-    lines = script(**{setting: value, "extra": extra})
-    assert options(lines, setting, line.partition("=")[0]) == [line]
+@pytest.mark.parametrize(("extra", "told"), [
+    ({"gres": "gpu:4"}, "train: launch.extra asks for 4 GPUs a node (gres), but the job has 8"),
+    ({"gpus": "h100:8"}, "asks for 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "asks for 16 GPUs a node"),
+    ({"p": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
+                   "launch.partition."),
+    ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."), ({"W": True}, "holds wait"),
+    ({"test-only": True}, "Say it with --dry-run"), ({"t": "2-0"}, "Say it with launch.time."),
+    ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both say how much memory")])
+def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
+    said = launcher.refused("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
+                            "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G",
+                            f"launch.extra={json.dumps(extra)}")
+    assert told in said
 
 
 def test_flags(script):
     lines = script(extra={"exclusive": True, "overcommit": True},
-                   **{"train.extra": {"overcommit": False, "comment": "night"}})
-    assert options(lines, "exclusive", "overcommit", "comment") == ["comment=night", "exclusive"]
+                   **{"train.extra": {"overcommit": False, "nice": 7}})
+    assert options(lines, "exclusive", "overcommit", "nice") == ["exclusive", "nice=7"]
     assert options(script(extra={"exclusive": "user"}), "exclusive") == ["exclusive=user"]
     with pytest.raises(ValidationError):
         LaunchConfig(extra={"exclusive": [1]})
@@ -68,7 +75,7 @@ def test_flags(script):
 def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher):
     for job in ("1.0", "1.1"):
         add_strike(launcher.run, "n3", job, "went down")
-    lines = script(extra={"exclude": "n[7-8]", "dependency": "afterany:7"})
+    lines = script(exclude="n[7-8]", extra={"dependency": "afterany:7"})
     assert options(lines, "exclude") == ["exclude='n[7-8],n3'"]
     assert options(lines, "dependency") == ["dependency=afterok:ID_OF_encode,singleton,afterany:7"]
 
@@ -76,7 +83,7 @@ def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher)
 def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
                           train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})
-    assert option_problems(launch) == [
+    assert option_problems(launch, []) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
         "launch.signal_s.",
@@ -93,5 +100,5 @@ def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     ({"runner_python": "/shared/bin/python"}, "/shared/bin/python"), ({}, None)])
 def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage."""
-    line, = (line for line in script(**launch) if "submitit.core._submit" in line)
-    assert line.startswith(f"{python or shlex.quote(sys.executable)} -u -m ")
+    line, = (line for line in script(**launch) if "launch.slurm.job.runner" in line)
+    assert line.startswith(f"{python or shlex.quote(sys.executable)} -m ")

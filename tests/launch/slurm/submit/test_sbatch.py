@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ from launch.slurm.chain import read_chains
 from launch.slurm.evaluations import submit_apart
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import add_strike
+from launch.slurm.submit import request, sbatch
 from launch.slurm.submit.sbatch import _ranges
+from pipeline.contract.locks import lock
 from pipeline.contract.stages import STAGES
 from tests.launch.recorded_slurm import queue_line
 
@@ -31,10 +33,10 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 # Parameters
 #SBATCH --account=physics
 #SBATCH --chdir='{work}'
+#SBATCH --comment=drover:CHAIN:train
 #SBATCH --constraint=h100
 #SBATCH --cpus-per-task=6
 #SBATCH --dependency=afterok:ID_OF_encode,singleton
-#SBATCH --error='{work}/runs/trial/logs/slurm/%j.log'
 #SBATCH --exclude='n[3-4]'
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name=trial-train
@@ -53,15 +55,15 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 # setup
 trap : TERM INT
 module load cuda
-echo 'SHA256  {code_}/launch/slurm/trust.py' | sha256sum --check --status || {{ echo \
-'refused: {code_}/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
-{python} -I '{code_}/launch/slurm/trust.py' '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256 || exit 1
-export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+check=$(cat '{code}/launch/slurm/trust.py')
+echo "$check" | sha256sum | grep -q "^SHA256 " || {{ echo \
+'refused: {code}/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
+code=$({python} -I -c "$check" check '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256) || exit 1
+export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-{python} -u -m submitit.core._submit '{work}/runs/trial/logs/slurm'
+{python} -m launch.slurm.job.runner '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256
 
 
 # teardown
@@ -92,11 +94,11 @@ def test_the_script_of_training_on_four_nodes(launcher):
     shown = launcher.accepted("--stage", "all", "--dry-run", *FOUR_NODES)
     assert not launcher.run.exists(), "a dry run writes nothing"
     found = scripts(shown)
-    code = re.search(r"export PYTHONPATH='?([^$']+)'?\$", found["train"])[1]
+    code = re.search(r"check=\$\(cat '(.+)/launch/slurm/trust.py'", found["train"])[1]
     assert Path(code).parent == launcher.run / "code"
-    quoted = f"'{code}'" if f"'{code}'" in found["train"] else code
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
-    assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=quoted, code_=code, python=sys.executable)
+    assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
+    assert len(plain.splitlines()) < 40, "a person reads it"
     for text in found.values():
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
 
@@ -136,7 +138,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert option(found["convert"], "dependency") == "afterok:ID_OF_train"
     assert option(found["encode-parts"], "array") == "0-4%2"
     assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None and "teardown" not in text
-               and option(text, "comment") == "night" for text in found.values())
+               and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", option(text, "comment"))
+               for text in found.values())
     assert "link 2 of 3" in shown
     assert _ranges((0, 1, 3, 4, 5, 9)) == "0-1,3-5,9"
 
@@ -154,8 +157,7 @@ def test_submission_chains_what_is_not_done(slurm):
     assert "encode    job 103 (finalise) after 102" in shown and "launch/status.py" in shown
     assert "encode    job 102 (array encode) after 101" in shown
     assert chain.command[-4:] == ("--stage", "all", "launch.encode.array=2", "train.steps=40")
-    pickles = {path.name for path in (slurm.run / "logs/slurm").glob("*.pkl")}
-    assert {"102_0_submitted.pkl", "102_1_submitted.pkl", "104_submitted.pkl"} <= pickles
+    assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
     _, array, _, spec, *_ = specs = [JobSpec.load(Path(job.spec)) for job in chain.jobs]
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
     assert spec.command[1:3] == ("-m", "pipeline.train") and chain.config in spec.command
@@ -188,16 +190,71 @@ def test_what_is_to_go_on_is_not_forced_again(slurm):
     assert command[command.index("--force-id") + 1] == slurm.chain.id and "--force" not in command
 
 
-def test_a_file_system_without_locks_or_links(slurm, monkeypatch):
+def test_a_file_system_without_locks(slurm, monkeypatch):
     def none(*_, **more):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr(os, "link", none)
     slurm.accepted("--stage", "all", "launch.encode.array=2")
     assert len(slurm.chain.jobs) == 8
-    pickles = list((slurm.run / "logs/slurm").glob("103*_submitted.pkl"))
-    assert len(pickles) == 3 and len({path.read_bytes() for path in pickles}) == 1
+
+
+def test_two_submissions_of_a_run_do_not_meet(slurm):
+    slurm.run.mkdir(parents=True)
+    other = lock(slurm.run, "submission")
+    assert "the submission of " in slurm.refused("--stage", "all") and not list(slurm.queue.iterdir())
+    other.close()
+    slurm.accepted("--stage", "all")
+
+
+def test_a_job_that_a_killed_submission_could_not_record_is_found(slurm):
+    """The token in its comment tells whose it is, whatever its id and name."""
+    slurm.accepted("--stage", "all")
+    chain = slurm.chain
+    chain.write(slurm.run)
+    replace(chain, jobs=chain.jobs[:2]).write(slurm.run)
+    queued = queue_line("103", "PENDING", name="trial-encode", comment=f"drover:{chain.id}:encode mine")
+    assert "in the queue already: 103 (trial-encode)" in slurm.refused("--stage", "all", QUEUED=queued)
+    (slurm.tools / "scancel").write_text('#!/bin/sh\necho "$@" >> "$QUEUE/cancelled"\n')
+    (slurm.tools / "scancel").chmod(0o755)
+    assert "cancelled 103 (trial-encode)" in slurm.call("--cancel", str(slurm.run), QUEUED=queued).stdout
+    assert (slurm.queue / "cancelled").read_text() == "103\n"
+
+
+def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
+    """Where sbatch is cut off, the queue is asked for the job's token."""
+    monkeypatch.setattr(sbatch, "SBATCH_S", 1)
+    monkeypatch.setattr(request, "_new_id", lambda: "now")
+    queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
+    said = slurm.refused("--stage", "shard", SLOW="1")
+    assert "did not answer within 1 s" in said and "Nothing is queued" in said
+    write_queue = f"cat <<'END'\n{queued}\nEND\n"  # from the second question on: the first is before sbatch
+    (slurm.tools / "squeue").write_text(f'#!/bin/sh\n[ -e "$QUEUE/asked" ] && {write_queue}touch "$QUEUE/asked"\n')
+    assert "shard     job 555" in slurm.accepted("--stage", "shard", SLOW="1")
+    assert [job.id for job in slurm.chain.jobs] == ["555"]
+
+
+def test_the_shells_own_slurm_variables_reach_no_job(slurm):
+    shown = slurm.accepted("--stage", "shard", SBATCH_EXPORT="NONE", SBATCH_TIMELIMIT="1", SLURM_JOB_ID="7",
+                           SLURM_NNODES="4", SLURM_CONF="/etc/slurm.conf")
+    assert "not passed on to sbatch: SBATCH_EXPORT, SBATCH_TIMELIMIT of your shell" in shown
+    assert "2 variables of the allocation" in shown
+    assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
+
+
+def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
+    (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "big|2|64|256000|gpu:a:8"\n')
+    (slurm.tools / "sinfo").chmod(0o755)
+    said = slurm.refused("--stage", "all")
+    assert "train, evaluate: asks for 1 node with 8 cores each, but the partition debug has 4 with 4 cores, 0 GPUs, " \
+           "16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
+    assert "there is no partition bug here (launch.partition); there are big, debug" in slurm.refused(
+        "--stage", "all", "launch.partition=bug")
+    assert "4,194,304 MB of memory" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
+    assert "asks for 3 nodes with 8 cores, 2 GPUs each" in slurm.refused(
+        "--stage", "all", "--nodes", "3", "launch.partition=big", "launch.gpus_per_node=2", "train.micro_batch=1",
+        "train.batch_tokens=12288", "--no-rehearse")
+    slurm.accepted("--stage", "all", "launch.cpus=2")
 
 
 def test_a_refused_submission_says_what_is_queued(slurm):
