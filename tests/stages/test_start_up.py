@@ -95,6 +95,16 @@ def test_a_rank_of_other_code_is_told_so(monkeypatch):
         others[0].listen("train", list)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(monkeypatch, tmp_path, told):
+    first, other = channels(monkeypatch, 2)
+    (tmp_path / "of_rank_0.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": told, "inputs": {},
+                 "fingerprint": {}, "drift": None})
+    assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
+    assert not (tmp_path / "of_rank_0.ran").exists()
+
+
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
     settings = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
