@@ -196,4 +196,4 @@ def no_plugins(monkeypatch):
     warn.cache_clear()
     yield
     for name in loaded:
-        del sys.modules[name]
+        sys.modules.pop(name, None)

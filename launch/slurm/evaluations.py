@@ -30,7 +30,7 @@ from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from pipeline.config.loading import config_hash, load_config, read_without_plugins, save_config
-from pipeline.config.plugins import add_plugin_option
+from pipeline.config.plugins import add_run_options
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
@@ -260,10 +260,9 @@ def submit_apart(spec: JobSpec, step: int) -> str:
 def main(arguments: list[str]) -> int:
     """Evaluate a checkpoint here, or submit the job that does."""
     parser = argparse.ArgumentParser(prog="python -m launch.slurm.evaluations")
-    parser.add_argument("--run", required=True, type=Path, help="run folder")
+    add_run_options(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep the exported model")
-    add_plugin_option(parser)
     parser.add_argument("--submit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:

@@ -2,8 +2,8 @@
 
 `plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that is given the
 configuration on its command line imports them: launcher, stages, ranks, workers. A process that opens the folder of a
-run (a tool, `reuse`) imports none of that run's: a folder is data. `--plugin` names them there. docs/extending.md says
-what can be added.
+run (a tool, `reuse`) imports none that the folder names: a folder is data. There the user names them with `--plugin`.
+docs/extending.md says what can be added.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     return found
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """--run and --plugin, for programs that open the folder of a run."""
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_plugin_option(parser)
+
+
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """--plugin, for programs that open the folder of a run. What it names is imported while arguments are read."""
-    parser.add_argument("--plugin", action="append", default=[], type=_from_command_line, metavar="FILE",
-                        help="import this plugin, a file or module: those that the run's config.yaml names are not "
-                             "imported (may be given several times)")
+    """--plugin, for programs that take a run in another way. Reading the argument, as often as it is given, imports
+    the plugin."""
+    parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
+                        help="import this plugin, a file or module (may be given several times); those that a run's "
+                             "config.yaml names are not imported")
 
 
 def imported(names: list[str]) -> list[str]:

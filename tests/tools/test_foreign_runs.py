@@ -1,15 +1,19 @@
 """Opening a run that somebody else made imports no code of it; what the user names is imported."""
 
+import sys
+
 import pytest
+import yaml
 
 from launch import status, submit
-from pipeline.config.loading import dump_config, load_config
+from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.run import run_in
 from pipeline.encode import encode
 from pipeline.errors import UserError
 from pipeline.files import sealed_text
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.conftest import merged
 from tests.evaluation.test_task_packs import FILES
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
@@ -43,14 +47,17 @@ REUSING = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, encoded):
-    """Runs that name a plugin, which leaves a file when it is imported: one with data and records, one with weights."""
+    """Runs whose settings name a module as plugin, optimizer, filter and sink: one with data and records, one with
+    weights. The module leaves a file when it is imported."""
     home = tmp_path_factory.mktemp("foreign")
     plugin = home / "foreign_code.py"
     plugin.write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
     data = Recorded(home / "data", encoded, settings=["name=data"]).folder
-    config = load_config(data / "config.yaml").model_copy(update={"plugins": [str(plugin)]})
-    (data / "config.yaml").write_text(sealed_text(dump_config(config)))
-    write_run(home / "model", {3: for_tokenizer(ByteTokenizer())}, ByteTokenizer(), plugins=[str(plugin)])
+    theirs = {"plugins": [str(plugin)], "shard": {"filters": [{"kind": "foreign_code:Filter"}]},
+              "train": {"optimizer": "foreign_code:kind", "log_to": [{"kind": "foreign_code:Sink"}]}}
+    config = merged(load_config(data / "config.yaml").model_dump(mode="json"), theirs)
+    (data / "config.yaml").write_text(sealed_text(yaml.safe_dump(config)))
+    write_run(home / "model", {3: for_tokenizer(ByteTokenizer())}, ByteTokenizer(), **theirs)
     (home / "tasks").mkdir()
     for name in ("capitals.yaml", "capitals.jsonl"):
         (home / "tasks" / name).write_text(FILES[name])
@@ -58,10 +65,12 @@ def home(tmp_path_factory, encoded):
 
 
 @pytest.fixture
-def ran(home, no_plugins):
-    """The file that the plugin leaves."""
+def ran(home, no_plugins, monkeypatch):
+    """The file that the module leaves, which could be imported as if it were installed."""
+    monkeypatch.syspath_prepend(str(home))
     yield home / "foreign_code.ran"
     (home / "foreign_code.ran").unlink(missing_ok=True)
+    sys.modules.pop("foreign_code", None)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["opened", "named"])
