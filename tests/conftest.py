@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.config.plugins import warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
@@ -183,3 +184,16 @@ def place(tmp_path):
         "name": "a", "runs_dir": str(tmp_path / "runs"), "launch": {"processes": 1},
         "shard": {"sources": [{"kind": "files", "name": "t", "paths": [str(tmp_path / "corpus.txt")]}]}}))
     return tmp_path
+
+
+@pytest.fixture
+def no_plugins(monkeypatch):
+    """None are imported yet; what importing some changes in this process is undone."""
+    loaded: dict[str, Path] = {}
+    monkeypatch.setattr("pipeline.config.plugins._LOADED", loaded)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    warn.cache_clear()
+    yield
+    for name in loaded:
+        sys.modules.pop(name, None)

@@ -29,7 +29,7 @@ FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\
 def extended(tmp_path_factory, corpus):
     """The run that the page makes: its folder, and what was printed."""
     home = tmp_path_factory.mktemp("extended")
-    for name in ("launch", "pipeline", "model"):
+    for name in ("launch", "pipeline", "model", "tools"):
         (home / name).symlink_to(REPOSITORY / name)
     (home / "configs").mkdir()
     files = sorted(corpus.glob("*.txt"))
@@ -101,3 +101,15 @@ def test_the_stage_is_one_like_any_other(extended):
     assert again.returncode == 0 and "letters   up to date" in again.stdout
     refused = run(home, f"{COMMAND} 'stages.letters.counts=[documents_in, text_bytes]'")
     assert refused.returncode != 0 and "stages.letters.counts" in refused.stderr
+
+
+def test_a_tool_knows_the_stage_once_its_plugin_is_named(extended):
+    [command] = re.findall(r"`(python -m tools\.verify --run runs/extended --plugin[^`]*)`", PAGE)
+    folder, _ = extended
+    output = folder / "letters/letters.json"
+    aside = output.rename(folder.parent / "aside.json")
+    named, opened = (run(folder.parents[1], " ".join(asked.split())) for asked in (
+        command, command.partition(" --plugin")[0]))
+    aside.rename(output)
+    assert (named.returncode, opened.returncode) == (1, 0) and "letters/letters.json" in named.stdout
+    assert "plugins that were not imported" in opened.stderr and "not imported" not in named.stderr

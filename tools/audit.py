@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.plugins import add_run_options
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from pipeline.errors import UserError
@@ -366,7 +367,7 @@ def _places(order: SampleOrder | PhasedOrder, samples: np.ndarray) -> tuple[np.n
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 if all is proven, 1 if there are faults, 2 if there is nothing to check."""
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_run_options(parser)
     try:
         found = audit(parser.parse_args(arguments).run)
     except UserError as error:

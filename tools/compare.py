@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.plugins import add_plugin_option
 from pipeline.contract.run import run_in
 from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--models", nargs="+", type=Path, metavar="PATH", help="runs, checkpoints, Hugging Face folders")
     which.add_argument("--checkpoints", type=Path, metavar="RUN", help="all complete checkpoints of a run")
+    add_plugin_option(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the results and items")
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="by name")
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
@@ -90,7 +92,7 @@ def _candidates(options: argparse.Namespace) -> list[Candidate]:
         if twice:
             raise UserError(f"--models names {twice[0]} twice. Give each model once.")
         return [Candidate(str(path), deliverable(path)) for path in options.models]
-    run = run_in(options.checkpoints, check=False)
+    run = run_in(options.checkpoints)
     found = complete_checkpoints(run.stage_folder("train"))
     if not found:
         raise UserError(f"The run {options.checkpoints} has no complete checkpoint to compare.")
@@ -106,7 +108,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
     if not options.tasks and options.heldout is None:
         raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
-    heldout = None if options.heldout is None else run_in(options.heldout, check=False)
+    heldout = None if options.heldout is None else run_in(options.heldout)
     return Conditions(tasks, options.task_folders, options.limit, options.dtype, options.batch, options.length,
                       options.bootstrap_iters, heldout, options.heldout_documents)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from pipeline.config.plugins import add_run_options
 from pipeline.console import ProgressBar, say
 from pipeline.contract.locks import lock
 from pipeline.contract.run import run_in
@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 def main(arguments: list[str] | None = None) -> int:
     """Copy; the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.copy_tokens", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--run", required=True, type=Path, help="folder of a run whose stage encode is done")
+    add_run_options(parser)
     parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
     parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")
     options = parser.parse_args(arguments)

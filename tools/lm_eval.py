@@ -4,13 +4,15 @@
     python -m tools.lm_eval --model drover --model_args run=runs/demo,checkpoint=100,dtype=bfloat16 --tasks ...
     torchrun --standalone --nproc-per-node 2 -m tools.lm_eval --model drover --model_args run=runs/demo --tasks ...
 
-All arguments are lm_eval's (docs/evaluation.md names those of the model). Data files that a task under --include_path
-names are found beside its YAML file, wherever this is started. `--use_cache FILE` keeps every answer as it is there,
-so that an interrupted command goes on; with several ranks use the stage evaluate, which keeps every task.
+All arguments are lm_eval's (docs/evaluation.md names those of the model), but for `--plugin FILE`, which imports a
+plugin. Data files that a task under --include_path names are found beside its YAML file, wherever this is started.
+`--use_cache FILE` keeps every answer as it is there, so that an interrupted command goes on; with several ranks use the
+stage evaluate, which keeps every task.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
+from pipeline.config.plugins import add_plugin_option
 from pipeline.errors import UserError
 from pipeline.evaluation.tasks import write_absolute
 
@@ -27,7 +30,9 @@ CACHE = "--use_cache"
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: `arguments` for lm_eval, by default those of this process."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m tools.lm_eval", add_help=False, allow_abbrev=False)
+    add_plugin_option(parser)
+    _, given = parser.parse_known_args(arguments)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     before = sys.argv
     try:

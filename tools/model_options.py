@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.generation.sampling import Sampling
+from pipeline.config.plugins import add_plugin_option
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import open_model
 from pipeline.records.weight_files import weights_folder
@@ -18,9 +19,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model, --device and --dtype, for `opened_model`."""
+    """--model, --plugin, --device and --dtype, for `opened_model`."""
     parser.add_argument("--model", required=True, type=Path, metavar="PATH",
                         help="a run (its newest checkpoint), a checkpoint inside of a run, or a Hugging Face folder")
+    add_plugin_option(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")
 

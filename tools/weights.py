@@ -18,6 +18,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.plugins import add_plugin_option
 from pipeline.console import ProgressBar, say
 from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.meta_params import PARTS
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.weights", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="a folder of weights")
+    add_plugin_option(parser)
     parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="a folder to be made")
     parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, Meta's, or Drover's: weights "
                         "alone, to start a training from")

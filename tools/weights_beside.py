@@ -74,7 +74,7 @@ def _of_run(checkpoint: Path, context_length: int) -> Beside:
     run = checkpoint.resolve().parents[2]  # <run>/train/checkpoints/step-...
     if not (run / "config.yaml").is_file():
         return Beside()
-    folder = run_in(run, check=False).stage_folder("tokenizer")
+    folder = run_in(run).stage_folder("tokenizer")
     found = _in_folder(folder / "hf")
     found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
     found.context_length = context_length

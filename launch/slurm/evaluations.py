@@ -29,7 +29,8 @@ from launch.processes import end_with_parent
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler, of_another_job
-from pipeline.config.loading import config_hash, load_config, save_config
+from pipeline.config.loading import config_hash, read_without_plugins, save_config
+from pipeline.config.plugins import add_run_options
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
@@ -130,7 +131,7 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
     if evaluation_record(run_folder, step).exists():
         print(f"the checkpoint of step {step} has its result already", flush=True)
         return 0
-    run = run_in(run_folder.absolute(), check=False)
+    run = run_in(run_folder.absolute())
     path = prepare(run, step)
     for command in commands(run.config, path):
         # What training was made of may have changed since it began: that is for the next who asks for it to mend.
@@ -223,7 +224,7 @@ class Evaluations:
             return []
         from launch.slurm.submit.sbatch import evaluation_name
 
-        config = load_config(self.run_folder / "config.yaml", check=False)
+        config = read_without_plugins(self.run_folder / "config.yaml")
         every = self.spec.every_checkpoints * config.train.checkpoint.every_steps
         steps = owed(self.run_folder, every, config.train.steps)
         chain = read_chain(self.run_folder)
@@ -254,7 +255,7 @@ def submit_apart(spec: JobSpec, step: int) -> str:
 def main(arguments: list[str]) -> int:
     """Evaluate a checkpoint here, or submit the job that does."""
     parser = argparse.ArgumentParser(prog="python -m launch.slurm.evaluations")
-    parser.add_argument("--run", required=True, type=Path, help="run folder")
+    add_run_options(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep the exported model")
     parser.add_argument("--submit", action="store_true", help=argparse.SUPPRESS)

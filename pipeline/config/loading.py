@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from pipeline.config.checks import problems
 from pipeline.config.data import FilesSource, HubSource, StdlibSource
 from pipeline.config.partial import UnknownSettingError, known_part
-from pipeline.config.plugins import load_plugins
+from pipeline.config.plugins import left_out, load_plugins
 from pipeline.config.shapes import shape_in
 from pipeline.config.shipped import FILTERS, SINKS
 from pipeline.config.tree import Config
@@ -27,7 +27,8 @@ OF_A_STAGE = ("started.json", "manifest.json")
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
-    """Read `path`, lay it over its `base:` files, apply overrides `a.b=c`, and validate.
+    """Read a configuration that the user gave: lay `path` over its `base:` files, apply overrides `a.b=c`, import its
+    plugins, and validate.
 
     Args:
         path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The cluster profile
@@ -41,13 +42,22 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    values = _with_preset(_with_profile(_with_overrides(path, overrides), Path(path)))
+    values = _read(path, overrides)
     if plugins := values.tree.get("plugins"):
         values.tree["plugins"] = load_plugins(plugins, Path(path), values.place(("plugins",)))
     config = _validated(values, path)
     if check and (found := problems(config)):
         raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
     return config
+
+
+def read_without_plugins(path: Path) -> Config:
+    """The configuration that a run's folder holds, with nothing imported; UserError as above."""
+    values = _read(path, ())
+    try:
+        return _validated(values, path)
+    except UserError as error:
+        raise UserError(f"{error}\n{left_out(values.tree.get('plugins'), path.parent)}".rstrip()) from None
 
 
 def cluster_profile(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> str | None:
@@ -57,7 +67,7 @@ def cluster_profile(path: str | Path, overrides: list[str] | tuple[str, ...] = (
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` of it gives an equal `Config`."""
+    """The resolved configuration as YAML, which reads back as an equal `Config`."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -67,7 +77,7 @@ def save_config(config: Config, path: Path) -> None:
     if path.is_file() and path.read_bytes() == text.encode():
         return
     write_text(path, text)
-    if load_config(path, check=False) != config:
+    if read_without_plugins(path) != config:
         path.unlink()  # else the next start would find it as written
         raise AssertionError(f"{path} does not load back to the configuration it was written from")
 
@@ -75,6 +85,10 @@ def save_config(config: Config, path: Path) -> None:
 def config_hash(config: Config) -> str:
     """Hex sha256 of the whole resolved configuration."""
     return sha256_json(config.model_dump(mode="json"))
+
+
+def _read(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:
+    return _with_preset(_with_profile(_with_overrides(path, overrides), Path(path)))
 
 
 def _with_overrides(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:

@@ -1,18 +1,23 @@
 """Code from outside the package that a run is to use: modules that register what they add when they are imported.
 
-`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that loads the
-configuration imports them: launcher, stages, ranks, workers. docs/extending.md says what can be added.
+`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that is given the
+configuration on its command line imports them: launcher, stages, ranks, workers. A process that opens the folder of a
+run (a tool, `reuse`) imports none that the folder names: a folder is data. There the user names them with `--plugin`.
+docs/extending.md says what can be added.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.console import printable
 from pipeline.errors import UserError
 
 _LOADED: dict[str, Path] = {}
@@ -47,9 +52,55 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     found = []
     for name in names:
         path = _file(name, config, place) if name.endswith(".py") else None
-        _import(path.stem if path else name, path, place)
+        _import(_module(name), path, place)
         found.append(str(path or name))
     return found
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """--run and --plugin, for programs that open the folder of a run."""
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_plugin_option(parser)
+
+
+def add_plugin_option(parser: argparse.ArgumentParser) -> None:
+    """--plugin, for programs that take a run in another way. Reading the argument, as often as it is given, imports
+    the plugin."""
+    parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
+                        help="import this plugin, a file or module (may be given several times); those that a run's "
+                             "config.yaml names are not imported")
+
+
+def imported(names: list[str]) -> list[str]:
+    """Those of a run's plugins that this process has imported, as any process can use them."""
+    return [str(_LOADED[_module(name)]) if name.endswith(".py") else name for name in names if _module(name) in _LOADED]
+
+
+def left_out(names: Any, run: Path) -> str:
+    """What to say of a run's plugins that this process has not imported; "" where there are none."""
+    absent = [str(name) for name in names if _module(str(name)) not in _LOADED] if isinstance(names, list) else []
+    return printable(
+        f"The run {run} names plugins that were not imported: {', '.join(absent)}. Opening a run's folder imports no "
+        f"code. If you trust them, name them: give a tool --plugin {' --plugin '.join(absent)}, give launch/submit.py "
+        f"or a stage plugins=[{','.join(absent)}].") if absent else ""
+
+
+@cache
+def warn(text: str) -> None:
+    """Say it once in this process, beside what a tool answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _from_command_line(name: str) -> str:
+    try:
+        return load_plugins([name], Path(), "--plugin")[0]
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _module(name: str) -> str:
+    """What a plugin is imported as."""
+    return Path(name).stem if name.endswith(".py") else name
 
 
 def _file(name: str, config: Path, place: str) -> Path:

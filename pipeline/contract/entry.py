@@ -154,7 +154,7 @@ def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -
 def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel) -> int:
     """Do what rank 0 says."""
     try:
-        work = channel.listen(name)
+        work = channel.listen(name, lambda: load_config(options.config, options.overrides, check=False).plugins)
     except RuntimeError:
         say(name, f"rank 0 ended before it told rank {channel.rank} what to do")
         return 1

@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.loading import load_config
-from pipeline.config.plugins import loaded_plugins
+from pipeline.config.loading import read_without_plugins
+from pipeline.config.plugins import imported, left_out, loaded_plugins, warn
 from pipeline.config.section import identity
 from pipeline.config.tree import Config
 from pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
@@ -72,7 +72,7 @@ class Run:
         if self.folder.resolve() in _reuse_chain(folder):
             raise UserError(f"reuse: {folder} is, or reuses, this very run ({self.folder}). Leave reuse= out, or give "
                             f"this run another name=.")
-        return run_in(folder, check=False)
+        return run_in(folder)
 
     def own_folder(self, stage: str) -> Path:
         """Where this run keeps the stage."""
@@ -357,12 +357,19 @@ def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
     return marked_parts(folder, parts, phase, key)
 
 
-def run_in(folder: Path, *, check: bool = True) -> Run:
+def run_in(folder: Path) -> Run:
     """The run in a folder, as it is configured there. The folder may have been moved or copied: it, not the name that
-    its configuration was written under, is what the user pointed at. UserError if it holds none."""
+    its configuration was written under, is what the user pointed at. UserError if it holds none.
+
+    Its plugins are not imported, since anybody may have made the folder: a warning names them once. `config.plugins`
+    of the result are those that this process has imported because the user named them.
+    """
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    config = load_config(folder / "config.yaml", check=check)
-    return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
+    config = read_without_plugins(folder / "config.yaml")
+    if absent := left_out(config.plugins, folder):
+        warn(absent)
+    return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name,
+                                         "plugins": imported(config.plugins)}))
 
 
 def reused_folder(run_folder: Path, reuse: str) -> Path:
@@ -387,6 +394,6 @@ def _reuse_chain(folder: Path) -> list[Path]:
     chain: list[Path] = []
     while (here := folder.resolve()) not in chain:
         chain.append(here)
-        reuse = load_config(folder / "config.yaml", check=False).reuse if (folder / "config.yaml").is_file() else None
+        reuse = run_in(folder).config.reuse if (folder / "config.yaml").is_file() else None
         folder = reused_folder(folder, reuse) if reuse is not None else folder
     return chain

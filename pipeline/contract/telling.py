@@ -3,6 +3,8 @@
 Configuration, state and manifests are files of the run folder. Thousands of ranks that read them at one moment are a
 load that file systems break under, and may see different states of them. So the others open none of them: they wait,
 in the store in which torch's process groups meet, for what rank 0 made of them, or for word that nothing is to be done.
+What is heard there is data. It names no plugins: where there are some, each rank takes their names from its own command
+line.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.plugins import load_plugins
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
@@ -69,8 +70,9 @@ class Channel:
     def tell(self, work: Work) -> None:
         """The others are to do this work; for rank 0."""
         inputs = {need: _told(work, need) for need in STAGES[work.name].needs}
-        self._send({"config": work.config.model_dump(mode="json"), "fingerprint": work.fingerprint,
-                    "drift": work.drift, "inputs": inputs})
+        self._send({"config": work.config.model_dump(mode="json", exclude={"plugins"}),
+                    "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint, "drift": work.drift,
+                    "inputs": inputs})
 
     def end(self, status: int) -> None:
         """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
@@ -82,8 +84,10 @@ class Channel:
             while not self._agent and self._heard() < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
-    def listen(self, name: str) -> Work | Ended:
+    def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | Ended:
         """What rank 0 says; for the others.
+
+        plugins: imports those that this process was started with; called where rank 0 has some.
 
         Raises:
             RuntimeError: rank 0 is gone.
@@ -98,9 +102,8 @@ class Channel:
             self.store.add(_HEARD, 1)
             return Ended(said["end"])
         try:
-            if plugins := said["config"].get("plugins"):
-                load_plugins(plugins, Path(), "what rank 0 told")
-            run = ToldRun(Config.model_validate(said["config"]), said["inputs"])
+            own = plugins() if said["with_plugins"] else []
+            run = ToldRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"])
             return Work(run, name, said["fingerprint"], said["drift"])
         except (ValueError, KeyError) as error:  # of pydantic, for settings that this rank does not know
             raise UserError(f"Rank {self.rank} does not understand what rank 0 told it, so it runs other code: "

@@ -150,7 +150,7 @@ class Measuring:
 def deliverable(path: Path) -> Path:
     """Of a run's folder what its stage convert exported, which is what its stage evaluate measures; before that is
     done, and of any other folder, `path`, of which `open_model` takes a run's newest checkpoint."""
-    run = run_in(path, check=False) if (path / "config.yaml").is_file() else None
+    run = run_in(path) if (path / "config.yaml").is_file() else None
     return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
 
 

@@ -71,7 +71,7 @@ def run_of(path: Path) -> Run | None:
         inside = place.parent.name == CHECKPOINTS and len(place.parents) > 2
         for folder in (place, *([place.parents[2]] if inside else [])):
             if (folder / "config.yaml").is_file():
-                return run_in(folder, check=False)
+                return run_in(folder)
     return None
 
 

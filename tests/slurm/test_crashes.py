@@ -31,11 +31,15 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     run.check_curve()
 
 
-def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training):
-    """They are submitted while training waits for them, it ends though none of them can start, and then they do."""
+def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):
+    """They are submitted while training waits for them, it ends though none of them can start, and then they do. Each
+    imports the plugin of the submission."""
+    (tmp_path / "noted.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "Path(__file__).with_name(f\"imported-{os.environ.get('SLURM_JOB_ID')}\").touch()\n")
     run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
     barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
-    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", nodes=1)
+    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", f"plugins=[{tmp_path}/noted.py]", nodes=1)
 
     def evaluations():
         chain = read_chain(run.run)
@@ -56,3 +60,4 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training
     assert sorted(jobs) == [4, 8]
     found = [read_json(evaluation_record(run.run, step))["counts"]["bits_per_byte"] for step in (4, 8)]
     assert found[0] > found[1] > 0
+    assert all((tmp_path / f"imported-{job}").exists() for job in jobs.values())

@@ -80,10 +80,10 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
     first, *others = channels(monkeypatch)
     ending = threading.Thread(target=first.end, args=(status,))
     ending.start()
-    assert others[0].listen("train") == Ended(status)
+    assert others[0].listen("train", list) == Ended(status)
     ending.join(0.5)
     assert ending.is_alive()  # one has not heard it
-    assert others[1].listen("train") == Ended(status)
+    assert others[1].listen("train", list) == Ended(status)
     ending.join(10)
     assert not ending.is_alive()
 
@@ -92,7 +92,17 @@ def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first, *others = channels(monkeypatch, 2)
     first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
     with pytest.raises(UserError, match="Rank 1 does not understand what rank 0 told it, so it runs other code"):
-        others[0].listen("train")
+        others[0].listen("train", list)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(monkeypatch, tmp_path, told):
+    first, other = channels(monkeypatch, 2)
+    (tmp_path / "of_rank_0.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": told, "inputs": {},
+                 "fingerprint": {}, "drift": None})
+    assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
+    assert not (tmp_path / "of_rank_0.ran").exists()
 
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):
@@ -107,7 +117,7 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
     for attempt, status in enumerate((2, 0)):
         first, second = (channel(TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank) for rank in range(2))
         first.end(status)
-        assert second.listen("train") == Ended(status)
+        assert second.listen("train", list) == Ended(status)
     with pytest.raises(UserError, match="--max-restarts 0"):
         channel(TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 

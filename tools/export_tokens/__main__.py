@@ -13,11 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from pipeline.config.plugins import add_run_options
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.export_tokens", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_run_options(parser)
     parser.add_argument("--format", required=True, choices=("megatron", "hf"), help="megatron: SOURCE.bin and "
                         "SOURCE.idx for each source; hf: one folder for datasets.load_from_disk")
     parser.add_argument("--out", required=True, type=Path, help="folder to make")

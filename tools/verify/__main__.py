@@ -24,6 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config.plugins import add_run_options
 from pipeline.console import ProgressBar
 from pipeline.contract.orphans import end_with_parent
 from pipeline.errors import UserError
@@ -94,7 +95,7 @@ def _count(text: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_run_options(parser)
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="read only this share of the shards and input files (1%%): always the same ones, by their "
                              "names; all else is read, and of the other shards the size looked at")

@@ -111,7 +111,7 @@ class Inventory:
     def _run(self, config: Path, *, damaged: bool) -> Run | None:
         """The run, to know its plugins' stages and what it reuses; None where its configuration is damaged."""
         try:
-            return run_in(self.folder, check=False)
+            return run_in(self.folder)
         except Exception as error:  # noqa: BLE001 - a changed byte of YAML may be anything
             if not damaged:
                 raise UserError(f"{config} cannot be read: {error}") from None

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+
+from pipeline.config.plugins import add_run_options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.where", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
+    add_run_options(parser)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
     asked.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),

@@ -19,7 +19,7 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.submit.options import gpus_asked, options_of
 from pipeline.config.loading import config_hash, load_config, save_config
-from pipeline.config.plugins import plugin_folders
+from pipeline.config.plugins import loaded_plugins, plugin_folders
 from pipeline.config.tree import Config
 from pipeline.contract.stages import SNAPSHOT, STAGES
 from pipeline.errors import UserError
@@ -62,6 +62,11 @@ def frozen_config(config: Config) -> Path:
     return config.folder.absolute() / "launch" / f"config-{config_hash(config)[:12]}.yaml"
 
 
+def _files(frozen: Path) -> dict[str, str]:
+    """Hashes of what decides, beside the code, what a job does: the configuration and its plugins."""
+    return {str(path): sha256_file(path) for path in (frozen, *loaded_plugins().values())}
+
+
 def scripts(submission: Submission, jobs: list[Job]) -> list[tuple[Job, str]]:
     """The text that sbatch would get for each job that has something to do. Needs no Slurm, writes nothing."""
     ids = {job.key: f"ID_OF_{job.key}" for job in jobs}
@@ -84,7 +89,7 @@ def submit(submission: Submission, jobs: list[Job], before: Chain) -> list[Chain
     """
     frozen = frozen_config(submission.config)
     save_config(submission.config, frozen)
-    submission = replace(submission, files={str(frozen): sha256_file(frozen)})
+    submission = replace(submission, files=_files(frozen))
     before.write(submission.run)
     ids: dict[str, str] = {}
     submitted: list[ChainJob] = []
@@ -132,13 +137,14 @@ def submit_evaluation(run: Path, python: str, environment: dict[str, str], step:
     tasks = asked.gpus_per_node or config.launch.processes or 1
     name = evaluation_name(config.name, step)
     job = Job(key=name, name=name, stage="evaluate", state=None, forced=True,  # type: ignore[arg-type]
-              command=(python, "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step)), arguments=(),
+              command=(python, "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step),
+                       *(word for name in config.plugins for word in ("--plugin", name))), arguments=(),
               environment=environment, processes=tasks, cpus_per_task=tasks * asked.cpus,
               gpus_per_node=asked.gpus_per_node, asked=asked)
     # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
     content = read_json(Path(chain.code) / SNAPSHOT)["content"]
     submission = Submission(config, chain.id, chain.code, content=content,
-                            files={chain.config: sha256_file(Path(chain.config))})
+                            files=_files(Path(chain.config)))
     entry = _submit(submission, job, {}, kind="evaluation", of=evaluation_folder(run.absolute(), step))
     add_job(run, chain.id, entry)
     return entry

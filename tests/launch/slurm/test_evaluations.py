@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job, read_chain
@@ -18,6 +19,7 @@ from launch.slurm.scheduler import JobInfo
 from launch.slurm.submit.sbatch import evaluation_name
 from pipeline.config.launching import LaunchConfig
 from pipeline.config.loading import load_config
+from pipeline.config.plugins import loaded_plugins
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run
@@ -159,6 +161,13 @@ def test_a_checkpoint_that_is_gone(job):
     assert main(["--run", str(job.run), "--step", "60"]) == 2
 
 
+def play_data_stages(job, monkeypatch):
+    """What an evaluation needs of the stages before it."""
+    for stage in ("shard", "tokenizer", "encode"):
+        Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
+    monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
+
+
 def test_where_there_are_no_hard_links(job, monkeypatch):
     def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
@@ -177,9 +186,7 @@ def test_where_there_are_no_hard_links(job, monkeypatch):
     ("well", 0), ("in convert", 1), ("by a signal", 137), ("without a result", 1)])
 def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     """The stages themselves are played."""
-    for stage in ("shard", "tokenizer", "encode"):
-        Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
-    monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
+    play_data_stages(job, monkeypatch)
     folder = evaluation_folder(job.run, 20)
     done = "from pathlib import Path; from pipeline.contract.manifest import Manifest; import os; " \
            f"assert os.environ['DROVER_CONTINUES'] == '1'; Path({str(folder / 'convert/hf')!r}).mkdir(parents=True); " \
@@ -205,6 +212,22 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     assert evaluation_record(job.run, 20).exists() and not (folder / "convert/hf").exists() and source.exists()
     played[0] = ["false"]
     assert evaluate(job.run, 20) == 0, "a second job for it does nothing"
+
+
+@pytest.mark.parametrize("named", ["by nobody", "by --plugin"])
+@pytest.mark.usefixtures("no_plugins")
+def test_an_evaluation_imports_the_plugins_that_its_user_named(job, monkeypatch, named):
+    """The configuration that its stages get names these, and no others that the run folder names."""
+    plugin = job.run.parent / "evaluated_with.py"
+    plugin.write_text("")
+    config = f"{(job.run / 'config.yaml').read_text()[:-2]}, plugins: [{plugin}]}}\n"
+    (job.run / "config.yaml").write_text(config)
+    play_data_stages(job, monkeypatch)
+    monkeypatch.setattr(evaluations, "commands", lambda config, path: [])
+    main(["--run", str(job.run), "--step", "20", *(["--plugin", str(plugin)] if "--plugin" in named else [])])
+    prepared = yaml.safe_load((evaluation_folder(job.run, 20) / "config.yaml").read_text())
+    imported = [str(plugin)] * (named == "by --plugin")
+    assert prepared["plugins"] == [*map(str, loaded_plugins().values())] == imported
 
 
 @pytest.mark.parametrize("processes", [1, 2])

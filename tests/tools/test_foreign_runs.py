@@ -1,0 +1,120 @@
+"""Opening a run that somebody else made imports no code of it; what the user names is imported."""
+
+import sys
+
+import pytest
+import yaml
+
+from launch import status, submit
+from pipeline.config.loading import load_config
+from pipeline.contract.entry import stage_main
+from pipeline.contract.run import run_in
+from pipeline.encode import encode
+from pipeline.errors import UserError
+from pipeline.files import sealed_text
+from pipeline.tokenization.simple import ByteTokenizer
+from tests.conftest import merged
+from tests.evaluation.test_task_packs import FILES
+from tests.tiny_models import for_tokenizer, write_run
+from tests.tools.recorded import Recorded
+from tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
+from tools.export_tokens import __main__ as export_tokens
+from tools.verify import __main__ as verify
+from tools.where import __main__ as where
+
+FOREIGN = "names plugins that were not imported: {}. "
+TOOLS = {
+    "where": (where.main, 0, "--run {data} --step 3"),
+    "audit": (audit.main, 0, "--run {data}"),
+    "verify": (verify.main, 0, "--run {data} --processes 1"),
+    "copy_tokens": (copy_tokens.main, 0, "--run {data} --to file://{out}"),
+    "export_tokens": (export_tokens.main, 0, "--run {data} --out {out} --format megatron --processes 1"),
+    "chat": (chat.main, 0, "--model {model} x --max-tokens 1"),
+    "serve": (serve.main, 0, "--model {model} --port 0"),
+    "compare --models": (compare.main, 2, "--models {model} --to {out} --tasks nope"),
+    "compare --checkpoints": (compare.main, 2, "--checkpoints {model} --to {out} --tasks nope"),
+    "compare --heldout": (compare.main, 2, "--models {out} --heldout {data} --to {out}"),
+    "weights": (weights.main, 0, "--from {model} --to {out} --format hf"),
+    "lm_eval": (lm_eval.main, 0, "--model drover --model_args run={model} --tasks capitals --include_path {tasks} "
+                                 "--limit 1 --device cpu"),
+}
+REUSING = {
+    "--why": (submit.main, "--why encode"),
+    "--dry-run": (submit.main, "--stage encode --cluster local --dry-run"),
+    "a stage": (lambda arguments: stage_main("encode", encode, arguments), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, encoded):
+    """Runs whose settings name a module as plugin, optimizer, filter and sink: one with data and records, one with
+    weights. The module leaves a file when it is imported."""
+    home = tmp_path_factory.mktemp("foreign")
+    plugin = home / "foreign_code.py"
+    plugin.write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+    data = Recorded(home / "data", encoded, settings=["name=data"]).folder
+    theirs = {"plugins": [str(plugin)], "shard": {"filters": [{"kind": "foreign_code:Filter"}]},
+              "train": {"optimizer": "foreign_code:kind", "log_to": [{"kind": "foreign_code:Sink"}]}}
+    config = merged(load_config(data / "config.yaml").model_dump(mode="json"), theirs)
+    (data / "config.yaml").write_text(sealed_text(yaml.safe_dump(config)))
+    write_run(home / "model", {3: for_tokenizer(ByteTokenizer())}, ByteTokenizer(), **theirs)
+    (home / "tasks").mkdir()
+    for name in ("capitals.yaml", "capitals.jsonl"):
+        (home / "tasks" / name).write_text(FILES[name])
+    return home
+
+
+@pytest.fixture
+def ran(home, no_plugins, monkeypatch):
+    """The file that the module leaves, which could be imported as if it were installed."""
+    monkeypatch.syspath_prepend(str(home))
+    yield home / "foreign_code.ran"
+    (home / "foreign_code.ran").unlink(missing_ok=True)
+    sys.modules.pop("foreign_code", None)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["opened", "named"])
+@pytest.mark.parametrize("tool", [pytest.param(tool, marks=[pytest.mark.slow] * (tool == "lm_eval")) for tool in TOOLS])
+def test_a_tool_imports_what_its_user_names(home, ran, tmp_path, monkeypatch, capsys, tool, named):
+    main, expected, arguments = TOOLS[tool]
+    if tool == "serve":
+        monkeypatch.setattr(pytest.importorskip("uvicorn").Server, "run", lambda *_, **__: None)
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap
+    plugin = str(home / "foreign_code.py")
+    places = {"data": home / "data", "model": home / "model", "tasks": home / "tasks", "out": tmp_path / "out"}
+    found = main([*arguments.format(**places).split(), *(["--plugin", plugin] if named else [])])
+    assert (ran.exists(), found) == (named, expected)
+    said = capsys.readouterr().err
+    assert said.count(FOREIGN.format(plugin)) == (not named) and (named or f"--plugin {plugin}" in said)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["reused", "named"])
+@pytest.mark.parametrize("way", REUSING)
+def test_who_reuses_a_run_imports_what_its_own_configuration_names(home, ran, fresh, capsys, way, named):
+    main, arguments = REUSING[way]
+    plugin = home / "foreign_code.py"
+    found = main([*arguments.split(), "--config", str(fresh), f"reuse={home / 'data'}",
+                  *([f"plugins=[{plugin}]"] if named else [])])
+    assert (ran.exists(), found) == (named, 0)
+    assert capsys.readouterr().err.count(FOREIGN.format(plugin)) == (not named)
+
+
+def test_who_looks_at_a_run_or_stops_it_imports_nothing(home, ran, capsys):
+    run = str(home / "data")
+    assert status.main(["--run", run]) == 0
+    for arguments in (["--logs", run, "train"], ["--stop", run], ["--cancel", run]):
+        submit.main(arguments)
+    assert not ran.exists()
+
+
+def test_settings_that_need_a_plugin_are_refused_with_its_name(tmp_path, ran):
+    """A plugin may extend Drover's own tables, so that nobody else can read the configuration."""
+    (tmp_path / "config.yaml").write_text("plugins: [theirs.py]\nshard: {filters: [{kind: theirs}]}\n")
+    with pytest.raises(UserError, match=r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py"):
+        run_in(tmp_path)
+
+
+def test_a_plugin_that_cannot_be_imported_is_refused_before_a_tool_begins(home, ran, capsys):
+    with pytest.raises(SystemExit) as ended:
+        audit.main(["--run", str(home / "data"), "--plugin", "absent.py"])
+    assert ended.value.code == 2 and "there is no plugin absent.py" in capsys.readouterr().err
