@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.partial import UnknownSettingError
-from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.rehearsal.apart import rehearse_apart
@@ -31,7 +31,7 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
         return True, (f"{size} of {has}: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
                       f"takes some GB as well")
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
-    config = with_largest(config)
+    config = with_largest(config, found.ranks)
     item = next(item for item in found.peak.items if item.kind == largest)
     said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
@@ -74,8 +74,9 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
     """Settings that would hold less: one for itself, those that cost least time first, then several together."""
     train, parallel = config.train, config.parallel
     single: list[dict[str, object]] = []
-    if largest in ("activations", "received") and train.micro_batch > 1:
-        single.append({"train.micro_batch": train.micro_batch // 2})
+    micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
+    if largest in ("activations", "received") and micro_batch > 1:
+        single.append({"train.micro_batch": micro_batch // 2})
     if largest not in ("activations", "logits", "received"):
         single += [{f"parallel.{name}": less} for name, less in
                    (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]

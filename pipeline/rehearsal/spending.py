@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
-from pipeline.config.phases import with_largest
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from pipeline.config.tree import Config
 from pipeline.console import readable
@@ -100,7 +99,7 @@ def spend(config: Config, ranks: int, memory: float, shape: ModelConfig, *, gpus
     path = [rehearsed({})]
     while True:
         before = path[-1]
-        candidates = [{**before.settings, **change} for change in changes(changed(config, before.settings))]
+        candidates = [{**before.settings, **change} for change in changes(changed(config, before.settings), ranks)]
         better = [layout for settings in candidates if possible(config, settings, ranks) for layout in tried(settings)
                   if layout.peak <= TIGHT * memory and layout.lost.time < before.lost.time - GAIN]
         if not better:
@@ -108,7 +107,7 @@ def spend(config: Config, ranks: int, memory: float, shape: ModelConfig, *, gpus
         path.append(min(better, key=lambda layout: (round(layout.lost.time / GAIN), layout.peak)))
 
 
-def changes(config: Config) -> Iterator[dict[str, object]]:
+def changes(config: Config, ranks: int) -> Iterator[dict[str, object]]:
     """Single changes that take memory and may save time."""
     train, parallel = config.train, config.parallel
     if train.activation_checkpointing == "full":
@@ -123,7 +122,10 @@ def changes(config: Config) -> Iterator[dict[str, object]]:
         yield {"train.activation_checkpointing": "none", "train.recomputed_blocks": 1}
         if 2 * train.recomputed_blocks <= config.model.layers:
             yield {"train.recomputed_blocks": 2 * train.recomputed_blocks}
-    yield {"train.micro_batch": 2 * train.micro_batch}
+    micro_batch = BatchPlan.of(train, parallel, ranks).micro_batch
+    larger: dict[str, object] = {"train.micro_batch": 2 * micro_batch}
+    if BatchPlan.of(changed(config, larger).train, parallel, ranks).micro_batch > micro_batch:
+        yield larger
     if parallel.reshard == "always":
         yield {"parallel.reshard": "never"}
     if parallel.pp == 1 and parallel.reduce == "each":
@@ -139,7 +141,7 @@ def changes(config: Config) -> Iterator[dict[str, object]]:
 
 def lost(config: Config, shape: ModelConfig, found: Rehearsal, gpus_per_node: int = 8) -> Lost:
     """What a rehearsed step of the configuration loses. shape: the network with its vocabulary."""
-    config = with_largest(config)
+    config = with_largest(config, found.ranks)
     train, parallel = config.train, config.parallel
     plan = BatchPlan.of(train, parallel, found.ranks)
     tokens = plan.tokens / found.ranks

@@ -97,15 +97,15 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
 
 
 def test_what_is_recomputed_is_kept_group_by_group():
-    full = [one.get("train.kept_activations") for one in changes(config_of(activation_checkpointing="full"))]
+    full = [one.get("train.kept_activations") for one in changes(config_of(activation_checkpointing="full"), 1)]
     assert full[:2] == [["attention"], ["attention", "wq", "wk", "wv", "wo", "w1", "w3"]] and not any(full[2:])
-    some = changes(config_of(activation_checkpointing="selective", kept_activations=["attention", "wk"]))
+    some = changes(config_of(activation_checkpointing="selective", kept_activations=["attention", "wk"]), 1)
     assert [one["train.kept_activations"][2:] for one in some if "train.kept_activations" in one] == [
         ["wo"], ["wq", "wv"], ["w1", "w3"]]
 
 
 def test_a_pipeline_gets_more_stages_up_to_its_layers():
-    found = list(changes(config_of({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 2})))
+    found = list(changes(config_of({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 2}), 2))
     assert [one["parallel.pp_stages"] for one in found if "parallel.pp_stages" in one] == [3, 4]
 
 
@@ -127,5 +127,5 @@ def test_the_command_shows_what_it_tried_and_what_is_best(capsys):
 def test_a_shipped_recipe_is_the_best_that_the_search_finds(name, ranks, settings):
     """On the smallest number of GPUs that it is for, of 80 GB."""
     config = load_config(f"configs/{name}.yaml", settings)
-    path = spend(config, ranks, 80e9, rehearsable(config, gpu=True)[2], tell=print)
+    path = spend(config, ranks, 80e9, rehearsable(config, ranks, gpu=True)[2], tell=print)
     assert [layout.settings for layout in path] == [{}] and path[0].peak <= TIGHT * 80e9
