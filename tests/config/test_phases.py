@@ -108,7 +108,7 @@ def test_ranks_are_checked_against_every_phase(tmp_path):
         {"until": "10k"}, {"until": "20k", "sequence_length": 256, "batch_tokens": 1536}]})
     assert rank_problems(config, 1) == [] and not problems(config)
     [said] = rank_problems(config, 4)
-    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 8" in said
+    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 4" in said
     zero = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "deepspeed"})})
     [said] = rank_problems(zero, 1)
     assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
