@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
+from pipeline.config.checks import vocabulary_size
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.tree import Config
 from pipeline.console import readable
@@ -47,6 +48,11 @@ class Rehearsal:
         return {"rank": self.rank, "ranks": self.ranks, "layers": self.layers, "peak_bytes": self.peak.bytes,
                 "kinds": self.peak.kinds, "largest": [asdict(item) for item in self.peak.items[:10]],
                 "collectives": channels, "host_waits": self.waits, "dense_masks": self.masks, "notes": self.notes}
+
+
+def network(config: Config) -> ModelConfig:
+    """The model with its vocabulary."""
+    return config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
 
 
 def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:

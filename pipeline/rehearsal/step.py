@@ -12,14 +12,13 @@ import model.loss
 from model.attention.backend import Where
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, largest_phase, with_largest
-from pipeline.config.checks import vocabulary_size
 from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import Batch
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks
 from pipeline.rehearsal import attention
 from pipeline.rehearsal.apart import refuse
-from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
+from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
 from pipeline.rehearsal.traffic import Traffic
 from pipeline.rehearsal.watch import Watch
 from pipeline.rehearsal.world import fake_world
@@ -52,12 +51,11 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
 
 def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
     """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary."""
-    shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
     decided, notes = _decided(with_largest(config, ranks), gpu)
     if config.train.phases:
         notes.insert(0, f"{largest_phase(config, ranks).name} is rehearsed, which has the most tokens in a "
                         f"micro-batch")
-    return decided, notes, shape
+    return decided, notes, network(config)
 
 
 def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:

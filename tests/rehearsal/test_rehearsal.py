@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_told_with_what_does(monkeypatch):
     tight, text = told(1.05)
     assert tight and "not rehearsed" in text
     fits, text = told(0.8)
-    assert not fits and "Most of it are activations" in text and "and fitting: train.micro_batch=2 (" in text
+    assert not fits and "Most of it are activations" in text and "and fitting, the fastest first: train" in text
 
     def fails(*arguments, **options):
         raise RuntimeError("no memory here\nmore of it")
