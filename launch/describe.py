@@ -9,7 +9,7 @@ from launch.estimate import Estimate
 from launch.forecast import Disk, gathered_bytes_per_layer, parameters, shape_of, state_bytes_per_rank
 from launch.plan import Job, Options
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import rank_problems
 from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
@@ -101,9 +101,10 @@ def training_facts(config: Config, job: Job) -> list[str]:
     if fits and config.parallel.pp > 1:
         lines.append(f"pipeline  {stages_text(config)}")
     if fits and config.parallel.cp > 1:
-        longest = plan.largest.train.sequence_length
+        longest = with_largest(config, ranks).train.sequence_length
+        gathered = readable(gathered_bytes_per_layer(config, ranks))
         lines.append(f"context   {longest // config.parallel.cp:,} tokens of each sequence on a rank; "
-                     f"keys and values of all are gathered, {readable(gathered_bytes_per_layer(config))} a layer")
+                     f"keys and values of all are gathered, {gathered} a layer")
     if fits and (state := state_bytes_per_rank(config, ranks)):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines

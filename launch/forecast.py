@@ -11,10 +11,9 @@ from pathlib import Path
 
 from launch.plan import Job
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.optimizers import optimizer_kind
-from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
@@ -120,9 +119,9 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
 def _received(config: Config, ranks: int) -> int:
     """Numbers in the hidden states and their gradients for which torch keeps room in a pipeline: of every micro-batch,
     for every stage of a rank."""
-    config = with_largest(config)
-    parallel, batch = config.parallel, BatchPlan.of(config.train, config.parallel, ranks)
-    tokens = config.train.micro_batch * config.train.sequence_length // (parallel.cp * parallel.tp)
+    parallel = config.parallel
+    batch = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks)
+    tokens = batch.micro_batch * batch.sequence_length // (parallel.cp * parallel.tp)
     return 2 * (parallel.stages // parallel.pp) * batch.accumulation * tokens * config.model.dim
 
 
@@ -131,12 +130,12 @@ def _width(config: Config) -> int:
     return {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
 
 
-def gathered_bytes_per_layer(config: Config) -> int:
+def gathered_bytes_per_layer(config: Config, ranks: int) -> int:
     """Bytes of the keys and values that context parallelism gathers on each rank for a layer, in the computing
     precision; where it is not chosen, bf16 is meant."""
-    model, train = config.model, with_largest(config).train
+    model, batch = config.model, BatchPlan.of(with_largest(config, ranks).train, config.parallel, ranks)
     kv_heads = model.kv_heads // config.parallel.tp
-    return 2 * train.micro_batch * train.sequence_length * kv_heads * model.head_width * _width(config)
+    return 2 * batch.micro_batch * batch.sequence_length * kv_heads * model.head_width * _width(config)
 
 
 def corpus_bytes(config: Config) -> int:

@@ -29,7 +29,7 @@ examples:
   python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
   python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
   python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
-  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml train.micro_batch=4 --dry-run
+  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
   python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
   python launch/submit.py --explain train.lr
   python launch/submit.py --stop runs/demo

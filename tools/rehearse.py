@@ -7,10 +7,10 @@
 
 The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
 pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
-minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do: these were
-rehearsed too. With --spend, settings are searched that take the memory that would stay free and save time; each is
-rehearsed (minutes). Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed. docs/training.md tells
-more.
+minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do, the fastest
+first: these were rehearsed too. With --spend, settings are searched that take the memory that would stay free and save
+time; each is rehearsed (minutes). Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed.
+docs/training.md tells more.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ def spent(config: Config, options: argparse.Namespace) -> int:
     from pipeline.rehearsal.step import rehearsable
 
     refuse(config, options.ranks, [0])
-    _, notes, shape = rehearsable(config, gpu=True)
+    _, notes, _ = rehearsable(config, options.ranks, gpu=True)
     print("\n".join(["estimated from counted FLOPs and bytes, to compare layouts; not a speed", *notes]))
-    path = spend(config, options.ranks, options.memory * 1e9, shape,
-                 gpus_per_node=config.launch.gpus_per_node or 8, tell=lambda line: print(line, flush=True))
+    path = spend(config, options.ranks, options.memory * 1e9, tell=lambda line: print(line, flush=True))
     for number, layout in enumerate(path[1:], 1):
         print(f"change {number}   {layout}")
     if path[-1].peak > TIGHT * options.memory * 1e9:
@@ -105,19 +104,18 @@ def spent(config: Config, options: argparse.Namespace) -> int:
 
 def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
-    from pipeline.config.phases import with_largest
+    from pipeline.config.batch import with_largest
     from pipeline.rehearsal.apart import rehearse_apart
+    from pipeline.rehearsal.lost_time import lost
     from pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
-    from pipeline.rehearsal.spending import lost
-    from pipeline.rehearsal.step import rehearsable
 
     most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
     kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
     for channel, size in traffic.bytes.items():
         sums[channel.group] = sums.get(channel.group, 0) + size
-    time = lost(config, rehearsable(config, gpu=True)[2], most, config.launch.gpus_per_node or 8)
+    time = lost(config, most)
     zbv = config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv"
-    return (f"`{config.name}`, {ranks:,}", f"{with_largest(config).train.sequence_length:,}", f"{most.rank:,}",
+    return (f"`{config.name}`, {ranks:,}", f"{with_largest(config, ranks).train.sequence_length:,}", f"{most.rank:,}",
             gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
             "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
             f"{sum(traffic.calls.values()):,}", "?" if zbv else f"{time.waiting:.0%}", f"{time.recomputing:.0%}",

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.phases import Phase, PhasePlan
 from pipeline.config.training import TrainConfig
+from pipeline.config.tree import Config
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class BatchPlan:
         sequence_length: tokens of each.
         data_ranks: groups of ranks that see different sequences.
         sample_ranks: ranks in each such group (pp x cp x tp); they see the same sequences.
-        micro_batch: sequences that go through the model at once.
+        micro_batch: sequences that go through the model at once: the most, up to `at_most`, that divide a rank's
+            sequences and leave a pipeline its micro-batches. 1 where no number does (`batch_problems` says why).
+        at_most: train.micro_batch.
     """
 
     sequences: int
@@ -28,13 +32,18 @@ class BatchPlan:
     data_ranks: int
     sample_ranks: int
     micro_batch: int
+    at_most: int
 
     @classmethod
     def of(cls, train: TrainConfig, parallel: ParallelConfig, ranks: int) -> BatchPlan:
         """The batch as configured, on so many ranks; only `batch_problems` tells whether it comes out even."""
-        found = parallel.sizes(ranks)
-        return cls(train.batch_tokens // train.sequence_length, train.sequence_length, found.replicate * found.shard,
-                   found.pipeline * found.context * found.tensor, train.micro_batch)
+        found, sequences = parallel.sizes(ranks), train.batch_tokens // train.sequence_length
+        data_ranks = found.replicate * found.shard
+        own = sequences // data_ranks
+        micro_batch = next((size for size in range(min(train.micro_batch, own), 1, -1)
+                            if own % size == 0 and _feeds(own // size, parallel)), 1)
+        return cls(sequences, train.sequence_length, data_ranks, found.pipeline * found.context * found.tensor,
+                   micro_batch, train.micro_batch)
 
     @property
     def tokens(self) -> int:
@@ -51,18 +60,14 @@ class BatchPlan:
         """Micro-batches of a rank in an optimizer step."""
         return self.rank_sequences // self.micro_batch
 
-    @property
-    def remainder(self) -> int:
-        """Sequences that no rank would take; a batch that is trained on leaves none."""
-        return self.sequences - self.data_ranks * self.accumulation * self.micro_batch
-
     def first(self, data_rank: int) -> int:
         """Sequences of a batch that come before the ones of a data rank."""
         return data_rank * self.rank_sequences
 
     def __str__(self) -> str:
+        less = f" (at most {self.at_most})" if self.micro_batch < self.at_most else ""
         return (f"{self.tokens:,} tokens a step = {self.sequences:,} sequences of {self.sequence_length:,} = "
-                f"{self._takers()} x micro batch {self.micro_batch} x {self.accumulation} accumulated")
+                f"{self._takers()} x micro-batch {self.micro_batch}{less} x {self.accumulation} accumulated")
 
     def _takers(self) -> str:
         many = "" if self.data_ranks == 1 else "s"
@@ -71,29 +76,42 @@ class BatchPlan:
         return f"{self.data_ranks} group{many} of {self.sample_ranks} ranks"
 
 
+def largest_phase(config: Config, ranks: int) -> Phase:
+    """The phase that needs the most memory: with most tokens in a micro-batch, and of those with the longest sequences
+    and the largest batch."""
+    def size(phase: Phase) -> tuple[int, int, int]:
+        batch = BatchPlan.of(phase.train, config.parallel, ranks)
+        return batch.micro_batch * batch.sequence_length, batch.sequence_length, batch.tokens
+    return max(PhasePlan.of(config.train).phases, key=size)
+
+
+def with_largest(config: Config, ranks: int) -> Config:
+    """The configuration as it is in the phase that needs the most memory."""
+    return config.model_copy(update={"train": largest_phase(config, ranks).train}) if config.train.phases else config
+
+
 def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> list[str]:
     """Why the batch cannot be dealt out to so many ranks, which must fit `parallel`; empty where it can."""
     if train.batch_tokens % train.sequence_length:
         return []  # said by `checks.problems`, for any number of ranks
     plan = BatchPlan.of(train, parallel, ranks)
-    if plan.remainder:
-        return [f"the global batch of {plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / "
-                f"train.sequence_length {train.sequence_length}) is not divisible by "
-                f"{plan.micro_batch * plan.data_ranks} (train.micro_batch {plan.micro_batch} x {plan.data_ranks} "
-                f"data-parallel ranks)."]
-    return pipeline_problems(plan, parallel)
-
-
-def pipeline_problems(plan: BatchPlan, parallel: ParallelConfig) -> list[str]:
-    """Why a pipeline cannot take the batch's micro-batches; empty where it can."""
-    if parallel.pp == 1:
-        return []
-    if plan.accumulation < parallel.pp:
-        return [f"a pipeline needs at least as many micro-batches in a step as it has ranks, parallel.pp "
-                f"{parallel.pp}; there are {plan.accumulation} (train.batch_tokens {plan.tokens} / "
-                f"{plan.sequence_length} = {plan.sequences} sequences over {plan.data_ranks} data-parallel groups, "
-                f"train.micro_batch {plan.micro_batch})."]
-    if parallel.pp_schedule == "interleaved" and plan.accumulation % parallel.pp:
-        return [f"parallel.pp_schedule interleaved needs a number of micro-batches that parallel.pp ({parallel.pp}) "
-                f"divides; there are {plan.accumulation} in a step."]
+    batch = (f"{plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / train.sequence_length "
+             f"{train.sequence_length})")
+    if plan.sequences % plan.data_ranks:
+        fewer = next(many for many in range(plan.data_ranks, 0, -1) if plan.sequences % many == 0)
+        return [f"the global batch of {batch} is not divisible by {plan.data_ranks} data-parallel ranks, even one "
+                f"sequence at a time. Take fewer nodes (at most {fewer} data-parallel ranks), a multiple of "
+                f"{plan.data_ranks * train.sequence_length} as train.batch_tokens, or larger parallel.tp, parallel.cp "
+                f"or parallel.pp, whose ranks share sequences."]
+    if not _feeds(plan.rank_sequences, parallel):
+        multiple = ", and with parallel.pp_schedule interleaved a multiple of it"
+        return [f"a pipeline needs at least parallel.pp ({parallel.pp}) micro-batches in a step"
+                f"{multiple if parallel.pp_schedule == 'interleaved' else ''}; each of {plan.data_ranks} data-parallel "
+                f"groups has {plan.rank_sequences} of {batch}. Take fewer nodes, a larger train.batch_tokens, or a "
+                f"smaller parallel.pp."]
     return []
+
+
+def _feeds(micro_batches: int, parallel: ParallelConfig) -> bool:
+    """Whether a pipeline of that size, if there is one, can take so many micro-batches in a step."""
+    return micro_batches >= parallel.pp and (parallel.pp_schedule != "interleaved" or micro_batches % parallel.pp == 0)

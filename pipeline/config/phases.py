@@ -39,7 +39,7 @@ class PhaseConfig(Section):
     batch_tokens: TokenCount | None = Field(None, gt=0)
     """Tokens per optimizer step in it."""
     micro_batch: int | None = execution(None, gt=0)
-    """Sequences that a rank takes through the model at once in it."""
+    """The most sequences that a rank takes through the model at once in it."""
     lr: float | None = Field(None, ge=0)
     """A phase that says anything of its learning rate begins a curve of its own, which lasts until the next phase that
     does. This is where it begins (after `warmup_steps`); null: where the curve before had come to. Phases that say
@@ -175,24 +175,11 @@ class PhasePlan:
         given = self.phases[0].train.grain_tokens
         return given or max(phase.train.sequence_length for phase in self.phases)
 
-    @property
-    def largest(self) -> Phase:
-        """The phase that needs the most memory: with most tokens in a micro-batch, and of those with the longest
-        sequences and the largest batch."""
-        return max(self.phases, key=lambda phase: (phase.train.micro_batch * phase.train.sequence_length,
-                                                   phase.train.sequence_length, phase.train.batch_tokens))
-
 
 def in_phases(config: Config) -> Iterator[tuple[Phase, Config]]:
     """Each phase, and the configuration as it is in it."""
     for phase in PhasePlan.of(config.train).phases:
         yield phase, config.model_copy(update={"train": phase.train})
-
-
-def with_largest(config: Config) -> Config:
-    """The configuration as it is in the phase that needs the most memory."""
-    return config.model_copy(update={"train": PhasePlan.of(config.train).largest.train}) if config.train.phases \
-        else config
 
 
 def plan_problems(train: TrainConfig) -> Iterator[str]:

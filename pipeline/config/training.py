@@ -85,7 +85,8 @@ class TrainConfig(Section):
     batch_tokens: int = Field(16384, gt=0)
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Accumulation is derived."""
     micro_batch: int = execution(8, gt=0)
-    """Sequences that a rank takes through the model at once: as many as memory allows."""
+    """The most sequences that a rank takes through the model at once: as many as memory allows. Taken is the largest
+    number up to this that divides a rank's sequences of a step; the plan shows it."""
     init_from: str | None = execution(None)
     """Folder with weights to start from, in place of random ones: a run (its newest checkpoint), a training checkpoint
     of any layout, or a Hugging Face folder. Optimizer, schedule and data begin anew. What is read, not where it lies,

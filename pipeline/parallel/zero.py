@@ -33,7 +33,8 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
     if parallel.offload == "params":
         zero["offload_param"] = where
     return {
-        "train_micro_batch_size_per_gpu": train.micro_batch, "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": 1,  # it only counts with it; a micro-batch is as large as we give it
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": train.clip_norm, "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": True, "check_grad_overflow": True} if precision == torch.bfloat16 else {"enabled": False},

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.partial import UnknownSettingError
-from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.rehearsal.apart import rehearse_apart
+from pipeline.rehearsal.lost_time import GAIN, lost
 from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
 """Of a GPU's memory: beyond it, what is not rehearsed may be too much."""
-TRIED, ENOUGH, SEARCH_S = 6, 2, 120.0
+TRIED, ENOUGH, SEARCH_S = 6, 3, 120.0
 """Ways that are rehearsed, at most; those that fit after which no more are; and after how long no more are begun."""
 LONG = 32768
 """Tokens of a sequence from which it is split over ranks rather than the products are."""
@@ -31,7 +32,7 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
         return True, (f"{size} of {has}: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
                       f"takes some GB as well")
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
-    config = with_largest(config)
+    config = with_largest(config, found.ranks)
     item = next(item for item in found.peak.items if item.kind == largest)
     said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
@@ -40,7 +41,7 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
 
 def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
     """What was rehearsed to make it fit, and what could not be, or was not for want of time."""
-    fitting: list[str] = []
+    fitting: list[tuple[int, str]] = []
     tried: list[str] = []
     left_out: list[str] = []
     until = time.monotonic() + SEARCH_S
@@ -56,14 +57,17 @@ def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: 
         except Exception as error:  # noqa: BLE001 - told; that the job does not fit stands without it
             left_out.append(f"{text} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
-        tried.append(f"{text} ({readable(again.peak.bytes)})")
+        size = readable(again.peak.bytes)
+        tried.append(f"{text} ({size})")
         if again.peak.bytes <= TIGHT * memory:
-            fitting.append(tried[-1])
+            longer = lost(other, again).time / lost(config, found).time - 1
+            fitting.append((round(longer / GAIN), f"{text} ({size}, about {longer:+.0%} time)"))
         if len(fitting) == ENOUGH:
             break
     rest = f" Not rehearsed: {', '.join(left_out)}." if left_out else ""
     if fitting:
-        return f"Rehearsed as well, and fitting: {', or '.join(fitting)}.{rest}"
+        fastest = [text for _, text in sorted(fitting, key=lambda one: one[0])]  # of equal ones the first tried
+        return f"Rehearsed as well, and fitting, the fastest first: {', or '.join(fastest)}.{rest}"
     if tried:
         return (f"Rehearsed as well, and not fitting: {', '.join(tried)}. More of it together, or more ranks, hold "
                 f"less.{rest}")
@@ -74,8 +78,9 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
     """Settings that would hold less: one for itself, those that cost least time first, then several together."""
     train, parallel = config.train, config.parallel
     single: list[dict[str, object]] = []
-    if largest in ("activations", "received") and train.micro_batch > 1:
-        single.append({"train.micro_batch": train.micro_batch // 2})
+    micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
+    if largest in ("activations", "received") and micro_batch > 1:
+        single.append({"train.micro_batch": micro_batch // 2})
     if largest not in ("activations", "logits", "received"):
         single += [{f"parallel.{name}": less} for name, less in
                    (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]

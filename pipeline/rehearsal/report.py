@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
+from pipeline.config.batch import BatchPlan, with_largest
+from pipeline.config.checks import vocabulary_size
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.phases import with_largest
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.parallel.stages import bubble, stage_layers
@@ -50,6 +50,11 @@ class Rehearsal:
                 "collectives": channels, "host_waits": self.waits, "dense_masks": self.masks, "notes": self.notes}
 
 
+def network(config: Config) -> ModelConfig:
+    """The model with its vocabulary."""
+    return config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
+
+
 def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:
     """Which layers a rank has."""
     held = stage_layers(shape, parallel.stages)
@@ -66,7 +71,7 @@ def ends_and_middle(config: Config, ranks: int) -> list[int]:
 def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
     """A page for the terminal."""
     ranks, parallel = found[0].ranks, config.parallel
-    plan, sizes = BatchPlan.of(with_largest(config).train, parallel, ranks), parallel.sizes(ranks)
+    plan, sizes = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks), parallel.sizes(ranks)
     layout = " x ".join(f"{name} {size}" for name, size in zip(
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True) if size > 1) or "1"
     page = [f"rehearsed  one step of {config.name} on {ranks:,} ranks = {layout}", f"batch      {plan}"]

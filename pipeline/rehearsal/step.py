@@ -11,16 +11,14 @@ import torch
 import model.loss
 from model.attention.backend import Where
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
-from pipeline.config.checks import vocabulary_size
-from pipeline.config.phases import PhasePlan, with_largest
+from pipeline.config.batch import BatchPlan, largest_phase, with_largest
 from pipeline.config.tree import Config
 from pipeline.data.sampling.batch import Batch
 from pipeline.parallel.grid import Grid, own
 from pipeline.parallel.ranks import Ranks
 from pipeline.rehearsal import attention
 from pipeline.rehearsal.apart import refuse
-from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of
+from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
 from pipeline.rehearsal.traffic import Traffic
 from pipeline.rehearsal.watch import Watch
 from pipeline.rehearsal.world import fake_world
@@ -44,21 +42,20 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
         UserError: the configuration does not fit the ranks, or cannot be rehearsed.
     """
     refuse(config, ranks, [rank])
-    decided, notes, shape = rehearsable(config, gpu)
+    decided, notes, shape = rehearsable(config, ranks, gpu)
     with fake_world(rank, ranks) as world, as_on_gpus() if gpu else no_change():
         found = take_step(decided, shape, world, all_micro_batches)
     found.notes[:0] = notes
     return found
 
 
-def rehearsable(config: Config, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
+def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
     """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary."""
-    shape = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
-    decided, notes = _decided(with_largest(config), gpu)
+    decided, notes = _decided(with_largest(config, ranks), gpu)
     if config.train.phases:
-        notes.insert(0, f"{PhasePlan.of(config.train).largest.name} is rehearsed, which has the most tokens in a "
+        notes.insert(0, f"{largest_phase(config, ranks).name} is rehearsed, which has the most tokens in a "
                         f"micro-batch")
-    return decided, notes, shape
+    return decided, notes, network(config)
 
 
 def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,6 +24,11 @@ PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800
                "MI300X": 1307.4, "MI325X": 1307.4}
 """Dense bf16 peaks from the vendors' data sheets (V100: fp16; RTX 4090: sums in fp32), by a part of the device's name;
 the first that fits counts. A card that is not here gets no MFU: no figure is better than a guessed one."""
+
+LARGEST = 5
+"""Modules that are named where memory does not suffice."""
+KINDS = {"model": "weights", "gradient": "gradients"}
+"""As `Engine.held` names them, and as users read them; all others are states of the optimizer."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -59,37 +65,52 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int) -> str:
+def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[str]]:
+    """Bytes on the device of weights, gradients and the optimizer's states, by module; those of all blocks together."""
+    found = defaultdict[str, Counter[str]](Counter)
+    for name, kind, tensor in engine.held():
+        if tensor.device == device:
+            module = ".".join(re.sub(r"\.\d+\.", ".*.", name).split(".")[:-1][:3])
+            found[module][KINDS.get(kind, "optimizer's states")] += tensor.nbytes
+    return found
+
+
+def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
     """What this rank's memory held, and how to find settings that need less.
 
-    engine: None while it was built. step: that was not finished.
+    engine: None while it was built. step: that was not finished. run: arguments of tools.rehearse that tell of the run.
     """
-    held = Counter[str]()
-    for name, shards in (engine.state_shards() if engine else {}).items():
-        held["weights" if name.startswith("model.") else "the optimizer's states"] += sum(
-            shard.tensor.nbytes for shard in shards if shard.tensor.device == ranks.device)
-    parts = [f"{readable(size)} of {kind}" for kind, size in held.items()]
-    has = ""
+    has, gpu, tensors = "", "<GB of a GPU>", None
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
         tensors, reserved = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
         has = (f" Of {readable(total)}, tensors took {readable(tensors)}, gaps between them "
                f"{readable(reserved - tensors)}, and all else {readable(max(0, total - free - reserved))}.")
-    gpu = f" --memory {torch.cuda.mem_get_info(ranks.device)[1] / 1e9:.0f}" if has else " --memory <GB of a GPU>"
+        gpu = f"{total / 1e9:.0f}"
+    holds = ""
+    if engine:
+        modules = held_by_module(engine, ranks.device)
+        rest = "the rest" if tensors is None else readable(max(0, tensors - sum(map(Counter.total, modules.values()))))
+        largest = sorted(modules.items(), key=lambda item: -item[1].total())[:LARGEST]
+        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; {rest} are gathered weights, "
+                 f"activations and logits. The largest by module: "
+                 f"{'; '.join(f'{name} {readable(kinds.total())} ({_kinds(kinds)})' for name, kinds in largest)}.")
     reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
-    holds = (f" This rank holds {', '.join(parts)}; the rest are gradients, gathered weights, activations and logits."
-             if engine else "")
-    return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For which "
-            f"modules it is needed, and for settings that were seen to need less, run python -m tools.rehearse with "
-            f"this run's --config and settings, --ranks {ranks.world}{gpu}.")
+    return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For memory by "
+            f"kind and settings that fit, the fastest first: python -m tools.rehearse {run} --ranks {ranks.world} "
+            f"--memory {gpu}")
+
+
+def _kinds(sizes: Counter[str]) -> str:
+    return ", ".join(f"{readable(size)} of {kind}" for kind, size in sizes.items())
 
 
 @contextmanager
-def memory_explained(engine: Engine | None, ranks: Ranks, step: int, *, first: bool) -> Iterator[None]:
+def memory_explained(engine: Engine | None, ranks: Ranks, step: int, run: str, *, first: bool) -> Iterator[None]:
     """Where memory does not suffice for what is done within, say what held it.
 
-    engine: None while it is built. step: that is done. first: it is the first of this start, or before it.
+    engine, step, run: as `want_of_memory`. first: it is the first step of this start, or before it.
 
     Raises:
         UserError: in a first step, since another start would end there too. In a later one torch's own error is left,
@@ -98,7 +119,7 @@ def memory_explained(engine: Engine | None, ranks: Ranks, step: int, *, first: b
     try:
         yield
     except torch.OutOfMemoryError as error:
-        text = want_of_memory(error, engine, ranks, step)
+        text = want_of_memory(error, engine, ranks, step, run)
         if first:
             raise UserError(text) from error
         print(text, file=sys.stderr, flush=True)

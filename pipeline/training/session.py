@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,8 +127,10 @@ class Session:
         decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
         # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
         torch.manual_seed(self.config.seed + self.ranks.rank)
+        self.as_rehearsed = (f"--config {shlex.quote(str(work.run.folder.absolute() / 'config.yaml'))} "
+                             f"model.vocab_size={self.model_config.vocab_size}")
         with (initial_values(work, self.model_config, self.ranks, begun=found is not None) as initial,
-              memory_explained(None, self.ranks, self.progress.step, first=True)):
+              memory_explained(None, self.ranks, self.progress.step, self.as_rehearsed, first=True)):
             self.engine = build_engine(decided, self.model_config, self.grid, precision, self.batch.accumulation,
                                        initial)
         if compiles(train, self.ranks.device, self.config.parallel):
@@ -282,7 +285,7 @@ class Session:
         """Forward, backward and update over the batch, after the faults that a test injects into this step, and after
         replicas were compared if that is due. UserError as `memory_explained`."""
         self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, first=not self.through):
+        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.through):
             self.guard_runner.before(step, self.engine, lambda: self.stop.asked)
             with self.monitor.norms(step) as self.norms:
                 result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, agreed.targets,

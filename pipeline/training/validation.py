@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from model.generate import generate
+from pipeline.config.batch import BatchPlan
 from pipeline.config.phases import PhasePlan
 from pipeline.contract.stage_work import Work
 from pipeline.data.chosen_documents import ChosenDocuments, choose
@@ -28,7 +29,8 @@ class Validation:
     def __init__(self, work: Work, grid: Grid, table: ShardTable, opener: Opener | None = None) -> None:
         train, self.grid = work.config.train, grid
         texts = grid.ranks.by_leader(lambda: heldout_texts(work, table, opener))
-        first = PhasePlan.of(train).phases[0].train  # in all phases alike, so that the figures make one curve
+        # In all phases as in the first, so that the figures make one curve.
+        first = BatchPlan.of(PhasePlan.of(train).phases[0].train, work.config.parallel, grid.ranks.world)
         self.batches = HeldoutBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                       rank=grid.data_rank, world=grid.data_ranks)
         self.batches.keep_own()

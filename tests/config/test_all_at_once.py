@@ -76,7 +76,7 @@ def test_what_is_no_whole_number_is_refused(tmp_path, value):
     ("train.weightdecay", "did you mean 'weight_decay'?"), ("train.seq_len", "did you mean 'sequence_length'?"),
     ("model.seq_len", "did you mean 'context_length'?"), ("train.grad_clip", "did you mean 'clip_norm'?"),
     ("train.max_steps", "did you mean 'steps' (optimizer steps"), ("train.warmup", "did you mean 'warmup_steps'"),
-    ("train.gradient_accumulation_steps", "did you mean 'micro_batch' (sequences of a rank at once"),
+    ("train.gradient_accumulation_steps", "did you mean 'micro_batch' (the most sequences of a rank at once"),
     ("train.save_every", "here that is 'train.checkpoint.every_steps'."), ("lr", "did you mean 'train.lr'?"),
     ("learning_rate", "here that is 'train.lr'."), ("train.optim", "did you mean 'optimizer'?"),
     ("model.hidden_size", "did you mean 'dim'?"), ("model.n-layers", "did you mean 'layers'?"),

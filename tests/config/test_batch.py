@@ -8,9 +8,11 @@ import torch
 
 from launch.describe import training_facts
 from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
+from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import rank_problems
+from pipeline.config.loading import load_config
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.phases import in_phases
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded
@@ -19,6 +21,7 @@ from pipeline.parallel.ranks import Ranks
 from pipeline.training.data.step_batches import StepBatches
 from pipeline.training.session import Session
 from pipeline.training.summary import summary_lines
+from tests.conftest import REPOSITORY
 
 MODEL = ModelConfig(dim=64, layers=2, heads=8, kv_heads=8, vocab_size=512, context_length=64)
 LENGTH, SEQUENCES = 32, 48
@@ -51,15 +54,18 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     # Told without BatchPlan: ranks of a tensor group see the same, each of the others takes its share in whole
     # micro-batches.
     lays_out = ranks % (tp * dp_replicate) == 0
-    even = lays_out and SEQUENCES % (ranks // tp * micro_batch) == 0
+    even = lays_out and SEQUENCES % (ranks // tp) == 0
     assert (rank_problems(settings, ranks) == []) == even
     shown = [line for line in training_facts(settings, SimpleNamespace(ranks=ranks)) if line.startswith("batch")]
     if not even:
         assert shown == [] and (lays_out or "ranks" in rank_problems(settings, ranks)[0])
         return
-    accumulated = SEQUENCES // (ranks // tp) // micro_batch
-    expected = str(BatchPlan(SEQUENCES, LENGTH, ranks // tp, tp, micro_batch))
-    assert f" x micro batch {micro_batch} x {accumulated} accumulated" in expected and expected in shown[0]
+    own = SEQUENCES // (ranks // tp)
+    taken_at_once = max(size for size in range(1, micro_batch + 1) if own % size == 0)
+    accumulated = own // taken_at_once
+    expected = str(BatchPlan(SEQUENCES, LENGTH, ranks // tp, tp, taken_at_once, micro_batch))
+    less = f" (at most {micro_batch})" if taken_at_once < micro_batch else ""
+    assert f" x micro-batch {taken_at_once}{less} x {accumulated} accumulated" in expected and expected in shown[0]
     data = SimpleNamespace(packings=(), order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
     said, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
@@ -70,13 +76,62 @@ def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_ba
     for rank in range(ranks):
         session = session_on(settings, rank, ranks)
         numbers = session.batches._make(5).tolist()
-        assert len(numbers) == accumulated * micro_batch
+        assert len(numbers) == own
         assert taken.setdefault(rank // tp, numbers) == numbers, "a tensor group sees the same"
     whole = [number for _, numbers in sorted(taken.items()) for number in numbers]
     assert whole == list(range(1000 + 2 * SEQUENCES, 1000 + 3 * SEQUENCES)), "every sample once, in order"
 
 
+@pytest.mark.parametrize("parallel", [
+    {}, {"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2}, {"pp": 2}, {"pp": 3, "cp": 2}, {"pp": 2, "tp": 2},
+    {"pp": 2, "pp_schedule": "interleaved"}, {"pp": 4, "pp_schedule": "interleaved"}], ids=str)
+def test_the_largest_micro_batch_that_fits_is_taken_in_each_phase(parallel):
+    """By trying each number of sequences at once, each number of times, without BatchPlan."""
+    pp, interleaved = parallel.get("pp", 1), "pp_schedule" in parallel
+    shared, layout = pp * parallel.get("cp", 1) * parallel.get("tp", 1), ParallelConfig(**parallel)
+    seen = set()
+    for ranks, at_most, sequences in product((1, 2, 4, 6, 8, 12, 24), (1, 2, 5, 16, 100), ((48,), (6, 30), (7, 96))):
+        if ranks % (shared * parallel.get("dp_replicate", 1)):
+            continue
+        fit = [max((size for size in range(1, at_most + 1) for count in range(pp, of_all + 1)
+                    if ranks // shared * size * count == of_all and not (interleaved and count % pp)), default=None)
+               for of_all in sequences]
+        lengths = [LENGTH * number for number in range(1, len(sequences) + 1)]
+        phases = [{"until": 10**6 * (number + 1), "sequence_length": length, "batch_tokens": length * of_all}
+                  for number, (length, of_all) in enumerate(zip(lengths, sequences, strict=True))]
+        settings = Config(model=MODEL, parallel=layout, train=TrainConfig(micro_batch=at_most, phases=phases))
+        assert [f"train.phases[{number}]" for number, size in enumerate(fit) if size is None] == [
+            problem.partition(":")[0] for problem in rank_problems(settings, ranks)]
+        seen.update(fit)
+        if None in fit:
+            continue
+        plans = [BatchPlan.of(phase.train, layout, ranks) for phase, _ in in_phases(settings)]
+        assert [plan.micro_batch for plan in plans] == fit
+        assert all(plan.data_ranks * plan.micro_batch * plan.accumulation == plan.sequences for plan in plans)
+        assert with_largest(settings, ranks).train.sequence_length == max(
+            (size * length, length) for size, length in zip(fit, lengths, strict=True))[1]
+    assert None in seen and len(seen) > 4
+
+
+@pytest.mark.parametrize(("name", "ranks"), [
+    ("demo", 2), ("phases_demo", 2), ("shakespeare_char", 1), ("shakespeare_char_gpu", 1), ("tinystories", 8),
+    ("llama3.2_1b", 8), ("llama3_8b", 8), ("llama3_8b_128k", 8), ("llama3_70b", 1024), ("llama3_405b", 16384)])
+def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks):
+    settings = load_config(REPOSITORY / f"configs/{name}.yaml")
+    for _, within in in_phases(settings):
+        assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
+    assert rank_problems(settings, ranks) == []
+
+
+def test_a_batch_of_fewer_sequences_than_data_parallel_ranks_is_refused_with_the_ways_out():
+    assert rank_problems(config(2, 1, 8), 256) == [
+        "the global batch of 48 sequences (train.batch_tokens 1536 / train.sequence_length 32) is not divisible by 128 "
+        "data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 48 data-parallel ranks), a "
+        "multiple of 4096 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share "
+        "sequences."]
+
+
 def test_words():
-    assert str(BatchPlan(4096, 8192, 128, 1, 2)) == ("33,554,432 tokens a step = 4,096 sequences of 8,192 = 128 ranks "
-                                                     "x micro batch 2 x 16 accumulated")
-    assert "= 1 group of 2 ranks x micro batch 8 x 8 accumulated" in str(BatchPlan(64, 128, 1, 2, 8))
+    assert str(BatchPlan(4096, 8192, 128, 1, 2, 2)) == ("33,554,432 tokens a step = 4,096 sequences of 8,192 = 128 "
+                                                        "ranks x micro-batch 2 x 16 accumulated")
+    assert "= 1 group of 2 ranks x micro-batch 8 (at most 9) x 8 accumulated" in str(BatchPlan(64, 128, 1, 2, 8, 9))

@@ -81,12 +81,12 @@ def test_what_can_be_spread_is_accepted(settings):
                                                        "dp_replicate -1 for the rest)"),
     ({"tp": 2}, 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
     ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
-    ({"train": EIGHT}, 2, "8 sequences"),
+    ({"train": EIGHT}, 3, "8 sequences"),
     ({"pp": 2, "cp": 2}, 6, "6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard"),
-    ({"pp": 2, "train": EIGHT}, 2,
-     "as many micro-batches in a step as it has ranks, parallel.pp 2; there are 1 (train.batch_tokens 2048"),
+    ({"pp": 2, "train": EIGHT}, 16, "at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups "
+                                    "has 1 of 8 sequences (train.batch_tokens 2048"),
     ({"pp": 2, "pp_schedule": "interleaved", "train": {
-        "micro_batch": 1, "sequence_length": 256, "batch_tokens": 256 * 3}}, 2, "(2) divides; there are 3 in a step"),
+        "sequence_length": 256, "batch_tokens": 256 * 3}}, 2, "interleaved a multiple of it; each of 1"),
 ])
 def test_ranks_that_cannot_be_laid_out(settings, ranks, words):
     assert any(words in problem for problem in rank_problems(config(**settings), ranks))

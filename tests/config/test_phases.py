@@ -2,10 +2,11 @@
 
 import pytest
 
+from pipeline.config.batch import with_largest
 from pipeline.config.checks import problems, rank_problems
 from pipeline.config.loading import dump_config, load_config
 from pipeline.config.mixture import read_tokens, tokens_text
-from pipeline.config.phases import PhasePlan, in_phases, only_phases_differ, with_largest
+from pipeline.config.phases import PhasePlan, in_phases, only_phases_differ
 from pipeline.config.section import identity
 from pipeline.config.training import TrainConfig
 from pipeline.contract.run import Run
@@ -107,11 +108,11 @@ def test_ranks_are_checked_against_every_phase(tmp_path):
         {"until": "10k"}, {"until": "20k", "sequence_length": 256, "batch_tokens": 1536}]})
     assert rank_problems(config, 1) == [] and not problems(config)
     [said] = rank_problems(config, 4)
-    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 8" in said
+    assert said.startswith("train.phases[1]: the global batch of 6 sequences") and "not divisible by 4" in said
     zero = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "deepspeed"})})
     [said] = rank_problems(zero, 1)
     assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
-    assert with_largest(config).train.sequence_length == 256
+    assert with_largest(config, 1).train.sequence_length == 256
     assert [within.train.batch_tokens for _, within in in_phases(config)] == [1024, 1536]
 
 

@@ -53,7 +53,7 @@ def test_before_encode_the_phases_are_told(tmp_path):
     assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
     assert consumption_lines(run_of(tmp_path, counts=None, phases=[]).config, run) == []
     facts = training_facts(run.config, type("job", (), {"ranks": 2})())
-    assert facts[0].endswith("2 ranks x micro batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
+    assert facts[0].endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
     assert "length    15 steps = 30,720 tokens" in facts
 
 

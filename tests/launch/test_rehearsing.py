@@ -102,7 +102,7 @@ def test_a_real_one(given, capsys):
     """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
     config, options = given("launch.limits.gpu_memory_gb=0.13")
     with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 130 MB. "
-                                        r"Most of it are activations.* and fitting: train.micro_batch=2"):
+                                        r"Most of it are activations.* and fitting, the fastest first: train"):
         rehearse_training(config, [job()], options)
     assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out
     config, options = given("parallel.tp=3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from launch import checks, submit
 from launch.submit import parser
-from pipeline.contract.stages import STAGES
+from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
 
 
@@ -47,7 +48,7 @@ def test_plan_of_a_fresh_run(launcher):
         "encode": "waiting (for tokenizer) 2 processes",
         "train": f"waiting (for encode) 2 ranks x {count}", "convert": "waiting (for train) 1 process",
         "evaluate": f"waiting (for convert) 2 ranks x {count}", "report": "waiting (for evaluate) 1 process"}
-    for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro batch 4 x 4 accumulated",
+    for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
                   "-m torch.distributed.run --standalone --nproc-per-node 2 -m pipeline.train --config"):
@@ -110,9 +111,9 @@ def test_finished_partial_and_stale_stages(launcher):
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
     (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
     (["--stage", "all", "train.steps=many"], ["'train.steps' is 'many'"]),
-    (["--stage", "all", "train.micro_batch=5", "train.warmup_steps=99", "model.heads=7"],
-     ["4 problems", "32 sequences (train.batch_tokens 8192 / train.sequence_length 256) is not divisible by 10 "
-      "(train.micro_batch 5 x 2 data-parallel ranks)", "train.warmup_steps 99",
+    (["--stage", "all", "train.batch_tokens=8448", "train.warmup_steps=99", "model.heads=7"],
+     ["4 problems", "33 sequences (train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 "
+      "data-parallel ranks", "train.warmup_steps 99",
       "dim (256) must be divisible by heads (7)"]),
     (["--stage", "all", "--cluster", "local", "--nodes", "2"], ["--nodes", "--cluster slurm"]),
     (["--stage", "all", "--cluster", "slurm"], ["no sbatch on PATH"]),
@@ -140,6 +141,19 @@ def test_no_configuration(launcher, monkeypatch):
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     result = launcher.call(*arguments)
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
+
+
+@pytest.mark.parametrize(("options", "batch"), [
+    ([], "8 ranks x micro-batch 4 (at most 16) x 1"),
+    (["--gpus-per-node", "8"], "32 ranks x micro-batch 1 (at most 16) x 1"),
+    (["parallel.pp=2"], "4 groups of 2 ranks x micro-batch 4 (at most 16) x 2")])
+def test_the_default_configuration_goes_on_four_nodes(slurm, options, batch):
+    shutil.copytree(REPOSITORY / "configs", slurm.work / "configs")
+    shutil.copy("configs/demo.yaml", "config.yaml")
+    slurm.done("shard", "tokenizer", "encode")
+    result = slurm.call("--stage", "train", "--nodes", "4", "--dry-run", *options)
+    assert result.returncode == 0, result.stderr
+    assert f"sequences of 256 = {batch} accumulated" in result.stdout and "#SBATCH --nodes=4" in result.stdout
 
 
 def test_explain_works_without_a_configuration(launcher):

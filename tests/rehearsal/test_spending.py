@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.config import ModelConfig
+from pipeline.config.launching import LaunchConfig
 from pipeline.config.loading import load_config
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
@@ -14,17 +15,18 @@ from pipeline.config.tree import Config
 from pipeline.errors import NotRehearsedError
 from pipeline.rehearsal import spending
 from pipeline.rehearsal.fitting import TIGHT
+from pipeline.rehearsal.lost_time import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops
 from pipeline.rehearsal.report import Rehearsal
-from pipeline.rehearsal.spending import FLOPS, NETWORK_BYTES, NODE_BYTES, changes, lost, recomputed_flops, spend
-from pipeline.rehearsal.step import rehearsable
+from pipeline.rehearsal.spending import changes, spend
 from pipeline.rehearsal.traffic import Channel, Traffic
 from tools.rehearse import main
 
 SHAPE = ModelConfig(dim=64, layers=8, heads=4, kv_heads=2, ffn_dim=96, vocab_size=128, context_length=256)
 
 
-def config_of(parallel=None, **train):
+def config_of(parallel=None, gpus_per_node=8, **train):
     return Config(model=SHAPE, parallel=ParallelConfig(**parallel or {}),
+                  launch=LaunchConfig(gpus_per_node=gpus_per_node),
                   train=TrainConfig(**{"sequence_length": 256, "micro_batch": 2, "batch_tokens": 256 * 64, **train}))
 
 
@@ -50,32 +52,32 @@ def test_collectives_that_products_hide_cost_only_what_is_longer():
     config = config_of({"tp": 2})
     products = 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
     node, network = NODE_BYTES * products, NETWORK_BYTES * products  # bytes that take as long
-    assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": node}), 8).exchanging == pytest.approx(0.5)
-    assert lost(config, SHAPE, rehearsal(**{"tensor_all-reduce": node}), 8).exchanging == pytest.approx(1.0)
-    assert lost(config, SHAPE, rehearsal(**{"tensor_all-gather": network}), 1).exchanging == pytest.approx(0.5)
+    assert lost(config, rehearsal(**{"tensor_all-gather": node})).exchanging == pytest.approx(0.5)
+    assert lost(config, rehearsal(**{"tensor_all-reduce": node})).exchanging == pytest.approx(1.0)
+    assert lost(config_of({"tp": 2}, 1), rehearsal(**{"tensor_all-gather": network})).exchanging == pytest.approx(0.5)
     # Half of the sums is made backward, beside products for weights' gradients: a third of all.
     summed = rehearsal(**{"tensor_reduce-scatter": 4 * node})  # 2 of the products' time
-    assert lost(config, SHAPE, summed, 8).exchanging == pytest.approx(1 + (1 - 1 / 3))
+    assert lost(config, summed).exchanging == pytest.approx(1 + (1 - 1 / 3))
     for kept, exposed in (("none", 0.0), ("selective", 0.25)):  # of what is hidden without checkpointing
         split = config_of({"cp": 2}, activation_checkpointing=kept)
         of_keys = rehearsal(**{"context_reduce-scatter": node / 2})
-        assert lost(split, SHAPE, of_keys, 8).exchanging == pytest.approx(exposed)
+        assert lost(split, of_keys).exchanging == pytest.approx(exposed)
     eager = config_of({"tp": 2}, compile=False)
-    assert lost(eager, SHAPE, summed, 8).exchanging == pytest.approx(2)
+    assert lost(eager, summed).exchanging == pytest.approx(2)
     for weights, exposed in ((2 * network, 0.0), (6 * network, 2.0)):
-        assert lost(config, SHAPE, rehearsal(**{"shard_all-gather": weights}), 8).exchanging == pytest.approx(exposed)
-    pipelined = config_of({"pp": 2})
-    found = lost(pipelined, SHAPE, rehearsal(**{"shard_all-gather": network, "pipeline_send": network,
-                                                "pipeline_receive": network}), 4)
+        assert lost(config, rehearsal(**{"shard_all-gather": weights})).exchanging == pytest.approx(exposed)
+    pipelined = config_of({"pp": 2}, 4)
+    found = lost(pipelined, rehearsal(**{"shard_all-gather": network, "pipeline_send": network,
+                                                "pipeline_receive": network}))
     assert found.exchanging == pytest.approx(1.5) and found.waiting == 1 / 4
     assert found.time == pytest.approx(2.5 * 1.25)
-    found = lost(pipelined, SHAPE, rehearsal(**{"shard_reduce-scatter": network}), 4)
+    found = lost(pipelined, rehearsal(**{"shard_reduce-scatter": network}))
     assert found.exchanging == pytest.approx(1 / 2 - 2 / 3 / 4)  # of four micro-batches, the last one's backward pass
 
 
 def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
     """Memory and exchanged bytes are made up: each setting takes its own, and another micro-batch halves the bytes."""
-    config, told = config_of(activation_checkpointing="full"), []
+    config, told = config_of(gpus_per_node=1, activation_checkpointing="full"), []
     a_step = 2 * NETWORK_BYTES * 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS  # bytes, among two
 
     def rehearsed(changed, ranks, numbers):
@@ -86,7 +88,7 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
         return [rehearsal(peak + 5 * (changed.parallel.reshard == "never"), ranks,
                           **{"shard_all-gather": 4 * a_step / train.micro_batch})]
     monkeypatch.setattr(spending, "rehearse_apart", rehearsed)
-    path = spend(config, 16, 100, SHAPE, gpus_per_node=1, tell=told.append)
+    path = spend(config, 16, 100, told.append)
     assert path[0].settings == {} and [layout.peak for layout in path] == sorted(layout.peak for layout in path)
     assert path[-1].settings == {"train.micro_batch": 4, "train.activation_checkpointing": "selective",
                                  "train.recomputed_blocks": 1, "train.kept_activations": [*KEPT_ACTIVATIONS]}
@@ -97,15 +99,15 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
 
 
 def test_what_is_recomputed_is_kept_group_by_group():
-    full = [one.get("train.kept_activations") for one in changes(config_of(activation_checkpointing="full"))]
+    full = [one.get("train.kept_activations") for one in changes(config_of(activation_checkpointing="full"), 1)]
     assert full[:2] == [["attention"], ["attention", "wq", "wk", "wv", "wo", "w1", "w3"]] and not any(full[2:])
-    some = changes(config_of(activation_checkpointing="selective", kept_activations=["attention", "wk"]))
+    some = changes(config_of(activation_checkpointing="selective", kept_activations=["attention", "wk"]), 1)
     assert [one["train.kept_activations"][2:] for one in some if "train.kept_activations" in one] == [
         ["wo"], ["wq", "wv"], ["w1", "w3"]]
 
 
 def test_a_pipeline_gets_more_stages_up_to_its_layers():
-    found = list(changes(config_of({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 2})))
+    found = list(changes(config_of({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 2}), 2))
     assert [one["parallel.pp_stages"] for one in found if "parallel.pp_stages" in one] == [3, 4]
 
 
@@ -127,5 +129,5 @@ def test_the_command_shows_what_it_tried_and_what_is_best(capsys):
 def test_a_shipped_recipe_is_the_best_that_the_search_finds(name, ranks, settings):
     """On the smallest number of GPUs that it is for, of 80 GB."""
     config = load_config(f"configs/{name}.yaml", settings)
-    path = spend(config, ranks, 80e9, rehearsable(config, gpu=True)[2], tell=print)
+    path = spend(config, ranks, 80e9, print)
     assert [layout.settings for layout in path] == [{}] and path[0].peak <= TIGHT * 80e9

@@ -1,6 +1,5 @@
 """One run on changing ranks, layouts and engines: the curve is that of the run that nobody disturbed."""
 
-import math
 import random
 import signal
 from itertools import pairwise
@@ -53,14 +52,6 @@ def many(kills):
     return tuple(found)
 
 
-def overrides(ranks, parallel):
-    """Settings of a layout: the largest micro-batch with which each pipeline has twice as many as stages."""
-    shares = {key: size for key, size in parallel.items() if isinstance(size, int)}
-    groups, pp = ranks // math.prod(shares.values()), shares.get("pp", 1)
-    return [f"train.micro_batch={SEQUENCES // groups // (2 * pp if pp > 1 else 1)}",
-            *(f"parallel.{key}={value}" for key, value in parallel.items())]
-
-
 @pytest.mark.parametrize(("layouts", "options", "within"), [
     ((TWO, TWO, GRID), [], 1e-12),
     pytest.param((PIPELINE, PIPELINE, INTERLEAVED, THREE), TIED, 1e-11, marks=pytest.mark.slow),
@@ -74,17 +65,18 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
     is asked to stop, the others are killed. The longer ones go over the boundary of an epoch."""
     chance, attempts, steps = random.Random(3), [], 16 if len(layouts) < 8 else 96
     settings = ["train.precision=fp64", "model.layers=4", "train.lr=0.002", f"train.steps={steps}",
-                f"train.batch_tokens={64 * SEQUENCES}", "train.checkpoint.every_steps=3", "train.checkpoint.keep=1",
+                f"train.batch_tokens={64 * SEQUENCES}", f"train.micro_batch={SEQUENCES}",
+                "train.checkpoint.every_steps=3", "train.checkpoint.keep=1",
                 f"train.heldout_every={steps // 4}", f"train.sample_every={steps // 2}", *options]
     for number, (ranks, parallel) in enumerate(layouts):
         before = lines(fresh)
         done = max((record["step"] for record in before), default=0)
-        train_and_kill(fresh, *settings, *overrides(ranks, parallel), ranks=ranks,
+        train_and_kill(fresh, *settings, *(f"parallel.{key}={value}" for key, value in parallel.items()), ranks=ranks,
                        how=signal.SIGTERM if number % 3 == 2 else signal.SIGKILL,
                        after_step=min(done + chance.randrange(4), steps - 2))
         attempts.append(((ranks, parallel), {record["step"]: record for record in lines(fresh)[len(before):]}))
     for name in ("mini", "whole"):
-        run_stage("train", fresh, f"name={name}", *settings, "train.micro_batch=12")
+        run_stage("train", fresh, f"name={name}", *settings)
     assert proven(fresh)
     assert [event["parallel"]["engine"] for event in events(fresh, "start") + events(fresh, "resume")] == [
         *(parallel.get("engine", "fsdp2") for _, parallel in layouts), "fsdp2"]

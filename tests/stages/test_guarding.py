@@ -81,7 +81,7 @@ def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
 @pytest.mark.slow
 def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     """Of three copies two agree. Nothing of it was saved: the same command goes on as if it had not been."""
-    settings = ["parallel.dp_replicate=3", "train.batch_tokens=768", "train.micro_batch=4",
+    settings = ["parallel.dp_replicate=3", "train.batch_tokens=768",
                 "train.guards.replica_hash_every=5", "train.checkpoint.every_steps=8"]
     run_stage("train", fresh, "name=whole", *settings, ranks=3)
     result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)

@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, train_folder
 from tests.waiting import HANG_S
 
-SETTINGS = ["train.batch_tokens=768", "train.micro_batch=4"]
+SETTINGS = ["train.batch_tokens=768"]
 
 
 def patience(config, *settings, ranks, least_s):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 
 import pytest
 
@@ -9,6 +10,7 @@ from pipeline.records.metrics import read_metrics
 from pipeline.training.sinks.base import curves
 from tests.conftest import run_stage
 from tests.stages.training import curve, events, run_with_faults, train_folder
+from tools.rehearse import main as rehearse
 from tools.verify.__main__ import main as verify
 
 
@@ -46,8 +48,10 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     first = run_with_faults(fresh, "memory:rank=0,step=1", "train.steps=4", expect=2)
     assert "Traceback" not in first.stderr
     for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
-                 "of the optimizer's states; the rest", "python -m tools.rehearse", "--ranks 1 --memory <GB of a GPU>"):
+                 "of optimizer's states; the rest", "The largest by module: ", "--ranks 1 --memory <GB of a GPU>"):
         assert told in first.stderr
+    _, _, command = first.stderr.partition("python -m tools.rehearse ")
+    assert rehearse(shlex.split(command.splitlines()[0].replace("<GB of a GPU>", "80"))) == 0
     later = run_with_faults(fresh, "memory:rank=0,step=3", "train.steps=4", expect=1)
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr
     run_stage("train", fresh, "train.steps=4")

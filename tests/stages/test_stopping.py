@@ -38,7 +38,7 @@ def stopped(config):
 
 
 def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
-    settings = [*LONG, "train.batch_tokens=768", "train.micro_batch=4"]
+    settings = [*LONG, "train.batch_tokens=768"]
     with training(fresh, *settings, ranks=3) as process:
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
     step, state = stopped(fresh), read_state(train_folder(fresh))

@@ -177,8 +177,8 @@ def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(begun)
 
 
 def test_torn_token_shards_and_ranks_that_do_not_fit_the_batch_are_refused(fresh, encoded):
-    result = run_stage("train", fresh, "train.micro_batch=16", ranks=2, expect=2)
-    assert "16 sequences" in result.stderr and "not divisible by 32" in result.stderr
+    result = run_stage("train", fresh, ranks=3, expect=2)
+    assert "16 sequences" in result.stderr and "not divisible by 3 data-parallel ranks" in result.stderr
     assert result.stderr.count("stops here") == 1
     shard = next((encoded.parent / "runs/mini/encode/train").glob("*.arrow"))
     content = shard.read_bytes()

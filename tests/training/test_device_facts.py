@@ -47,20 +47,26 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 80_000_000_000))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70_000_000_000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 76_000_000_000)
-    held = {"model.a": [SimpleNamespace(tensor=SimpleNamespace(nbytes=2_000_000_000, device=GPU))],
-            "exp_avg.a": [SimpleNamespace(tensor=SimpleNamespace(nbytes=4_000_000_000, device=GPU)),
-                          SimpleNamespace(tensor=SimpleNamespace(nbytes=9_000_000_000, device=torch.device("cpu")))]}
-    engine, ranks = SimpleNamespace(state_shards=lambda: held), SimpleNamespace(rank=3, world=16, device=GPU)
-    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7)
+    def held():
+        for layer in range(2):
+            yield f"layers.{layer}.feed_forward.w1.weight", "model", SimpleNamespace(nbytes=10**9, device=GPU)
+            yield f"layers.{layer}.feed_forward.w2.weight", "exp_avg", SimpleNamespace(nbytes=2 * 10**9, device=GPU)
+        yield "output.weight", "model", SimpleNamespace(nbytes=9 * 10**9, device=torch.device("cpu"))
+        yield from ((f"m{size}.weight", "gradient", SimpleNamespace(nbytes=size, device=GPU)) for size in range(1, 6))
+    engine, ranks = SimpleNamespace(held=held), SimpleNamespace(rank=3, world=16, device=GPU)
+    said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7, "--config c.yaml")
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
-                 "rank holds 2 GB of weights, 4 GB of the optimizer's states; the rest", "--ranks 16 --memory 80."):
+                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gathered",
+                 "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
+                 "; m2 2 B (2 B of gradients). For", "tools.rehearse --config c.yaml --ranks 16 --memory 80"):
         assert told in said
+    assert "m1 " not in said and "output" not in said
 
 
 def test_want_of_memory_while_a_model_is_placed_ends_the_job():
     ranks = SimpleNamespace(rank=3, world=16, device=torch.device("cpu"))
-    said = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For which "
-            r"modules .* --ranks 16 --memory <GB of a GPU>")
-    with pytest.raises(UserError, match=said), memory_explained(None, ranks, 0, first=True):
+    said = (r"did not suffice for weights and the optimizer's states, before the first step \(no room\). For memory "
+            r"by kind .* --config c.yaml --ranks 16 --memory <GB of a GPU>")
+    with pytest.raises(UserError, match=said), memory_explained(None, ranks, 0, "--config c.yaml", first=True):
         raise torch.OutOfMemoryError("no room")

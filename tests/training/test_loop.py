@@ -37,12 +37,13 @@ def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not
         calls.watchdog, calls.engine, calls.guards, calls.batch)
     session.monitor = SimpleNamespace(norms=lambda step: nullcontext({}))
     session.stop, session.ranks, session.through, session.lr = calls.stop, calls.ranks, through, lambda step: 0.1
+    session.as_rehearsed = "--config c.yaml"
     assert session.update(3, MagicMock(), MagicMock()) is calls.engine.step.return_value
     asked = [name for name, *_ in calls.mock_calls]
     assert asked.index("watchdog.step_begins") < asked.index("guards.before") < asked.index("engine.step") \
         < asked.index("watchdog.pulse")
     calls.engine.step.side_effect = torch.OutOfMemoryError("too much")
-    calls.engine.state_shards.return_value = {}
+    calls.engine.held.return_value = []
     with pytest.raises(torch.OutOfMemoryError if through else UserError, match="too much"):
         session.update(4, MagicMock(), MagicMock())
     assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == through

@@ -105,6 +105,13 @@ class Engine(ABC):
         The tensors are the living ones, on their devices: copy them before the next step.
         """
 
+    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What this rank holds between two micro-batches: (parameter, "model", "gradient" or the name of a state,
+        tensor). Here the masters and states that it saves."""
+        for key, shards in self.state_shards().items():
+            kind, _, name = key.partition(".")
+            yield from ((name, kind, shard.tensor) for shard in shards)
+
     @abstractmethod
     def load(self, reader: CheckpointReader, updates: int) -> None:
         """Take weights and the optimizer's states from a checkpoint that any engine on any number of ranks has written.

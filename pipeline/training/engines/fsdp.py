@@ -36,7 +36,9 @@ class FsdpEngine(Engine):
         self.optimizer = optimizer
         self.grid, self.clip_norm, self.keep_weights, self.reduce_last = grid, clip_norm, keep_weights, reduce_last
         self.updates = 0
-        self.parts = {name: grid.part(parameter) for name, parameter in model.named_parameters()}
+        # While FSDP2 computes with gathered weights, `named_parameters` gives these.
+        self.weights = dict(model.named_parameters())
+        self.parts = {name: grid.part(weight) for name, weight in self.weights.items()}
 
     def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
              limits: StepLimits) -> StepResult:
@@ -83,9 +85,9 @@ class FsdpEngine(Engine):
         return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                yield name, own(parameter.grad)
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                yield name, own(weight.grad)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Over all ranks; the loss is the same in a tensor group, so that one of the group adds it."""
@@ -96,20 +98,27 @@ class FsdpEngine(Engine):
 
     def gradients(self) -> dict[str, list[TensorShard]]:
         """See Engine. Ranks that hold copies of a rectangle all give it."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        return {name: [TensorShard(gradient, self.parts[name].offset, shapes[name])]
+        return {name: [TensorShard(gradient, self.parts[name].offset, tuple(self.weights[name].shape))]
                 for name, gradient in self._gradients()}
 
     def state_shards(self) -> dict[str, list[TensorShard]]:
         """See Engine. Copies of a piece are dealt out over the ranks that hold it."""
         found = {}
-        for name, parameter in self.model.named_parameters():
-            part, shape = self.parts[name], tuple(parameter.shape)
-            if zlib.crc32(name.encode()) % part.copies != part.copy:  # all that hold a copy know its name
-                continue
-            for kind, tensor in {"model": own(parameter.detach()), **self.optimizer.state(name)}.items():
-                found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, shape)]
+        for name, kind, tensor in self._state():
+            part = self.parts[name]
+            if zlib.crc32(name.encode()) % part.copies == part.copy:  # all that hold a copy know its name
+                found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, tuple(self.weights[name].shape))]
         return found
+
+    def _state(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, weight in self.weights.items():
+            yield name, "model", own(weight.detach())
+            yield from ((name, kind, tensor) for kind, tensor in self.optimizer.state(name).items())
+
+    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+        """See Engine."""
+        yield from self._state()
+        yield from ((name, "gradient", gradient) for name, gradient in self._gradients())
 
     @torch.no_grad()
     def load(self, reader: CheckpointReader, updates: int) -> None:
@@ -117,16 +126,14 @@ class FsdpEngine(Engine):
         refuse_other_optimizer(reader, self.optimizer, self.parts)
         self.updates = updates
         self.optimizer.resume(updates)
-        for name, parameter in self.model.named_parameters():
-            part = self.parts[name]
-            for kind, place in {"model": own(parameter), **self.optimizer.state(name)}.items():
-                place.copy_(reader.read(f"{kind}.{name}", part.offset, part.size))
+        for name, kind, tensor in self._state():
+            tensor.copy_(reader.read(f"{kind}.{name}", self.parts[name].offset, self.parts[name].size))
 
     def replicated_weights(self) -> Iterator[LocalWeights]:
         """See Engine."""
-        for name, parameter in self.model.named_parameters():
+        for name, weight in self.weights.items():
             if (part := self.parts[name]).copies > 1:
-                yield LocalWeights(name, part.offset, own(parameter.detach()), part.copy, part.copies)
+                yield LocalWeights(name, part.offset, own(weight.detach()), part.copy, part.copies)
 
     def free_unsharded(self) -> None:
         """See Engine."""

@@ -9,11 +9,14 @@ from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.console import readable
 from pipeline.data.sampling.batch import pack
+from pipeline.errors import UserError
 from pipeline.parallel import fsdp
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.initial_values import drawn
 from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.training.device_facts import memory_explained
 from pipeline.training.engines.build import build_engine
 from pipeline.training.guards import StepLimits
 
@@ -60,3 +63,28 @@ def test_mixed_precision_needs_it(ranks):
     engine, _, pieces = train(ranks, torch.bfloat16)
     assert isinstance(engine.model, FSDPModule)
     assert all(piece.tensor.dtype == torch.float32 for piece in pieces.values())
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, precision):
+    """In the second of two micro-batches, when the first has left gradients and FSDP2 may have gathered weights."""
+    engine, _, _ = train(ranks, precision)
+    passes = []
+
+    def fail(module, given):
+        passes.append(module)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("no room")
+    engine.model.layers[1].feed_forward.register_forward_pre_hook(fail)
+    batch = pack([(np.arange(33), np.array([0])) for _ in range(4)])
+    with pytest.raises(UserError) as refused, memory_explained(engine, ranks, 4, "--config c.yaml", first=True):
+        engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
+    words, heads, norm = 64 * 32, 2 * 32 * (32 + 16), 2 * 32
+    sizes = {"layers.*.feed_forward": 2 * 3 * 32 * MODEL.hidden, "layers.*.attention": 2 * heads,
+             "tok_embeddings": words, "output": words, "layers.*.attention_norm": norm}
+    told = [f"{name} {readable(16 * size)} ({readable(4 * size)} of weights, {readable(8 * size)} of optimizer's "
+            f"states, {readable(4 * size)} of gradients)" for name, size in sizes.items()]
+    said = str(refused.value)
+    assert f"The largest by module: {'; '.join(told)}. For memory" in said
+    whole = 4 * (2 * words + sum(sizes[name] for name in list(sizes)[:2]) + 2 * norm + 32)
+    assert f" {readable(whole)} of weights, {readable(2 * whole)} of optimizer's states, {readable(whole)} of " in said

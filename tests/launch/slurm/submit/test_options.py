@@ -19,7 +19,7 @@ def script(launcher):
     """Gives the lines of a train job's script, on two nodes with 8 GPUs each."""
     def lines(**launch):
         settings = {"gpus_per_node": 8, "train.nodes": 2, **launch}
-        shown = launcher.accepted("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
+        shown = launcher.accepted("--stage", "encode,train", "--cluster", "slurm", "--dry-run",
                                   *(f"launch.{name}={json.dumps(value)}" for name, value in settings.items()))
         text = scripts(shown)["train"]
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)

@@ -73,7 +73,7 @@ scontrol requeue $SLURM_JOB_ID; }}; exit $code
 FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
               "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu", "launch.train.qos=high",
               "launch.train.constraint=h100", "launch.train.exclude=n[3-4]", "launch.encode.partition=cpu",
-              "launch.signal_s=180", "launch.setup=[module load cuda]", "train.micro_batch=1", "--no-rehearse")
+              "launch.signal_s=180", "launch.setup=[module load cuda]", "--no-rehearse")
 
 
 def scripts(text):
@@ -285,7 +285,7 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
     said = slurm.refused(
-        "--stage", "all", "--nodes", "4", "train.micro_batch=1", "launch.secrets=[NO_SUCH_TOKEN]",
+        "--stage", "all", "--nodes", "4", "launch.secrets=[NO_SUCH_TOKEN]",
         "launch.limits={nodes: 2, time: 60, array: 3, jobs: 4, gpu_memory_gb: 0.000001}",
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=4")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
@@ -297,14 +297,14 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
-    slurm.accepted("--stage", "all", "--nodes", "4", "train.micro_batch=1", least, "launch.train.time=5")
+    slurm.accepted("--stage", "all", "--nodes", "4", least, "launch.train.time=5")
 
 
 def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
     said = slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
                          "train.warmup_steps=3")
     assert "checkpoints" in said and "are free where" in said
-    assert "not divisible by 24 (train.micro_batch 4 x 6 data-parallel ranks)" in slurm.refused(
+    assert "not divisible by 6 data-parallel ranks" in slurm.refused(
         "--stage", "all", "--nodes", "3", "--dry-run")
 
 
