@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -56,8 +56,8 @@ class Judgement:
     """bad: nodes to blame. shared: nodes that saw what ends the job although no node is to blame; `because` says why
     none is. told: what else there is to say."""
 
-    bad: dict[str, Problem] = field(default_factory=dict)
-    shared: dict[str, Problem] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
     because: str = ""
     told: list[str] = field(default_factory=list)
 
@@ -91,12 +91,10 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
 def _told(found: Judgement, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> Found:
     there = {*nodes, *(report.node for report in reports)}
     if found.shared:
-        first = next(iter(found.shared.values())).text
-        reason = f"{first} ({_counted(len(found.shared), len(there))}; {found.because})"
-        return Found(_texts(found.shared), [*found.told, reason], True, reason)
+        reason = f"{next(iter(found.shared.values()))} ({_counted(len(found.shared), len(there))}; {found.because})"
+        return Found(found.shared, [*found.told, reason], True, reason)
     if found.bad:
-        lines = [*found.told, *(f"{node} is bad: {problem.text}" for node, problem in sorted(found.bad.items()))]
-        return Found(_texts(found.bad), lines)
+        return Found(found.bad, [*found.told, *(f"{node} is bad: {text}" for node, text in sorted(found.bad.items()))])
     if not all(report.finished for report in reports) or len({report.node for report in reports}) < len(there):
         because = f" ({cause})" if cause else ""
         return Found({}, [*found.told, f"after {seconds:.0f} s{because} no node can be blamed; going on"])
@@ -127,11 +125,11 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
     if result.shared:
         return result
     missing = sorted(set(range(ranks)) - {report.rank for report in reports})
-    silent = {nodes[rank]: Problem("silent", "it did not report") for rank in missing if rank < len(nodes)}
+    silent = dict.fromkeys((nodes[rank] for rank in missing if rank < len(nodes)), "it did not report")
     finished = [report for report in reports if report.finished]
-    unfinished = {report.node: Problem("network", "its ranks did not come to the end with the others")
-                  for report in reports if not report.finished}
-    if not _is_stuck(lasted_s, quiet_s):
+    unfinished = dict.fromkeys((report.node for report in reports if not report.finished),
+                               "its ranks did not come to the end with the others")
+    if quiet_s < max(QUIET_S, lasted_s):
         if missing:
             result.told.append(f"not all nodes have answered yet: {named(silent) or f'{len(missing)} ranks'} "
                                f"({_counted(len(silent), len(there))}); slow is not sick, so none gets a strike "
@@ -148,28 +146,22 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
     return result
 
 
-def _is_stuck(lasted_s: float, quiet_s: float) -> bool:
-    """Whether who is missing by now is not just slower than the others."""
-    return quiet_s >= max(QUIET_S, lasted_s)
-
-
 def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) -> None:
     """What the nodes found of themselves; what is the run folder's fault, or too many nodes', is set apart."""
-    seen: dict[str, dict[str, Problem]] = {}
+    seen: dict[str, dict[str, str]] = {}
     for report in reports:
-        for problem in report.problems:
-            seen.setdefault(problem.kind, {}).setdefault(report.node, problem)
+        for kind, text in report.problems:
+            seen.setdefault(kind, {}).setdefault(report.node, text)
     for kind, found in seen.items():
         many = len(found) > few(count) or 2 * len(found) > count
         if kind == SPACE or (kind == FOLDER and many):
             result.shared, result.because = found, "the folder is shared, so no node is to blame"
             return
         if kind == CLOCK and many:
-            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values())).text} "
+            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values()))} "
                                f"({_counted(len(found), count)})")
         else:
-            for node, problem in found.items():
-                result.bad.setdefault(node, problem)
+            result.bad = result.bad | found | result.bad  # the first reason counts
     if len(result.bad) > few(count):
         result.shared, result.bad = result.bad, {}
         result.because = (f"{named(result.shared)}; {_common(few(count), count)}. Look at these nodes; if it is they "
@@ -178,10 +170,8 @@ def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) ->
 
 def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement) -> None:
     times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
-    if len(times) < 2:
-        return
-    middle = median(times.values())
-    off = {node: Problem(CLOCK, f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}")
+    middle = median(times.values() or [0])
+    off = {node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
            for node, at in times.items() if abs(at - middle) > CLOCK_S}
     _blame_few(off, there, "differ in their clocks", result)
 
@@ -189,24 +179,21 @@ def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement)
 def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, there: set[str],
                  result: Judgement) -> None:
     times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
-    if len(times) < 2:
-        return
-    middle, floor = median(value for _, value in times), min(FLOORS_S[report.device] for report in reports)
-    slow = {node: Problem("slow", f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
-                                  f"{1000 * middle:.0f} ms")
+    middle = median([value for _, value in times] or [0])
+    floor = min((FLOORS_S[report.device] for report in reports), default=0)
+    slow = {node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
             for node, value in times if value > factor * middle and value - middle > floor}
     _blame_few(slow, there, f"took too long for {what}", result)
 
 
-def _blame_few(found: Mapping[str, Problem], there: set[str], what: str, result: Judgement) -> None:
+def _blame_few(found: dict[str, str], there: set[str], what: str, result: Judgement) -> None:
     """Blame these nodes if they are few, with those that are blamed already, and less than half; else say so."""
     together = {*found, *result.bad}
     if found and (len(together) > few(len(there)) or 2 * len(found) >= len(there)):
         result.told.append(f"{_counted(len(found), len(there))} {what} ({named(found)}): "
                            f"{_common(few(len(there)), len(there))}")
         return
-    for node, problem in found.items():
-        result.bad.setdefault(node, problem)
+    result.bad = result.bad | found | result.bad  # the first reason counts
 
 
 def _common(most: int, count: int) -> str:
@@ -215,10 +202,6 @@ def _common(most: int, count: int) -> str:
 
 def _counted(some: int, count: int) -> str:
     return f"{some} of {count} node{'s' if count > 1 else ''}"
-
-
-def _texts(problems: Mapping[str, Problem]) -> dict[str, str]:
-    return {node: problem.text for node, problem in problems.items()}
 
 
 class Arrivals:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from launch.processes import end_with_parent, kill_tree
 from launch.slurm.job.decisions import REFUSED
@@ -135,26 +136,23 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-             say: Callable[[str], None], name: str = "srun.err") -> StepEnd:
+             say: Callable[[str], None]) -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
-    log = folder / name
+    log = folder / "srun.err"
     with open(log, "wb") as stderr, open(log, errors="replace") as reader:
         process = _start(command, environment, stdout=None, stderr=stderr)
-        said, status, broken = _Lines(say), None, 0.0
-        began, made, given_up, abandoned = time.monotonic(), False, False, False
-        while status is None:
-            status = process.poll()
-            said.take(reader.read())
-            broken = broken or (time.monotonic() if _ENDED.search(said.text) else 0.0)
+        began, said, broken, made, given_up, abandoned = time.monotonic(), "", 0.0, False, False, False
+        while (status := process.poll()) is None:
+            said = _heard(reader, said, say)
+            broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
             made = made or any(folder.glob("node*.log"))
-            given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
-            if status is None and (not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S)):
-                # srun answers SIGTERM by killing its tasks at once.
-                status, abandoned = _end(process)
-            if status is None:
-                time.sleep(POLL_S)
-        said.take(reader.read())
-    return StepEnd(status if status >= 0 else 128 - status, said.text, given_up, abandoned)
+            given_up = not made and time.monotonic() - began > MAKE_S
+            if not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S):
+                status, abandoned = _end(process)  # srun answers SIGTERM by killing its tasks at once
+                break
+            time.sleep(POLL_S)
+        said = _heard(reader, said, say)
+    return StepEnd(status if status >= 0 else 128 - status, said, given_up, abandoned)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
@@ -184,18 +182,12 @@ def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> l
     return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
 
 
-class _Lines:
-    """Hands on whole lines as they come, and keeps all of the text."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.text, self._rest = say, "", ""
-
-    def take(self, text: str) -> None:
-        self.text += text
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            if line.strip():
-                self.say(line)
+def _heard(reader: TextIO, said: str, say: Callable[[str], None]) -> str:
+    """What was said, with what is new, which is handed on."""
+    new = reader.read()
+    for line in filter(str.strip, new.splitlines()):
+        say(line)
+    return said + new
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], *, stdout: object,
