@@ -37,29 +37,17 @@ TOLD = {**MEASURED, "reduce_s": "an all-reduce"}
 """What nodes are judged by, and what is told besides: in an all-reduce everyone takes as long as the slowest."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
     """What preflight found.
 
-    bad: nodes with the reason. told: lines to say. everywhere: it is not the nodes: no strikes, and no other nodes
-    would help; `reason` is the whole sentence then.
+    bad: nodes with what is wrong there. told: lines to say. reason: why the job ends although no node is to blame: no
+    strikes, and no other nodes would help.
     """
 
-    bad: dict[str, str]
-    told: list[str]
-    everywhere: bool = False
-    reason: str = ""
-
-
-@dataclass
-class Judgement:
-    """bad: nodes to blame. shared: nodes that saw what ends the job although no node is to blame; `because` says why
-    none is. told: what else there is to say."""
-
     bad: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    because: str = ""
     told: list[str] = field(default_factory=list)
+    reason: str = ""
 
 
 def allowed_s(nodes: int) -> float:
@@ -85,24 +73,24 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     if not reports:  # nothing ran: the start of training will tell why
         return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
     found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), arrivals.lasted_s, arrivals.quiet_s)
-    return _told(found, reports, nodes, seconds, end.cause)
+    found.told += _lines(found, reports, nodes, seconds, end.cause)
+    return found
 
 
-def _told(found: Judgement, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> Found:
+def _lines(found: Found, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> list[str]:
+    """What comes of it, in words."""
     there = {*nodes, *(report.node for report in reports)}
-    if found.shared:
-        reason = f"{next(iter(found.shared.values()))} ({_counted(len(found.shared), len(there))}; {found.because})"
-        return Found(found.shared, [*found.told, reason], True, reason)
+    if found.reason:
+        return [found.reason]
     if found.bad:
-        return Found(found.bad, [*found.told, *(f"{node} is bad: {text}" for node, text in sorted(found.bad.items()))])
+        return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
     if not all(report.finished for report in reports) or len({report.node for report in reports}) < len(there):
         because = f" ({cause})" if cause else ""
-        return Found({}, [*found.told, f"after {seconds:.0f} s{because} no node can be blamed; going on"])
+        return [f"after {seconds:.0f} s{because} no node can be blamed; going on"]
     values = {what: [value for report in reports if (value := getattr(report, name)) is not None]
               for name, what in TOLD.items()}
     times = [f"{what} {1000 * median(found):.1f} ms" for what, found in values.items() if found]
-    return Found({}, [*found.told, f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s "
-                                   f"({', '.join(times)})"])
+    return [f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s ({', '.join(times)})"]
 
 
 def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
@@ -111,7 +99,7 @@ def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
 
 
 def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[str] = (), lasted_s: float = 0.0,
-          quiet_s: float = inf) -> Judgement:
+          quiet_s: float = inf) -> Found:
     """Which nodes are bad.
 
     Args:
@@ -120,9 +108,9 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
         nodes: the node of each rank, as far as it is known.
         lasted_s: for how long reports came. quiet_s: for how long none came, up to the end.
     """
-    there, result = {*nodes, *(report.node for report in reports)}, Judgement()
+    there, result = {*nodes, *(report.node for report in reports)}, Found()
     _judge_problems(reports, len(there), result)
-    if result.shared:
+    if result.reason:
         return result
     missing = sorted(set(range(ranks)) - {report.rank for report in reports})
     silent = dict.fromkeys((nodes[rank] for rank in missing if rank < len(nodes)), "it did not report")
@@ -146,8 +134,8 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
     return result
 
 
-def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) -> None:
-    """What the nodes found of themselves; what is the run folder's fault, or too many nodes', is set apart."""
+def _judge_problems(reports: Sequence[Report], count: int, result: Found) -> None:
+    """What the nodes found of themselves, and whether it is the run folder's fault, or too many nodes'."""
     seen: dict[str, dict[str, str]] = {}
     for report in reports:
         for kind, text in report.problems:
@@ -155,7 +143,7 @@ def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) ->
     for kind, found in seen.items():
         many = len(found) > few(count) or 2 * len(found) > count
         if kind == SPACE or (kind == FOLDER and many):
-            result.shared, result.because = found, "the folder is shared, so no node is to blame"
+            result.bad, result.reason = found, _shared(found, count, "the folder is shared, so no node is to blame")
             return
         if kind == CLOCK and many:
             result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values()))} "
@@ -163,12 +151,16 @@ def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) ->
         else:
             result.bad = result.bad | found | result.bad  # the first reason counts
     if len(result.bad) > few(count):
-        result.shared, result.bad = result.bad, {}
-        result.because = (f"{named(result.shared)}; {_common(few(count), count)}. Look at these nodes; if it is they "
-                          f"after all, leave them out with launch.exclude and submit the same command again")
+        result.reason = _shared(result.bad, count, (
+            f"{named(result.bad)}; {_common(few(count), count)}. Look at these nodes; if it is they after all, leave "
+            f"them out with launch.exclude and submit the same command again"))
 
 
-def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement) -> None:
+def _shared(found: dict[str, str], count: int, because: str) -> str:
+    return f"{next(iter(found.values()))} ({_counted(len(found), count)}; {because})"
+
+
+def _judge_clocks(reports: Sequence[Report], there: set[str], result: Found) -> None:
     times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(times.values() or [0])
     off = {node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
@@ -177,7 +169,7 @@ def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement)
 
 
 def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, there: set[str],
-                 result: Judgement) -> None:
+                 result: Found) -> None:
     times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
     middle = median([value for _, value in times] or [0])
     floor = min((FLOORS_S[report.device] for report in reports), default=0)
@@ -186,7 +178,7 @@ def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float,
     _blame_few(slow, there, f"took too long for {what}", result)
 
 
-def _blame_few(found: dict[str, str], there: set[str], what: str, result: Judgement) -> None:
+def _blame_few(found: dict[str, str], there: set[str], what: str, result: Found) -> None:
     """Blame these nodes if they are few, with those that are blamed already, and less than half; else say so."""
     together = {*found, *result.bad}
     if found and (len(together) > few(len(there)) or 2 * len(found) >= len(there)):
