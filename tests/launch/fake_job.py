@@ -21,6 +21,7 @@ from launch.slurm.job.preflight import Found
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import JobInfo
+from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import PARTS, last_word_file
 from pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
@@ -133,7 +134,7 @@ class Job:
         if what == "abandoned":
             return StepEnd(137, abandoned=True)
         if what == "refuse":
-            (folder / "rank0.err").write_text("there is nothing to train on\n")
+            self.say(folder, 0, "there is nothing to train on")
             return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n") if self.spec.ranks else StepEnd(2)
         if what == "work":
             if element is None:
@@ -158,8 +159,13 @@ class Job:
             say("running")
         if what.startswith("save"):
             write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
-        write_text(folder / ("rank1.err" if self.spec.ranks else "rank0.err"), "this rank says why\n")
+        self.say(folder, 1, "this rank says why")
         return StepEnd(143, KILLED) if self.spec.ranks else StepEnd(137)
+
+    def say(self, folder: Path, rank: int, text: str) -> None:
+        """What a rank writes, one on each node; or the one process."""
+        name, label = (f"node{rank}.log", f"{rank}: ") if self.spec.ranks else (ONE_PROCESS, "")
+        write_text(folder / name, f"{label}{text}\n")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]

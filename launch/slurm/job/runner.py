@@ -5,8 +5,9 @@ again, or leaves.
 
 It runs once, in the batch step on the first node. Stages with ranks run as a step of srun, the others as its child.
 What it says goes to the job's log; what it does, to `launch/attempts.jsonl`; a stage's output to
-`logs/<stage>/<job>.<start>/rank<t>.out` and `.err`. Slurm's signal before the time limit does not concern it: that one
-reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more, waits for what runs, and leaves.
+`logs/<stage>/<job>.<start>/` (`launch.slurm.start_logs`). Slurm's signal before the time limit does not concern it:
+that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more, waits for what runs, and
+leaves.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from launch.slurm.job.starts import Starts
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import STRIKES, lost
 from launch.slurm.scheduler import Scheduler
+from launch.slurm.start_logs import prune
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import STOP, log_attempt, read_attempts, read_state, write_state
 from pipeline.errors import UserError
@@ -159,6 +161,7 @@ class Runner:
         here = self.allocation
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
+        prune(folder.parent, here.name, self.say)
         environment = self.starts.environment(rendezvous=self.starts.number + 5000)
         found = run_preflight(spec, folder, environment, self.tick, self.allocation.nodes)
         for line in found.told:
@@ -166,7 +169,7 @@ class Runner:
         self.starts.log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
         if not found.bad or self.stopping:
             return TERMINATED if self.stopping else None
-        if found.everywhere:
+        if found.reason:
             decision = Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         else:
             counts = self.blame.strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()},

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from launch.processes import end_with_parent, kill_tree
 from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
-from pipeline.records.rank_files import FLAT, node_folders, rank_files
+from launch.slurm.start_logs import ONE_PROCESS, last_lines, rank_log
 
 POLL_S = 0.25
 WAIT_S = 30
@@ -121,19 +122,16 @@ class StepEnd:
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
-    """srun's command line for one task per rank; each rank's output in a file of its own in `folder`, of many ranks in
-    a folder for each node, which is made here: Slurm makes none.
+    """srun's command line for one task per rank; their output in `folder`, in a file for each node.
 
+    `--label`: slurmstepd then writes each file, line by line. Ranks that shared one would cut one another's lines.
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
-    for made in node_folders(folder, spec.ranks, spec.nodes):
-        made.mkdir(parents=True, exist_ok=True)
-    place = str(folder).replace("%", "%%") + ("/node%n" if spec.ranks > FLAT else "")
+    place = str(folder).replace("%", "%%")
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
-            "--distribution=block", "--overlap", "--unbuffered",
-            f"--output={place}/rank%t.out", f"--error={place}/rank%t.err",
+            "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             *_on_each_node(spec), sys.executable, "-m", "launch.slurm.job.rank",
             *(["--stage", stage] if stage else []), "--", *command]
 
@@ -146,35 +144,32 @@ def _on_each_node(spec: JobSpec) -> list[str]:
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-             say: Callable[[str], None], name: str = "srun.err") -> StepEnd:
+             say: Callable[[str], None]) -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
-    log = folder / name
+    log = folder / "srun.err"
     with open(log, "wb") as stderr, open(log, errors="replace") as reader:
         process = _start(command, environment, stdout=None, stderr=stderr)
-        said, status, broken = _Lines(say), None, 0.0
-        began, made, given_up, abandoned = time.monotonic(), False, False, False
-        while status is None:
-            status = process.poll()
-            said.take(reader.read())
-            broken = broken or (time.monotonic() if _ENDED.search(said.text) else 0.0)
-            made = made or any(folder.glob("rank*.err")) or any(folder.glob("node*0/rank*.err"))  # of every tenth node
-            given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
-            if status is None and (not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S)):
-                # srun answers SIGTERM by killing its tasks at once.
-                status, abandoned = _end(process)
-            if status is None:
-                time.sleep(POLL_S)
-        said.take(reader.read())
-    return StepEnd(status if status >= 0 else 128 - status, said.text, given_up, abandoned)
+        began, said, broken, made, given_up, abandoned = time.monotonic(), "", 0.0, False, False, False
+        while (status := process.poll()) is None:
+            said = _heard(reader, said, say)
+            broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
+            made = made or any(folder.glob("node*.log"))
+            given_up = not made and time.monotonic() - began > MAKE_S
+            if not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S):
+                status, abandoned = _end(process)  # srun answers SIGTERM by killing its tasks at once
+                break
+            time.sleep(POLL_S)
+        said = _heard(reader, said, say)
+    return StepEnd(status if status >= 0 else 128 - status, said, given_up, abandoned)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
               ends: Callable[[], bool], warns: Callable[[], bool] = lambda: False) -> StepEnd:
     """Run a stage without ranks to its end; once `ends` says so it is told to end, once `warns` does, that the time
-    limit is near. Output as of a rank 0."""
+    limit is near."""
     told = warned = False
-    with open(folder / "rank0.out", "wb") as stdout, open(folder / "rank0.err", "wb") as stderr:
-        process = _start(command, environment, stdout=stdout, stderr=stderr, blocked=(signal.SIGUSR1, signal.SIGUSR2))
+    with open(folder / ONE_PROCESS, "wb") as output:
+        process = _start(command, environment, stdout=output, stderr=output, blocked=(signal.SIGUSR1, signal.SIGUSR2))
         while (status := process.poll()) is None:
             if ends() and not told:
                 told = True
@@ -189,36 +184,18 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Pa
     return StepEnd(status if status >= 0 else 128 - status)
 
 
-def last_lines(path: Path, count: int = 25, size: int = 20_000) -> list[str]:
-    """The last lines of a file that may be large or absent."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line.rpartition("\r")[2] for line in text.splitlines() if line.strip()][-count:]
-
-
-def last_words(folder: Path, end: StepEnd, count: int) -> list[str]:
-    """The last lines of the first failing rank's errors."""
+def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
+    """The last lines of the first rank that failed."""
     rank = end.first.first_task if end.first else 0
-    return [f"rank {rank}: {line}" for path in rank_files(folder, f"rank{rank}.err")
-            for line in last_lines(path, count)]
+    return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
 
 
-class _Lines:
-    """Hands on whole lines as they come, and keeps all of the text."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.text, self._rest = say, "", ""
-
-    def take(self, text: str) -> None:
-        self.text += text
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            if line.strip():
-                self.say(line)
+def _heard(reader: TextIO, said: str, say: Callable[[str], None]) -> str:
+    """What was said, with what is new, which is handed on."""
+    new = reader.read()
+    for line in filter(str.strip, new.splitlines()):
+        say(line)
+    return said + new
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], *, stdout: object,

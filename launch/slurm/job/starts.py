@@ -14,12 +14,15 @@ from launch.slurm.job.start_records import is_committed, last_word, newest_step,
 from launch.slurm.job.time_limit import TimeLimit
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
+from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.state import log_attempt, read_attempts
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
 STEP_PAUSE_S = 5.0
+KEPT_FAILED = 5
+"""Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
 
 
 class Job(Protocol):
@@ -65,6 +68,7 @@ class Starts:
         folder = self.logs / self._name()
         folder.mkdir(parents=True, exist_ok=True)
         point_latest(folder)
+        self._prune()
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
             "from": self.newest_step()})
@@ -90,6 +94,12 @@ class Starts:
             self.job.pause(STEP_PAUSE_S * number)
         return end
 
+    def _prune(self) -> None:
+        failed = [f"{event['job']}.{event['start']}" for event in read_attempts(self.run_folder)
+                  if event["event"] == "ended" and event["stage"] == self.spec.stage
+                  and event["status"] in ("crashed", "hung", "failed")]
+        prune(self.logs, self.allocation.name, self.job.say, failed[-KEPT_FAILED:])
+
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         here, events = self.allocation, read_attempts(self.run_folder)
         self.blame.strike(dict.fromkeys(end.lost, "went down"), here.restart, self.number)
@@ -104,7 +114,7 @@ class Starts:
 
     def _cause(self, folder: Path, end: StepEnd) -> str:
         """What Slurm says of the end, and the rank's own last line where it ended by itself."""
-        words = last_words(folder, end, 1) if end.exited else []
+        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
         return "; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)]))
 
     def changed_code(self) -> str:
@@ -121,8 +131,8 @@ class Starts:
         return None if self.allocation.index is None else self.allocation.name
 
     def tell_last_words(self) -> None:
-        """The end of the first failing rank's errors, so that the job's log tells the whole story."""
-        for line in last_words(*self.last, 25) if self.last else ():
+        """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
+        for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
             print(f"  {line}", flush=True)
 
     def environment(self, rendezvous: int | None = None) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -17,8 +17,7 @@ from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import excluded, few, strikes
 from launch.slurm.scheduler import Scheduler
-from pipeline.files import write_json
-from pipeline.records.hangs import hang_folder
+from pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
 
 COUNTS = (2, 64, 4096)
@@ -48,11 +47,11 @@ def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, a
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     reports = importing(count, answered)
     found = judge(reports, count, 4.0, nodes_of(count), lasted, quiet)
-    assert not found.bad and not found.shared
+    assert not found.bad and not found.reason
     assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
     assert f"({count - answered} of {count}" in found.told[0]
     reports[0] = replace(reports[0], problems=[GPU])
-    assert count == 2 or judge(reports, count, 4.0, nodes_of(count), lasted, quiet).bad == {"n0000": GPU}
+    assert count == 2 or judge(reports, count, 4.0, nodes_of(count), lasted, quiet).bad == {"n0000": GPU.text}
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
@@ -76,12 +75,10 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
     sick = {report.node for report in reports if report.problems}
     found = judge(reports, count, 4.0, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
-    assert len(found.bad) <= few(count)
-    assert set(found.shared if len(sick) > few(count) else found.bad) >= sick
-    assert set(found.shared) in (set(), sick)
-    told = preflight._told(found, reports, nodes_of(count), 100.0, "")
-    assert told.everywhere == bool(found.shared) and (not told.everywhere or "launch.exclude" in told.reason)
-    assert len(" ".join(told.told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
+    assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
+    assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
+    told = [*found.told, *preflight._lines(found, reports, nodes_of(count), 100.0, "")]
+    assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
 def test_the_time_allowed_grows_with_the_nodes():
@@ -93,24 +90,22 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(4))
 
-    def after(seconds, *writes):
-        """What is known so much later, when some ranks have written at some times."""
+    def after(seconds, rank=None, finished=False):
+        """What is known so much later, when a rank has reported."""
         nonlocal now
         now += seconds
-        for rank, at in writes:
-            (tmp_path / f"rank-{rank}.json").touch()
-            os.utime(tmp_path / f"rank-{rank}.json", (at, at))
-        if writes:
+        if rank is not None:
+            with open(tmp_path / f"node{rank}.log", "a") as file:
+                file.write(f"{rank}: {json.dumps(asdict(Report(rank, 'n', finished=finished)))}\n")
             reports.look()
         return reports.lasted_s, reports.quiet_s, reports.are_over
 
-    (tmp_path / "rank-3.json.n3-1.tmp").touch()  # as it is being written
     for rank in range(3):
-        assert after(10, (rank, rank)) == (10.0 * (rank + 1), 0.0, False)
+        assert after(10, rank) == (10.0 * (rank + 1), 0.0, False)
     assert after(119) == (30.0, 119.0, False), "one of four, for twice as long as what it takes to be stuck"
     assert after(1)[2]
-    assert after(5, (0, 50))[1:] == (0.0, False), "it is done"
-    after(1000, (3, 51))
+    assert after(5, 0, finished=True)[1:] == (0.0, False), "it is done"
+    after(1000, 3)
     assert not after(1000)[2], "all have reported: they measure, for as long as they are allowed to"
 
 
@@ -123,8 +118,7 @@ def test_who_was_late_when_training_hung(job):
     def late(start, nodes=4):
         for rank in range(4):
             place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
-            write_json(hang_folder(job.stage, f"12.0.{start}") / f"rank{rank}.json", {
-                "rank": rank, "node": f"n{rank:04}", "step": 5, "silent_s": 9.0, "at": 1.0, "stack": [place]})
+            write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank:04}", 5, 9.0, 1.0, (place,)))
         return blame(nodes).late(start)
 
     def blame(nodes):

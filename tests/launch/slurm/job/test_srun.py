@@ -41,15 +41,15 @@ def test_what_srun_said(end, cause, facts):
 @pytest.mark.parametrize(("script", "limit", "each", "expected"), [
     ("exec sleep 3600", "", False, {"status": 143}),
     ("exec sleep 3600", "MAKE_S", True, {"status": 143, "given_up": True}),
-    ("echo 'srun: error: n1: task 0: Killed' >&2; touch rank0.err; exec sleep 3600", "BROKEN_S", True, {"status": 143}),
-    ("trap '' TERM; touch rank0.err; sleep 3600 & wait; wait", "KILL_S", True, {"status": 137, "abandoned": True})])
+    ("echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600", "BROKEN_S", True, {"status": 143}),
+    ("trap '' TERM; touch node1.log; sleep 3600 & wait; wait", "KILL_S", True, {"status": 137, "abandoned": True})])
 def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expected):
     """When it must not go on, has started no task, or one of its tasks has ended badly; one that stays is abandoned."""
     for name in ("MAKE_S", "BROKEN_S", "KILL_S"):
         monkeypatch.setattr(srun, name, 0.2 if name == limit else HANG_S)
     said = []
     end = run_step(["env", "-C", str(tmp_path), "sh", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path,
-                   lambda: each and not (limit == "KILL_S" and (tmp_path / "rank0.err").exists()), said.append)
+                   lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), said.append)
     assert end == StepEnd(**{"said": "".join(f"{line}\n" for line in said), **expected})
     assert len(said) == (limit == "BROKEN_S")
 
@@ -67,7 +67,7 @@ def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(tmp_path
     end = run_child(command, {"PATH": "/usr/bin:/bin"}, tmp_path, lambda: each or not ready(),
                     lambda: ends and ready(), lambda: warns)
     assert end == StepEnd(status)
-    assert [(tmp_path / f"rank0.{name}").read_text() for name in ("out", "err")] == ["out\n", "err\n"]
+    assert (tmp_path / "output.log").read_text() == "out\nerr\n"
 
 
 def test_what_a_runner_started_ends_with_it(tmp_path):
