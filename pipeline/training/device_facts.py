@@ -92,8 +92,8 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
         modules = held_by_module(engine, ranks.device)
         rest = "the rest" if tensors is None else readable(max(0, tensors - sum(map(Counter.total, modules.values()))))
         largest = sorted(modules.items(), key=lambda item: -item[1].total())[:LARGEST]
-        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; {rest} are gathered weights, "
-                 f"activations and logits. The largest by module: "
+        holds = (f" This rank holds {_kinds(sum(modules.values(), Counter()))}; {rest} are gradients "
+                 f"before they are reduced, gathered weights, activations and logits. The largest by module: "
                  f"{'; '.join(f'{name} {readable(kinds.total())} ({_kinds(kinds)})' for name, kinds in largest)}.")
     reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"

@@ -57,7 +57,7 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
     said = want_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nmore"), engine, ranks, 7, "--config c.yaml")
     for told in ("memory of rank 3's device did not suffice in step 7 (CUDA out of memory.).",
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
-                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gathered",
+                 "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gradients",
                  "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
                  "; m2 2 B (2 B of gradients). For", "tools.rehearse --config c.yaml --ranks 16 --memory 80"):
         assert told in said

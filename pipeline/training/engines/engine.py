@@ -106,8 +106,8 @@ class Engine(ABC):
         """
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What this rank holds between two micro-batches: (parameter, "model", "gradient" or the name of a state,
-        tensor). Here the masters and states that it saves."""
+        """What this rank holds of each parameter, also within a step: (parameter, "model", "gradient" or the name of a
+        state, tensor). By default the masters and states that it saves."""
         for key, shards in self.state_shards().items():
             kind, _, name = key.partition(".")
             yield from ((name, kind, shard.tensor) for shard in shards)
