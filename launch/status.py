@@ -12,17 +12,17 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import os
 import shutil
 import textwrap
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import RunStatus, judge, targets_of, wanted_ids
-from launch.run_status.stage_status import BAD, LIVE, Row
+from launch.run_status.run_status import SILENT, RunStatus, judge, targets_of, wanted_ids
+from launch.run_status.stage_status import FINISHED
 from launch.slurm.scheduler import Scheduler
-from pipeline.console import duration, printable
+from pipeline.console import printable
 from pipeline.errors import UserError
 
 EPILOG = """\
@@ -38,13 +38,10 @@ Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goe
 WIDTH = 100
 """Where the output is no terminal."""
 WATCH_S = 5.0
-HEADINGS = ("stage", "state", "job", "nodes", "elapsed", "progress", "ETA", "loss", "tokens/s", "restarts", "goodput")
-NUMBERS = ("elapsed", "ETA", "loss", "tokens/s", "restarts", "goodput")
-FOLDED = (("goodput", "restarts", "tokens/s", "loss"), ("nodes",), ("ETA",), ("job",))
-"""Columns that go to lines of their own where the table is too wide, those of a group together."""
-COLOURS = {**dict.fromkeys(LIVE, "36"), **dict.fromkeys(BAD, "31"), "stopped": "33", "done": "32", "reused": "32"}
-LONGEST = 700
-"""Characters of a remark."""
+COLUMNS = ("stage", "state", "job", "elapsed", "progress", "left")
+"""Of the table. Other figures of a stage are told in a line below it, and nothing makes the table wider than that."""
+RIGHT = ("elapsed", "left")
+COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "done": "32", "reused": "32"}
 GAP = "  "
 
 
@@ -60,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = find_run(options.run, options.runs_dir)
         if options.watch is not None:
             return watch(folder, Scheduler(), options.watch)
-        print("\n".join(show(look(folder, Scheduler()), width(), colour=sys.stdout.isatty())))
+        print("\n".join(show(look([folder], Scheduler())[0], sys.stdout.isatty())))
         return 0
     except UserError as error:
         print(printable(f"drover stops here: {error}"), file=sys.stderr, flush=True)
@@ -94,134 +91,80 @@ def find_run(text: str, runs_dir: str = "runs") -> Path:
                                                    f"There are no runs in {runs_dir} either."))
 
 
-def look(folder: Path, scheduler: Scheduler) -> RunStatus:
-    """How the run stands now."""
-    jobs = scheduler.jobs(wanted_ids(read_run(folder)))
+def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
+    """How runs stand now."""
+    jobs = scheduler.jobs([id for folder in folders for id in wanted_ids(read_run(folder))])
     # Read again: a job that ended since would have left the queue, and its last word would not have been seen.
-    return judge(read_run(folder), jobs, time.time())
+    return [judge(read_run(folder), jobs, time.time()) for folder in folders]
 
 
 def watch(folder: Path, scheduler: Scheduler, every_s: float) -> int:
     """Show the run again and again, until nothing goes on: 0 if all is done, else 1."""
     live, ended = sys.stdout.isatty(), 0
     while True:
-        standing = look(folder, scheduler)
-        lines = show(standing, width(), colour=live)
-        stamp = time.strftime("%H:%M:%S")
+        standing, = look([folder], scheduler)
+        lines = [f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this", *show(standing, live)]
         if live:  # from the top, each line over the old one: nothing flickers
             room = max(10, shutil.get_terminal_size().lines - 1)
-            lines = [f"{stamp}, every {every_s:g} s, Ctrl-C ends this", *lines][:room]
-            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
-        else:
-            print("\n".join([f"---- {stamp}", *lines]), flush=True)
+            lines = ["\x1b[H" + lines[0], *lines[1:room], "\x1b[J"]
+        print("\x1b[K\n".join(lines) if live else "\n".join(lines), end="" if live else "\n", flush=True)
         # A local chain is quiet between two stages, and Slurm while it hands a job on: look twice.
         ended = ended + 1 if standing.outcome else 0
-        if ended >= (1 if standing.outcome == "done" and standing.files.chain else 2):
+        if ended > 1:
             return 0 if standing.outcome == "done" else 1
         time.sleep(every_s)
 
 
-def width() -> int:
-    """Columns to fill."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size((WIDTH, 24)).columns
-    return WIDTH
-
-
-def show(standing: RunStatus, columns: int, *, colour: bool = False) -> list[str]:
-    """The run as lines: a table of the stages, what of it has no room there, and what needs attention."""
+def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
+    """The run as lines: a table of the stages, their other figures, and what needs attention."""
+    columns = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
     chain = standing.files.chain
     title = f"run       {standing.files.folder}"
     if chain:
         commit = str(chain.git.get("commit", ""))[:10]
         title += f", submitted {chain.submitted[:16].replace('T', ' ')} UTC"
         title += f" from commit {commit}{' with changes' if chain.git.get('changed') else ''}" if commit else ""
-    rows = [_cells(row) for row in standing.rows]
-    headings = [name for name in HEADINGS if name in ("stage", "state") or any(row[name] for row in rows)]
-    below: list[str] = []
-    for group in FOLDED:
-        if _needed(rows, headings) <= columns:
-            break
-        folded = [name for name in headings if name in group]
-        headings = [name for name in headings if name not in group]
-        below += [f"{row['stage']:<9} {line}" for row in rows
-                  if (line := ", ".join(f"{name} {row[name]}" for name in folded if row[name]))]
-    lines = [*_wrapped(title, columns), "", *_table(rows, headings, colour)]
-    for text in (*below, standing.evaluations):
-        lines += _wrapped(text, columns) if text else []
-    if standing.remarks:
-        lines += ["", *(line for remark in standing.remarks for line in _wrapped(remark, columns, bullet="! "))]
-    return lines
+    lines = [*_wrapped(title, columns), "", *_table([*map(vars, standing.rows)], COLUMNS, colour)]
+    for text in (*(f"{row.stage:<9} {row.figures}" for row in standing.rows if row.figures), standing.evaluations):
+        lines += _wrapped(text, columns)
+    lines += [""] if standing.remarks else []
+    return lines + [line for remark in standing.remarks for line in _wrapped(remark, columns, bullet="! ")]
 
 
 def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
     """All runs of a folder, a line each."""
-    found = [read_run(folder) for folder in _runs(runs_dir)]
+    found = look(_runs(runs_dir), scheduler)
     if not found:
         return [f"no runs in {runs_dir}"]
-    jobs = scheduler.jobs([id for files in found for id in wanted_ids(files)])
-    rows = [_summary(judge(read_run(files.folder), jobs, time.time())) for files in found]
-    headings = [name for name in rows[0] if name in ("run", "done", "now") or any(row[name] for row in rows)]
-    lines = _table(rows, headings, sys.stdout.isatty())
-    return [*lines, "Slurm does not answer: the states are what the files say"] if jobs is None else lines
+    lines = _table([_summary(standing) for standing in found], ("run", "done", *COLUMNS), sys.stdout.isatty())
+    return [*lines, SILENT] if SILENT in found[0].remarks else lines
 
 
 def _summary(standing: RunStatus) -> dict[str, str]:
-    targets, done = targets_of(standing.files), [row.stage for row in standing.rows if row.state in ("done", "reused")]
-    row = standing.current
-    cells = _cells(row)
-    now = "done" if standing.outcome == "done" else f"{cells['stage']} {cells['state']}" if targets else "to do"
-    shown = ("job", "progress", "ETA", "loss") if standing.outcome != "done" else ()
-    return {"run": printable(standing.files.folder.name), "done": f"{len(done)}/{len({*targets, *done})}", "now": now,
-            **{name: cells[name] if name in shown else "" for name in ("job", "progress", "ETA", "loss")}}
+    """The run as a row: what of it is done, and its stage that says most."""
+    done = [row.stage for row in standing.rows if row.state in FINISHED]
+    targets, row = targets_of(standing.files), vars(standing.current)
+    row = {"state": "to do"} if not targets else {"state": "done"} if standing.outcome == "done" else row
+    return {"run": standing.files.folder.name, "done": f"{len(done)}/{len({*targets, *done})}",
+            **{name: row.get(name, "") for name in COLUMNS}}
 
 
-def _cells(row: Row) -> dict[str, str]:
-    """The row as texts, "" for what is not known."""
-    return dict(zip(HEADINGS, map(printable, (
-        row.stage, row.state, row.job, row.nodes, _time(row.elapsed_s), row.progress, _time(row.eta_s),
-        "" if row.loss is None else f"{row.loss:.4f}",
-        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        str(row.restarts or ""), "" if row.goodput is None else f"{row.goodput:.1%}")), strict=True))
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
-
-
-def _needed(rows: Sequence[dict[str, str]], headings: Sequence[str]) -> int:
-    return sum(_widths(rows, headings)) + len(GAP) * (len(headings) - 1)
-
-
-def _widths(rows: Sequence[dict[str, str]], headings: Sequence[str]) -> list[int]:
-    return [max(len(name), *(len(row[name]) for row in rows)) for name in headings]
-
-
-def _table(rows: Sequence[dict[str, str]], headings: Sequence[str], colour: bool) -> list[str]:
-    widths = _widths(rows, headings)
-    lines = [GAP.join(_coloured(_placed(name, name, room), "1" if colour else "")
-                      for name, room in zip(headings, widths, strict=True)).rstrip()]
-    for row in rows:
-        codes = [COLOURS.get(row[name], "") if colour and name == "state" else "" for name in headings]
-        lines.append(GAP.join(_coloured(_placed(name, row[name], room), code) for name, room, code in
-                              zip(headings, widths, codes, strict=True)).rstrip())
+def _table(rows: list[dict[str, Any]], names: Sequence[str], colour: bool) -> list[str]:
+    """Rows under their headings, without columns in which there is nothing."""
+    names = [name for name in names if any(row[name] for row in rows)]
+    cells = [names, *([printable(row[name]) for name in names] for row in rows)]
+    rooms = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [GAP.join(text.rjust(room) if name in RIGHT else text.ljust(room)
+                      for name, text, room in zip(names, line, rooms, strict=True)).rstrip() for line in cells]
+    if colour:
+        codes = ["1", *(COLOURS.get(row["state"], "0") for row in rows)]
+        lines = [f"\x1b[{code}m{line}\x1b[0m" for code, line in zip(codes, lines, strict=True)]
     return lines
 
 
-def _placed(heading: str, text: str, room: int) -> str:
-    return text.rjust(room) if heading in NUMBERS else text.ljust(room)
-
-
-def _coloured(text: str, code: str) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if code else text
-
-
 def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
-    text = printable(" ".join(text.split()) if bullet else text)
-    text = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
-    indent = " " * (len(bullet) or 10)
-    return textwrap.wrap(text, max(40, columns), initial_indent=bullet, subsequent_indent=indent,
-                         break_long_words=False, break_on_hyphens=False, drop_whitespace=True) or [text]
+    return textwrap.wrap(printable(text), columns, initial_indent=bullet, subsequent_indent=" " * (len(bullet) or 10),
+                         max_lines=8, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
 
 
 def _runs(runs_dir: Path) -> list[Path]:

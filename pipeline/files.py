@@ -100,7 +100,8 @@ def append_line(path: Path, value: Any) -> None:
 def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]]:
     """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
 
-    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over.
+    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over, and
+        what else is no object.
 
     Raises:
         ValueError: another line is no JSON: the file is damaged.
@@ -115,7 +116,7 @@ def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]
                 if appended or not line.endswith("\n"):
                     continue
                 raise
-            if line.endswith("\n"):
+            if line.endswith("\n") and (not appended or isinstance(value, dict)):
                 yield value
 
 

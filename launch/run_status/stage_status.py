@@ -3,266 +3,194 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Literal
 
-from launch.run_status.run_files import RunFiles, StageFiles, when
+from launch.run_status.run_files import RunFiles, when
 from launch.slurm.chain import ChainJob
 from launch.slurm.scheduler import ENDED, UNKNOWN, JobInfo
 from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from pipeline.console import duration
-from pipeline.contract.state import StageState
 
 Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""
-LIVE = ("running", "starting", "ending", "queued", "waiting", "requeued", "held", "running?", "submitted?")
+State = Literal["to do", "waiting", "running", "stopped", "failed", "done", "reused"]
+"""docs/slurm.md says what each means."""
+LIVE: tuple[State, ...] = ("running", "waiting")
 """States in which a stage goes on, or will, without anybody doing something."""
-BAD = ("failed", "gone", "cancelled", "removed", "stuck", "damaged")
+FINISHED: tuple[State, ...] = ("done", "reused")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A stage, as the table shows it. Times in seconds; None: not known, or means nothing here."""
+    """A stage, as the table shows it; "" for what is not known, or means nothing here.
+
+    figures: what else there is to know of its work. remarks: what a person should know or do about it.
+    """
 
     stage: str
-    state: str
-    job: str = ""
-    nodes: str = ""
-    elapsed_s: float | None = None
-    progress: str = ""
-    eta_s: float | None = None
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    restarts: int = 0
-    goodput: float | None = None
+    state: State
+    job: str
+    elapsed: str
+    progress: str
+    left: str
+    figures: str
+    remarks: list[str]
 
 
-class StageStatus:
-    """One stage's files beside what Slurm says of its jobs."""
+def stage_row(run: RunFiles, stage: str, jobs: Jobs, now: float, *, broken: bool) -> Row:
+    """How a stage stands at `now`. broken: a stage before it has failed or was stopped."""
+    seen = _Stage(run, stage, jobs, now)
+    state, remark = seen.verdict(broken)
+    found, remarks, ended = seen.files.progress, [remark] if remark else [], seen.ended
+    if state in LIVE and ended.get("status") in ("crashed", "hung"):
+        remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
+    left = duration(min(max(0.0, found.left_s), 1e9)) if found and found.left_s is not None and state == "running" else ""
+    return Row(stage, state, seen.job_text(), seen.elapsed(state), seen.progress(state), left,
+               ", ".join(seen.figures(state)), remarks)
 
-    def __init__(self, files: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
-        self.run, self.stage, self.jobs, self.now = files, stage, jobs, now
-        self.files: StageFiles = files.stages[stage]
-        self.own = files.jobs(stage)
-        self.state: StageState | None = self.files.state
-        ids = {job.id for job in self.own}
-        if self.own and self.state and files.chain and self.state.job not in ids and \
-                when(self.state.at) < when(files.chain.submitted):
-            self.state = None  # of an attempt before this submission
-        self.job = self._job()
-        self.info = self._info(self.job.id) if self.job else \
-            self._info(self.state.job) if self.state and self.state.job else JobInfo("")
 
-    def row(self) -> Row:
-        """The stage's row."""
-        state, training = self._state(), self.files.training
-        row = Row(self.stage, state, self._job_text(), self._nodes(state), self._elapsed(state), self._progress(state))
-        if state in ("to do", "waiting", "removed") and not self.files.begun:
-            return row
-        starts = sum(count - 1 for count in self.files.starts.values())
-        row = replace(row, restarts=max(starts, self.info.restarts))
-        if training is None:
-            return row
-        left = None
-        if state in ("running", "running?") and training.steps and training.rate_s:
-            left = max(0, training.steps - training.step) * training.rate_s
-        return replace(row, eta_s=left, loss=training.loss, tokens_per_s=training.tokens_per_s,
-                       goodput=training.goodput)
+def is_due(run: RunFiles, stage: str) -> bool:
+    """Whether the stage is not done, or was done before the submission that asks for it (again)."""
+    manifest = run.stages[stage].manifest
+    return manifest is None or bool(run.chain and run.jobs(stage)
+                                    and when(manifest.finished) < when(run.chain.submitted) - 1)
 
-    def remarks(self, state: str) -> list[str]:
-        """What a person should know or do about it, in words."""
-        found, stage, said = [], self.stage, self.state
-        if state == "damaged":
-            found.append(f"{stage}: {self.files.damaged}")
-        elif state == "failed":
-            found.append(f"{stage} failed: {self._failure()}{self._log()}")
-        elif state == "gone":
-            found.append(f"{stage} is gone: {self._gone()}{self._log()}")
-        elif state == "cancelled":
-            found.append(f"{stage} was cancelled{' by ' + said.reason if said and said.reason else ''} "
-                         f"(job {self.info.id})")
-        elif state == "stopped" and said:
-            step = f" after step {said.step}" if said.step is not None else ""
-            found.append(f"{stage} was stopped{step}{': ' + said.reason if said.reason else ''}")
-        elif state == "running?" and self.jobs is not None:
-            where = said.host if said else "another machine"
-            found.append(f"{stage} runs on {where}, which cannot be seen from here; it last wrote "
-                         f"{_ago(self.now - self.files.touched)}")
-        elif state in ("queued", "requeued", "held", "stuck") and self.info.reason not in EXPECTED:
-            text = meaning(self.info.reason, self.info.id, several=stage == "train" and self.run.train_nodes > 1)
-            found.append(f"{stage} (job {self.info.id}) {text} ({self.info.reason})")
-        ended = self.files.ended
-        if state in LIVE and ended.get("status") in ("crashed", "hung") and str(ended.get("job")).partition("_")[0] in {
-                job.id for job in self.own}:
-            found.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
-        return found
 
-    def _job(self) -> ChainJob | None:
-        """The job that matters now: one that runs, else the next in the queue, else the last that did something."""
-        infos = [(job, self._info(job.id)) for job in self.own]
-        for states in (("RUNNING", "COMPLETING", "CONFIGURING"), None):
-            for job, info in infos:
-                if info.queued and (states is None or info.state in states):
-                    return job
-        known = [job for job, info in infos if info.state not in (UNKNOWN, "COMPLETED")]
-        named = [job for job in self.own if self.state and job.id == self.state.job]
-        return (named or known or self.own[-1:] or [None])[0]  # type: ignore[list-item]
+class _Stage:
+    """A stage's files and what Slurm says of its jobs.
+
+    Attributes:
+        job: of its jobs, the one that matters now. info: what Slurm says of that.
+        said: the stage's last word, if it still counts.
+        events, ended: what the launcher did for it in the newest submission, and the last end of a start.
+        failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
+            been cancelled.
+    """
+
+    def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
+        self.run, self.stage, self.jobs, self.now = run, stage, jobs, now
+        self.files, self.own, said = run.stages[stage], run.jobs(stage), run.stages[stage].state
+        chain, ids = run.chain, [job.id for job in self.own]
+        earlier = chain and said and ids and said.job not in ids and when(said.at) < when(chain.submitted)
+        # `done` without a manifest: it was withdrawn.
+        self.said = None if said is None or earlier or said.status == "done" else said
+        self.job = min(self.own, key=self._rank, default=None)
+        self.info = self._info(self.job.id if self.job else self.said.job if self.said else "")
+        self.events = [event for event in self.files.events if chain and event.get("chain") == chain.id]
+        self.ended = next((event for event in reversed(self.events) if event.get("event") == "ended"), {})
+        self.failed = [(job, element, state) for job in self.own for element in job.elements or ()
+                       if element not in self.files.shares[job.id].done
+                       and (state := self._info(f"{job.id}_{element}").state) in ENDED - {UNKNOWN, "CANCELLED"}]
 
     def _info(self, id: str) -> JobInfo:
         return (self.jobs or {}).get(id, JobInfo(id))
 
-    def _state(self) -> str:
-        files = self.files
+    def _rank(self, job: ChainJob) -> tuple[int, int]:
+        """The job that runs comes first, then the next in the queue, then the last that did something."""
+        info, number = self._info(job.id), self.own.index(job)
+        if info.queued:
+            return (info.state == "PENDING"), number
+        if self.said and self.said.job == job.id:
+            return 2, 0
+        return (4, -number) if info.state in (UNKNOWN, "COMPLETED") else (3, number)
+
+    def verdict(self, broken: bool) -> tuple[State, str]:
+        """The state, and what is to be said of it."""
+        name, files, said, info = self.stage, self.files, self.said, self.info
+        step = f" after step {said.step}" if said and said.step is not None else ""
         if files.damaged:
-            return "damaged"
-        if self.info.queued and (files.manifest is None or is_to_rebuild(self.run, self.stage)):
-            return self._in_queue()
+            return "failed", f"{name}: {files.damaged}"
+        if info.queued and is_due(self.run, name):
+            if info.state != "PENDING":
+                return "running", ""
+            text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
+            text = "" if info.reason in EXPECTED else f"{name} (job {info.id}) {text} ({info.reason})"
+            first = f"; it has to go first: python launch/submit.py --cancel {self.run.folder}"
+            return ("failed", text + first) if is_stuck(info.reason) else ("waiting", text)
         if files.manifest is not None:
-            return "reused" if files.reused else "done"
-        if self.jobs is None and (self.own or (self.state and self.state.job)):
-            said = self.state.status if self.state else None
-            return {"running": "running?", "preempted": "stopped", "failed": "failed"}.get(said or "", "submitted?")
-        if self.state is None or self.state.status == "done":  # done without a manifest: it was withdrawn
-            return self._without_word()
-        if self.state.status == "running":
-            if not self.state.job:
-                return {True: "running", None: "running?", False: "gone"}[files.alive]
-            return "cancelled" if self.info.state == "CANCELLED" else "gone"
-        return "failed" if self.state.status == "failed" else "stopped"
+            return "reused" if files.reused else "done", ""
+        if said and said.status != "running":
+            state: State = "failed" if said.status == "failed" else "stopped"
+            logs = self._logs() if state == "failed" else ""
+            return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{logs}"
+        if info.id:
+            return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
+        if not files.begun:
+            return "to do", ""
+        if files.alive:
+            return "running", ""
+        if files.alive is None:
+            last = files.progress or said
+            age = f"; its last record is {duration(max(0.0, self.now - when(last.at)))} old" if last else ""
+            return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
+        if said:
+            return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
+        return "stopped", f"{name} is not done, and nobody works on it"
 
-    def _in_queue(self) -> str:
-        info, said = self.info, self.state
-        if info.state != "PENDING":
-            if self.job and self.job.elements:
-                return "running"
-            if info.state == "COMPLETING":
-                return "ending"
-            if said is None or (said.job, said.restart) != (info.id, info.restarts):
-                return "starting"
-            return "running" if said.status in ("running", "done") else "ending"
-        if is_stuck(info.reason):
-            return "stuck"
-        if "held" in info.reason.lower():
-            return "held"
-        if info.restarts or (said and said.job == info.id):
-            return "requeued"
-        return "waiting" if info.reason in ("Dependency", "Singleton") else "queued"
+    def _ended(self, broken: bool) -> tuple[State, str]:
+        """Of a stage whose jobs have left the queue, and that left no word of its end."""
+        info, name, began = self.info, self.stage, self.said or self.events
+        if broken and not began and info.state in (UNKNOWN, "CANCELLED"):
+            return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
+        words = {UNKNOWN: "is not known to Slurm any more: it crashed, or was cancelled",
+                 "COMPLETED": "has ended, but the stage is not done", "CANCELLED": "was cancelled"}
+        text = f"{'' if began else 'before it began, '}job {info.id} " + words.get(
+            info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
+        if self.failed:
+            text = "; ".join(f"element {element}{self._phase(job, ' of {}')} ended {state}"
+                             for job, element, state in self.failed)
+        return "failed", f"{name} failed: {text}{self._logs()}"
 
-    def _without_word(self) -> str:
-        """Of a stage that left no word of its own."""
-        files, word = self.files, self.info.state
-        if self.own:
-            if self._failed_elements():
-                return "failed"
-            if word == "CANCELLED":
-                return "cancelled"
-            return "gone" if word == UNKNOWN else "failed"
-        if files.begun:
-            return {True: "running", None: "running?", False: "stopped"}[files.alive]
-        return "to do"
-
-    def _job_text(self) -> str:
-        if self.job is None:
-            return self.state.job if self.state else ""
+    def job_text(self) -> str:
+        """The job's id, and which of how many links it is, or how many elements it has."""
         links = [job for job in self.own if job.kind == "link"]
-        if len(links) > 1 and self.job in links:
-            return f"{self.job.id} ({links.index(self.job) + 1}/{len(links)})"
-        return f"{self.job.id} x{len(self.job.elements)}" if self.job.elements else self.job.id
+        if self.job in links and len(links) > 1:
+            return f"{self.info.id} ({links.index(self.job) + 1}/{len(links)})"
+        return self.info.id + (f" x{len(self.job.elements)}" if self.job and self.job.elements else "")
 
-    def _nodes(self, state: str) -> str:
-        return self.info.nodes if state not in ("done", "reused") else ""
+    def elapsed(self, state: State) -> str:
+        """Of a stage that is done, over all starts of the submission that finished it; of one that runs, this start."""
+        manifest, events, seconds = self.files.manifest, self.files.events, 0.0
+        if state == "done" and manifest:
+            began = [when(str(event.get("at"))) for event in events if event.get("chain") == events[-1].get("chain")]
+            seconds = max([manifest.wall_s, *(when(manifest.finished) - at for at in began[:1])])
+        elif state == "running":
+            seconds = self.info.elapsed_s or (self.now - when(self.said.at) if self.said else 0.0)
+        return duration(seconds) if seconds > 0 else ""
 
-    def _elapsed(self, state: str) -> float | None:
-        if state == "reused":
-            return None
-        if state == "done" and self.files.manifest:
-            whole = when(self.files.manifest.finished) - self.files.first  # over all starts
-            return whole if self.files.first and whole > 0 else self.files.manifest.wall_s
-        if state in ("running", "starting") and self.info.queued:
-            return float(self.info.elapsed_s)
-        if state in ("running", "running?") and self.state and self.state.at:
-            return max(0.0, self.now - when(self.state.at))
-        return None
-
-    def _progress(self, state: str) -> str:
-        files, training = self.files, self.files.training
-        if training and (files.begun or files.manifest):
-            share = f"/{training.steps} {training.step / training.steps:.0%}" if training.steps else ""
-            return f"{training.step}{share}"
-        if state in ("done", "reused"):
+    def progress(self, state: State) -> str:
+        """How much is done: of arrays the elements, else what the stage recorded."""
+        found, shares = self.files.progress, self.files.shares
+        arrays = [job for job in self.own if job.elements and (shares[job.id].done or job == self.job)]
+        if arrays and state not in FINISHED and (arrays[-1] == self.job or not found):
+            share, failed = shares[arrays[-1].id], ", ".join(str(element) for _, element, _ in self.failed)
+            return f"{self._phase(arrays[-1], '{} ')}{len(share.done)}/{share.of} done" + (
+                f", {len(self.failed)} failed ({failed})" if failed else "")
+        if found is None or (found.phase and state in FINISHED):
             return ""
-        array = self._array()
-        if (array or files.parts) and (files.parts or files.begun or state not in ("waiting", "removed")):
-            failed = [element for job, element in self._failed_elements()]
-            phase = f"{array.phase} " if array and self._in_phases else ""
-            text = f"{phase}{len(self._done(array))}/{files.of_parts} done"
-            return text + (f", {len(failed)} failed (element{'s' * (len(failed) > 1)} {', '.join(map(str, failed))})"
-                           if failed else "")
-        if self.stage in ("shard", "encode") and files.units:
-            count, total = max(files.units.values()), files.expected
-            return f"{count}/{total} shards" if total else f"{count} units"
-        return ""
+        phase = f"{found.phase} " if found.phase not in ("", self.stage) else ""
+        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}"
 
-    def _array(self) -> ChainJob | None:
-        """The array that is spoken of: the job that matters now if it is one, else the last that came to anything."""
-        arrays = [job for job in self.own if job.kind == "array"]
-        if self.job in arrays or not arrays:
-            return self.job if arrays else None
-        return next((job for job in reversed(arrays) if self._done(job)), arrays[0])
+    def figures(self, state: State) -> list[str]:
+        """What else there is to know of its work."""
+        found, last, info = self.files.progress, self.files.state, self.info
+        figures = [f"nodes {info.nodes}"] if info.nodes and state not in FINISHED else []
+        if found and found.loss is not None:
+            figures += [f"loss {found.loss:.4f}", f"tokens/s {found.tokens_per_s or 0:,.0f}",
+                        f"goodput {found.goodput or 0:.1%}"]
+        restarts = max(last.attempt if last else 0, info.restarts)
+        return figures + ([f"restarts {restarts}"] if restarts else [])
 
-    def _failed_elements(self) -> list[tuple[ChainJob, int]]:
-        """Elements of arrays that ended without their share done. Unknown ones may have been cancelled."""
-        return [(job, element) for job in self.own for element in job.elements or ()
-                if element not in self._done(job)
-                and self._info(f"{job.id}_{element}").state in ENDED - {UNKNOWN, "CANCELLED"}]
+    def _phase(self, array: ChainJob, words: str) -> str:
+        """The phase of an array, where the stage has several."""
+        return words.format(array.phase) if len(self.files.shares) > 1 else ""
 
-    @property
-    def _in_phases(self) -> bool:
-        """Whether there are arrays for several phases of the stage."""
-        return sum(job.kind == "array" for job in self.own) > 1
-
-    def _done(self, array: ChainJob | None) -> frozenset[int]:
-        """Elements of an array whose share is done."""
-        parts = self.files.parts
-        if array is not None and array.phase:
-            return parts.get(array.phase, frozenset())
-        return frozenset.intersection(*parts.values()) if parts else frozenset()  # of a submission that knew no phases
-
-    def _failure(self) -> str:
-        if self.state and self.state.status == "failed":
-            step = f" (after step {self.state.step})" if self.state.step is not None else ""
-            return (self.state.reason or "it gave no reason") + step
-        if failed := self._failed_elements():
-            return "; ".join(f"element {element}{f' of {job.phase}' if self._in_phases else ''} ended "
-                             f"{self._info(f'{job.id}_{element}').state}" for job, element in failed)
-        if self.info.state == "COMPLETED":
-            return f"Slurm's job {self.info.id} has ended, but the stage has no manifest"
-        return f"Slurm's job {self.info.id} ended {self.info.state} ({self.info.reason or 'no reason given'})"
-
-    def _gone(self) -> str:
-        if self.state and not self.state.job:
-            return f"STATE.json says running (on {self.state.host}), but the process is not there; it was killed"
-        word = "is not known to Slurm any more" if self.info.state == UNKNOWN else f"ended {self.info.state}"
-        began = "it said last that it runs" if self.state else "it never began"
-        return f"{began}, but its job {self.info.id} {word} (crashed, or cancelled)"
-
-    def _log(self) -> str:
-        """Where to read more: the stage's own log, and what its job said."""
+    def _logs(self) -> str:
+        """Where to read more: the stage's own log, and that of its job."""
         paths = [str(self.files.log)] if self.files.log else []
-        if failed := self._failed_elements():
-            paths = [f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*" for job, element in failed[:3]]
-            paths += [failed[0][0].log.replace("%a", str(failed[0][1]))]
-        elif self.job and Path(self.job.log).is_file():
-            paths.append(self.job.log)
+        for job, element, _ in self.failed[:3]:
+            paths = [*paths, f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*"]
+        if self.job:
+            paths.append(self.job.log.replace("%a", str(self.failed[0][1] if self.failed else 0)))
         return f". Logs: {', '.join(paths)}" if paths else ""
-
-
-def is_to_rebuild(files: RunFiles, stage: str) -> bool:
-    """Whether the stage was done before the submission that asks for it (again)."""
-    manifest = files.stages[stage].manifest
-    return bool(files.chain and manifest and files.jobs(stage)
-                and when(manifest.finished) < when(files.chain.submitted) - 1)
-
-
-def _ago(seconds: float) -> str:
-    return f"{duration(max(0.0, seconds))} ago"

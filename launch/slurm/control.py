@@ -68,7 +68,9 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
     files = read_run(run_folder)
     jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
     row = next(row for row in judge(files, jobs, time.time()).rows if row.stage == "train")
-    if row.state not in ("running", "running?", "starting", "requeued", "submitted?"):
+    said = files.stages["train"].state
+    requeued = row.state == "waiting" and (jobs is None or (said is not None and said.job == row.job))
+    if row.state != "running" and not requeued:
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if row.state in LIVE:
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
@@ -77,7 +79,7 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
     if jobs is None:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     job = f" (job {row.job})" if row.job else ""
-    when = "when its job starts again" if row.state == "requeued" else "after the step that it is in"
+    when = "when its job starts again" if requeued and jobs is not None else "after the step that it is in"
     print(f"training{job} will stop {when}: it saves a checkpoint and leaves, and what depends on it does not start.\n"
           f"The request is the file {run_folder / STOP}; deleting it before training has seen it takes it back.\n"
           f"to go on: {go_on(files)}")

@@ -109,7 +109,7 @@ class Progress:
     Attributes:
         phase: whose units are counted, for a stage that works in phases.
         left_s: seconds to the end of what is counted.
-        loss: of the last step, for train; a text where it is no number.
+        loss: of the last step, for train; in the file a text where it is no number, as JSON has none for NaN.
     """
 
     done: int
@@ -117,7 +117,7 @@ class Progress:
     unit: str
     phase: str = ""
     left_s: float | None = None
-    loss: float | str | None = None
+    loss: float | None = None
     tokens_per_s: float | None = None
     goodput: float | None = None
     at: str = field(default_factory=now)
