@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import SILENT, RunStatus, judge, targets_of, wanted_ids
-from launch.run_status.stage_status import FINISHED
+from launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
 from launch.slurm.scheduler import Scheduler
 from pipeline.console import printable
 from pipeline.errors import UserError
@@ -143,9 +142,8 @@ def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
 def _summary(standing: RunStatus) -> dict[str, str]:
     """The run as a row: what of it is done, and its stage that says most."""
     done = [row.stage for row in standing.rows if row.state in FINISHED]
-    targets, row = targets_of(standing.files), vars(standing.current)
-    row = {"state": "to do"} if not targets else {"state": "done"} if standing.outcome == "done" else row
-    return {"run": standing.files.folder.name, "done": f"{len(done)}/{len({*targets, *done})}",
+    row = {"state": standing.outcome} if standing.outcome == "done" else vars(standing.current)
+    return {"run": standing.files.folder.name, "done": f"{len(done)}/{len({*standing.targets, *done})}",
             **{name: row.get(name, "") for name in COLUMNS}}
 
 

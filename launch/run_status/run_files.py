@@ -28,7 +28,8 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import PROGRESS, STATE, STOP, Progress, StageState, read_attempts
 from pipeline.errors import UserError
-from pipeline.files import read_json, read_lines, read_sealed
+from pipeline.files import read_lines, read_sealed
+from pipeline.records.checkpoints import named_after_steps, step_of
 from pipeline.records.pending_evaluations import EVALUATIONS, evaluation_folder
 
 Value = TypeVar("Value")
@@ -52,7 +53,7 @@ class StageFiles:
         begun: whether there is a start record.
         alive: whether the process that last held the stage is there; None where that cannot be seen from here.
         shares: by the id of an array.
-        events: what the launcher did for it (`log_attempt`).
+        ended: the launcher's last word on a start (`log_attempt`).
         log: the newest log, a file or a folder with a pair for each rank.
     """
 
@@ -65,18 +66,23 @@ class StageFiles:
     begun: bool = False
     alive: bool | None = False
     shares: dict[str, Share] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    ended: dict[str, Any] = field(default_factory=dict)
     log: Path | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """An evaluation of a checkpoint beside training. failed: why, if it did."""
+    """An evaluation of a checkpoint beside training. result: in words, once it is done. failed: why, if it did."""
 
     step: int
-    done: bool = False
-    failed: str = ""
-    job: ChainJob | None = None
+    result: str
+    failed: str
+    job: ChainJob | None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has its result."""
+        return bool(self.result)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,6 @@ class RunFiles:
     """A run folder as it was found.
 
     Attributes:
-        result: in words, of the newest evaluation that is done.
         strikes: of nodes, oldest first; `excluded`: nodes that the next submission leaves out.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many its configuration asks for.
@@ -94,7 +99,6 @@ class RunFiles:
     chain: Chain | None
     stages: dict[str, StageFiles]
     evaluations: list[EvaluationFiles] = field(default_factory=list)
-    result: str = ""
     strikes: list[dict[str, Any]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     stop: str | None = None
@@ -109,17 +113,18 @@ class RunFiles:
 def read_run(folder: Path) -> RunFiles:
     """Everything that the files of a run say, at this moment."""
     settings, chain = _settings(folder), _quietly(lambda: read_chain(folder), None)
-    jobs, events = chain.jobs if chain else (), _quietly(lambda: read_attempts(folder), [])
+    jobs, nodes = chain.jobs if chain else (), _number(settings, "launch.train.nodes") or 1
+    ended = {event.get("stage"): event for event in _quietly(lambda: read_attempts(folder), [])
+             if event.get("event") == "ended"}
     # Of stages that plugins added, nothing is imported: they are known by what they left or were submitted as.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(folder, stage, settings, [job for job in jobs if job.stage == stage and job.elements],
-                            [event for event in events if event.get("stage") == stage])
+                            ended.get(stage, {}))
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
-    evaluations, nodes = _evaluations(folder, settings, jobs), _number(settings, "launch.train.nodes") or 1
-    newest = max((entry.step for entry in evaluations if entry.done), default=0)
     return RunFiles(
-        folder, chain, stages, evaluations, _quietly(lambda: _result(evaluation_folder(folder, newest)), ""),
-        _quietly(lambda: list(read_lines(folder / NODES, appended=True)), []), _quietly(lambda: excluded(folder, nodes), []),
+        folder, chain, stages, _quietly(lambda: _evaluations(folder, settings, jobs), []),
+        _quietly(lambda: list(read_lines(folder / NODES, appended=True)), []),
+        _quietly(lambda: excluded(folder, nodes), []),
         _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes)
 
 
@@ -137,7 +142,7 @@ def newest_log(folder: Path, stage: str) -> Path | None:
 
 
 def _stage(folder: Path, stage: str, settings: dict[str, Any], arrays: list[ChainJob],
-           events: list[dict[str, Any]]) -> StageFiles:
+           ended: dict[str, Any]) -> StageFiles:
     own, manifest, damaged = folder / stage, None, ""
     begun = (own / STARTED).exists()
     mine = begun or stage not in STAGES or not STAGES[stage].reusable
@@ -149,7 +154,7 @@ def _stage(folder: Path, stage: str, settings: dict[str, Any], arrays: list[Chai
     return StageFiles(
         stage, manifest, damaged, None if origin == folder else origin, _record(StageState, own / STATE),
         _record(Progress, own / PROGRESS), begun, _alive(folder, stage), {job.id: _share(own, job) for job in arrays},
-        events, newest_log(folder, stage))
+        ended, newest_log(folder, stage))
 
 
 def _record(kind: type[Value], path: Path) -> Value | None:
@@ -191,26 +196,18 @@ def _share(folder: Path, job: ChainJob) -> Share:
 def _evaluations(folder: Path, settings: dict[str, Any], submitted: Iterable[ChainJob]) -> list[EvaluationFiles]:
     """Those that were made, begun or submitted, and those that are owed: every so many checkpoints that are there."""
     every = _number(settings, "launch.evaluate.every_checkpoints") * _number(settings, "train.checkpoint.every_steps")
-    due: list[int] = _quietly(lambda: owed(folder, every, _number(settings, "train.steps")), []) if every > 0 else []
-    jobs: dict[int, ChainJob | None] = dict.fromkeys([*due, *map(_step, folder.glob(f"{EVALUATIONS}/*/"))])
-    jobs |= {_step(Path(job.name)): job for job in submitted if job.kind == "evaluation"}
-    return [_evaluation(evaluation_folder(folder, step), step, job) for step, job in sorted(jobs.items()) if step]
+    due = owed(folder, every, _number(settings, "train.steps")) if every > 0 else []
+    jobs: dict[int, ChainJob | None] = dict.fromkeys([*due, *map(step_of, named_after_steps(folder / EVALUATIONS))])
+    jobs |= {int(job.name.rpartition("-")[2]): job for job in submitted if job.kind == "evaluation"}
+    return [_evaluation(evaluation_folder(folder, step), step, job) for step, job in sorted(jobs.items())]
 
 
 def _evaluation(folder: Path, step: int, job: ChainJob | None) -> EvaluationFiles:
-    done = (folder / "evaluate" / MANIFEST).is_file()
-    states = [_record(StageState, folder / stage / STATE) for stage in ("evaluate", "convert")]
-    failed = [state.reason for state in states if state and state.status == "failed" and not done]
-    return EvaluationFiles(step, done, (failed or [""])[-1], job)
-
-
-def _result(folder: Path) -> str:
-    """Bits per byte, and the first metric of each task."""
-    results = read_json(folder / "evaluate" / "results.json")
-    words = [f"{results['heldout']['overall']['bits_per_byte']:.3f} bits per byte"]
-    for name, task in results["tasks"].items():
-        words += [f"{name} {metric} {found['value']:.3f}" for metric, found in list(task["metrics"].items())[:1]]
-    return ", ".join(words)
+    manifest = _quietly(lambda: read_manifest(folder / "evaluate"), None)
+    states = [_record(StageState, folder / stage / STATE) for stage in ("convert", "evaluate")]
+    failed = [state.reason for state in states if state and state.status == "failed" and manifest is None]
+    return EvaluationFiles(step, f"{manifest.counts['bits_per_byte']:.3f} bits per byte" if manifest else "",
+                           "; ".join(failed), job)
 
 
 def _alive(folder: Path, stage: str) -> bool | None:
@@ -229,9 +226,3 @@ def _quietly(read: Callable[[], Value], otherwise: Value) -> Value:
         return read()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError):
         return otherwise
-
-
-def _step(path: Path) -> int:
-    """The step in the name of an evaluation's folder or job; 0 if there is none."""
-    found = re.search(r"step-(\d+)$", path.name)
-    return int(found[1]) if found else 0

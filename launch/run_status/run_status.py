@@ -1,102 +1,266 @@
-"""How a run stands: its stages, the evaluations beside training, and what needs attention."""
+"""How a run stands, from what its files say and what Slurm answers: nothing is read here.
+
+A stage's own files count first, then what Slurm says of its jobs.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.run_status.run_files import RunFiles
-from launch.run_status.stage_status import FINISHED, LIVE, Jobs, Row, is_due, stage_row
-from launch.slurm.scheduler import JobInfo
+from launch.run_status.run_files import RunFiles, when
+from launch.slurm.chain import ChainJob
+from launch.slurm.scheduler import ENDED, UNKNOWN, JobInfo
+from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
+from pipeline.console import duration
+from pipeline.contract.state import Progress
 
+Jobs = Mapping[str, JobInfo] | None
+"""What Slurm says by job id; None: it does not answer."""
+State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
+"""docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
+ORDER: tuple[State, ...] = ("running", "failed", "stopped", "waiting", "to do", "done", "reused")
+FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states are what the files say, and may be old"
 
 
 @dataclass(frozen=True)
+class Row:
+    """A stage, as the table shows it; "" for what is not known, or means nothing here.
+
+    figures: what else there is to know of its work. remarks: what a person should know or do about it.
+    """
+
+    stage: str
+    state: State
+    job: str
+    elapsed: str
+    progress: str
+    left: str
+    figures: str
+    remarks: list[str]
+
+
+@dataclass(frozen=True)
 class RunStatus:
-    """A run. outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on."""
+    """A run.
+
+    Attributes:
+        targets: the stages that were asked for: by the newest submission, else those that were begun.
+        current: the stage that says most.
+        evaluations: of checkpoints, in a line; "" if there are none.
+        outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on.
+    """
 
     files: RunFiles
     rows: list[Row]
+    targets: list[str]
+    current: Row
     evaluations: str
     remarks: list[str]
     outcome: Literal["done", "failed"] | None
 
-    @property
-    def current(self) -> Row:
-        """The stage that says most: one that runs, else the first that needs attention, waits, or is to do."""
-        order = ("running", "failed", "stopped", "waiting", "to do", *FINISHED)
-        targets = [row for row in self.rows if row.stage in targets_of(self.files)]
-        return min(targets or self.rows, key=lambda row: order.index(row.state))
 
-
-def wanted_ids(files: RunFiles) -> list[str]:
+def wanted_ids(run: RunFiles) -> list[str]:
     """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
-    ids: list[str] = []
-    for stage, found in files.stages.items():
-        if is_due(files, stage):
-            for job in files.jobs(stage):
+    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.done]
+    for stage, files in run.stages.items():
+        if _is_due(run, stage):
+            for job in run.jobs(stage):
                 ids += [job.id, *(f"{job.id}_{element}" for element in job.elements or ())]
-            ids += [found.state.job] if found.state else []
-    ids += [entry.job.id for entry in files.evaluations if entry.job and not entry.done]
-    return [id for id in dict.fromkeys(ids) if id]
+            ids += [files.state.job] if files.state else []
+    return [id for id in ids if id]
 
 
-def targets_of(files: RunFiles) -> list[str]:
-    """The stages that were asked for: by the newest submission, else those that were begun."""
-    return [stage for stage, found in files.stages.items()
-            if (files.jobs(stage) if files.chain else found.begun or found.manifest)]
-
-
-def judge(files: RunFiles, jobs: Jobs, now: float) -> RunStatus:
+def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     """How the run stands at `now` (seconds since the epoch)."""
+    targets = [stage for stage, files in run.stages.items()
+               if (run.jobs(stage) if run.chain else files.begun or files.manifest)]
     rows: list[Row] = []
-    targets = targets_of(files)
-    for stage in files.stages:
+    for stage in run.stages:
         broken = any(row.state in ("failed", "stopped") for row in rows if row.stage in targets)
-        rows.append(stage_row(files, stage, jobs, now, broken=broken))
-    evaluations, beside = _evaluations(files, jobs)
+        rows.append(_Stage(run, stage, jobs, now).row(broken))
+    asked = [row for row in rows if row.stage in targets]
+    current = min(asked or rows, key=lambda row: ORDER.index(row.state))
+    evaluations, beside = _evaluations(run, jobs)
+    states = {row.state for row in rows}
     # What waits for something that failed waits in vain.
-    live = LIVE[:1] if any(row.state == "failed" for row in rows) else LIVE
-    outcome: Literal["done", "failed"] | None = None
-    if targets and not beside and not any(row.state in live for row in rows):
-        outcome = "done" if all(row.state in FINISHED for row in rows if row.stage in targets) else "failed"
+    goes_on = beside or "running" in states or ("waiting" in states and "failed" not in states)
+    outcome: Literal["done", "failed"] | None = None if goes_on or not targets else \
+        "done" if current.state in FINISHED else "failed"
     remarks = [SILENT] if jobs is None else []
     remarks += [remark for row in rows for remark in row.remarks]
-    return RunStatus(files, rows, evaluations, [*remarks, *_general(files, rows, outcome)], outcome)
+    remarks += [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in run.evaluations
+                if entry.failed]
+    for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
+        left_out = "; it is left out of the next submission" if node in run.excluded else ""
+        remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
+    if outcome == "failed":
+        remarks.append(f"to go on: {go_on(run)}")
+    return RunStatus(run, rows, targets, current, evaluations, remarks, outcome)
 
 
-def go_on(files: RunFiles) -> str:
+def go_on(run: RunFiles) -> str:
     """The command that continues the run: that of the submission, which must not force again what it has forced."""
-    if files.chain and files.chain.command:
-        return shlex.join(["python", *(word for word in files.chain.command if word != "--force")])
-    return f"python launch/submit.py --stage all --config {shlex.quote(str(files.folder / 'config.yaml'))}"
+    if run.chain:
+        return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
+    return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
 
 
-def _evaluations(files: RunFiles, jobs: Jobs) -> tuple[str, bool]:
-    """Evaluations beside training, in a line ("" if there are none), and whether some are in the queue."""
-    groups: dict[str, list[int]] = {"done": [], "running": [], "queued": [], "owed": [], "failed": []}
-    for entry in files.evaluations:
+def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[str, bool]:
+    """Evaluations beside training, in a line, and whether some are in the queue."""
+    groups: dict[str, list[str]] = {}
+    for entry in run.evaluations:
         info = (jobs or {}).get(entry.job.id if entry.job else "", JobInfo(""))
-        word = "done" if entry.done else ("queued" if info.state == "PENDING" else "running") if info.queued else \
-            "failed" if entry.failed else "owed"
-        groups[word].append(entry.step)
-    counts = [f"{len(steps)} {word}" + (
-        "" if word == "done" else f" (step {', '.join(map(str, steps[:4]))}{' ...' * (len(steps) > 4)})")
-        for word, steps in groups.items() if steps]
-    last = f"; last: step {groups['done'][-1]}, {files.result}" if files.result else ""
-    text = f"evaluations of checkpoints: {', '.join(counts)}{last}" if counts else ""
-    return text, bool(groups["running"] or groups["queued"])
+        word = "done" if entry.done else info.state.lower() if info.queued else "failed" if entry.failed else "owed"
+        groups.setdefault(word, []).append(str(entry.step))
+    counts = [f"{len(steps)} {word}" + f" (step {', '.join(steps[:4])}{' ...' * (len(steps) > 4)})" * (word != "done")
+              for word, steps in groups.items()]
+    results = [f"; last: step {entry.step}, {entry.result}" for entry in run.evaluations if entry.result]
+    return (f"evaluations of checkpoints: {', '.join(counts)}{''.join(results[-1:])}" if counts else "",
+            not {"done", "failed", "owed"}.issuperset(groups))
 
 
-def _general(files: RunFiles, rows: list[Row], outcome: str | None) -> list[str]:
-    """Remarks that belong to no one stage."""
-    found = [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in files.evaluations
-              if entry.failed]
-    for node, strike in {str(strike.get("node")): strike for strike in files.strikes}.items():
-        left_out = "; it is left out of the next submission" if node in files.excluded else ""
-        found.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
-    if files.stop is not None and any(row.stage == "train" and row.state in LIVE for row in rows):
-        found.append(f"training was asked to stop{': ' + files.stop if files.stop else ''}; it saves and leaves")
-    return [*found, f"to go on: {go_on(files)}"] if outcome == "failed" else found
+def _is_due(run: RunFiles, stage: str) -> bool:
+    """Whether the stage is not done, or was done before the submission that asks for it (again)."""
+    manifest = run.stages[stage].manifest
+    return manifest is None or bool(run.chain and run.jobs(stage)
+                                    and when(manifest.finished) < when(run.chain.submitted) - 1)
+
+
+class _Stage:
+    """A stage's files and what Slurm says of its jobs.
+
+    Attributes:
+        said: the stage's last word, if it still counts.
+        info: what Slurm says of the job that matters now. array: that job, or one that is done, if it is one.
+        failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
+            been cancelled.
+    """
+
+    def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
+        self.run, self.stage, self.jobs, self.now = run, stage, jobs, now
+        self.files, self.own, chain = run.stages[stage], run.jobs(stage), run.chain
+        self.said = said = self.files.state
+        if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
+            self.said = None  # its manifest was withdrawn, or it is of an earlier submission
+        self.job = min(self.own, key=self._rank, default=None)
+        self.info = self._info(self.job.id if self.job else self.said.job if self.said else "")
+        self.failed = [(job, element, state) for job in self.own for element in job.elements or ()
+                       if element not in self.files.shares[job.id].done
+                       and (state := self._info(f"{job.id}_{element}").state) in ENDED - {UNKNOWN, "CANCELLED"}]
+
+    def _info(self, id: str) -> JobInfo:
+        return (self.jobs or {}).get(id, JobInfo(id))
+
+    def _rank(self, job: ChainJob) -> tuple[int, int]:
+        """The job that runs comes first, then the next in the queue, then the first that failed, then the last."""
+        state = self._info(job.id).state
+        rank = {"PENDING": 1, UNKNOWN: 3, "COMPLETED": 3}.get(state, 2 if state in ENDED else 0)
+        return rank, -self.own.index(job) * (rank == 3)
+
+    def row(self, broken: bool) -> Row:
+        """How the stage stands. broken: a stage before it has failed or was stopped."""
+        stage, run, info, last = self.stage, self.run, self.info, self.files.state
+        state, remark = self._verdict(broken)
+        remarks, figures = [remark] if remark else [], []
+        if state in ("running", "waiting"):
+            if (ended := self.files.ended).get("status") in ("crashed", "hung"):
+                remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
+            if stage == "train" and run.stop is not None:
+                remarks.append(f"training was asked to stop ({run.stop or 'no reason given'}); it saves and leaves")
+        if info.nodes and state not in FINISHED:
+            figures.append(f"nodes {info.nodes}")
+        found = self._progress(state)
+        if found and found.loss is not None:
+            figures += [f"loss {found.loss:.4f}", f"tokens/s {found.tokens_per_s or 0:,.0f}",
+                        f"goodput {found.goodput or 0:.1%}"]
+        if restarts := max(last.attempt if last else 0, info.restarts):
+            figures.append(f"restarts {restarts}")
+        links = [job.id for job in self.own if job.kind == "link"]
+        link = f" ({links.index(info.id) + 1}/{len(links)})" if info.id in links else ""
+        left = _time(found.left_s) if found and found.left_s is not None and state == "running" else ""
+        return Row(stage, state, info.id + link, self._elapsed(state), self._work(found), left, ", ".join(figures),
+                   remarks)
+
+    def _verdict(self, broken: bool) -> tuple[State, str]:
+        """The state, and what is to be said of it."""
+        name, files, said, info = self.stage, self.files, self.said, self.info
+        if files.damaged:
+            return "failed", f"{name}: {files.damaged}"
+        if info.queued and _is_due(self.run, name):
+            if info.state != "PENDING":
+                return "running", ""
+            text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
+            text = "" if info.reason in EXPECTED else f"{name} (job {info.id}) {text} ({info.reason})"
+            first = f"; it has to go first: python launch/submit.py --cancel {self.run.folder}"
+            return ("failed", text + first) if is_stuck(info.reason) else ("waiting", text)
+        if files.manifest is not None:
+            return "reused" if files.reused else "done", ""
+        if said and said.status != "running":
+            step = f" after step {said.step}" if said.step is not None else ""
+            why = f"{step}: {said.reason or 'it gave no reason'}"
+            return ("failed", f"{name} failed{why}{self._logs()}") if said.status == "failed" else \
+                ("stopped", f"{name} stopped{why}")
+        if info.id:
+            return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
+        if files.alive is None:
+            last = files.progress or said
+            age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
+            return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
+        if files.alive or not files.begun:
+            return "running" if files.alive else "to do", ""
+        if said:
+            return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
+        return "stopped", f"{name} is not done, and nobody works on it"
+
+    def _ended(self, broken: bool) -> tuple[State, str]:
+        """Of a stage whose jobs have left the queue, and that left no word of its end."""
+        info, name = self.info, self.stage
+        if broken and not self.said and info.state in (UNKNOWN, "CANCELLED"):
+            return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
+        words = {UNKNOWN: "is not known to Slurm any more: it crashed, or was cancelled",
+                 "COMPLETED": "has ended, but the stage is not done", "CANCELLED": "was cancelled"}
+        why = words.get(info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
+        text = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
+        text = text or f"{'' if self.said else 'before it began, '}job {info.id} {why}"
+        return "failed", f"{name} failed: {text}{self._logs()}"
+
+    def _elapsed(self, state: State) -> str:
+        """Of a stage that is done, over all starts of the submission that finished it; of one that runs, this start."""
+        manifest, began = self.files.manifest, self.now - when(self.said.at) if self.said else 0.0
+        if state == "done" and manifest:
+            return _time(max(manifest.wall_s, when(manifest.finished) - when(manifest.started)))
+        return _time(self.info.elapsed_s or began) if state == "running" else ""
+
+    def _progress(self, state: State) -> Progress | None:
+        """How far it is: of arrays the elements, else what the stage recorded."""
+        found, shares = self.files.progress, self.files.shares
+        for job in reversed(self.own):
+            if job.elements and (shares[job.id].done or job == self.job) and (job == self.job or not found):
+                found = Progress(len(shares[job.id].done), shares[job.id].of, "parts", job.phase)
+        return None if found and found.phase and state in FINISHED else found
+
+    def _work(self, found: Progress | None) -> str:
+        """The progress in words."""
+        if found is None:
+            return ""
+        phase = f"{found.phase} " if found.phase not in ("", self.stage) else ""
+        failed = ", ".join(str(element) for _, element, _ in self.failed)
+        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}" + (
+            f", {len(self.failed)} failed ({failed})" if failed else "")
+
+    def _logs(self) -> str:
+        """Where to read more: the stage's own log, and that of its job."""
+        job, element, _ = self.failed[0] if self.failed else (self.job, 0, "")
+        paths = [str(self.files.log)] if self.files.log else []
+        if job:
+            paths += [f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*"] if self.failed else []
+            paths.append(job.log.replace("%a", str(element)))
+        return f". Logs: {', '.join(paths)}" if paths else ""
+
+
+def _time(seconds: float) -> str:
+    return duration(min(max(0.0, seconds), 1e9))

@@ -10,7 +10,6 @@ from typing import IO, NoReturn
 
 from launch.run_status.run_files import RunFiles, newest_log, read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
-from launch.run_status.stage_status import LIVE
 from launch.slurm.chain import read_chains
 from launch.slurm.scheduler import JobInfo, Scheduler
 from pipeline.contract.stages import STAGES
@@ -72,7 +71,7 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
     requeued = row.state == "waiting" and (jobs is None or (said is not None and said.job == row.job))
     if row.state != "running" and not requeued:
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
-        if row.state in LIVE:
+        if row.state == "waiting":
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
         return 0
     write_text(run_folder / STOP, f"{reason or 'asked for by the user'}\n")

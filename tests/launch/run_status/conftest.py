@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import RunStatus, judge
-from launch.run_status.stage_status import Row
+from launch.run_status.run_status import Row, RunStatus, judge
 from launch.slurm.scheduler import JobInfo
 from launch.status import show
 from tests.launch.run_folders import NOW, HandMade

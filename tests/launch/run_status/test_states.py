@@ -96,10 +96,10 @@ def test_links_of_training(run):
 
 
 @pytest.mark.parametrize("answers, shares, job, progress, remark", [
-    ({"20": "COMPLETED", "21": "RUNNING"}, "01 1 ", "21 x2", "sort 1/2 done", ""),
-    ({"20": "COMPLETED", "21": "FAILED", "21_0": "FAILED", "21_1": "COMPLETED", "22": "CANCELLED", "23": "CANCELLED"}, "01 1 ", "21 x2",
-     "sort 1/2 done, 1 failed (0)", "shard failed: element 0 of sort ended FAILED. Logs: runs/demo/logs/shard/21_0.*"),
-    (dict.fromkeys(("20", "21", "22"), "COMPLETED") | {"23": "RUNNING"}, "01 01 01", "23", "write 2/2 done", "")])
+    ({"20": "COMPLETED", "21": "RUNNING"}, "01 1 ", "21", "sort 1/2 parts 50%", ""),
+    ({"20": "COMPLETED", "21": "FAILED", "21_0": "FAILED", "21_1": "COMPLETED", "22": "CANCELLED", "23": "CANCELLED"}, "01 1 ", "21",
+     "sort 1/2 parts 50%, 1 failed (0)", "shard failed: element 0 of sort ended FAILED. Logs: runs/demo/logs/shard/21_0.*"),
+    (dict.fromkeys(("20", "21", "22"), "COMPLETED") | {"23": "RUNNING"}, "01 01 01", "23", "write 2/2 parts 100%", "")])
 def test_arrays_of_several_phases(run, answers, shares, job, progress, remark):
     arrays = [run.job(id, "shard", "array", (0, 1), (), parts=2, name=f"demo-shard-{phase}", phase=phase)
               for id, phase in (("20", "read"), ("21", "sort"), ("22", "write"))]
@@ -157,8 +157,8 @@ def test_evaluations_nodes_and_a_request_to_stop(run):
     for number in range(2):
         add_strike(run.folder, "n3", f"16.{number}", "was late")
     shown = run.text({"16": "RUNNING", "31": "RUNNING", "32": "PENDING Resources"})
-    assert ("evaluations of checkpoints: 1 running (step 400), 1 queued (step 600), 1 owed (step 800), 1 failed (step "
-            "200)\n") in shown
+    assert ("evaluations of checkpoints: 1 failed (step 200), 1 running (step 400), 1 pending (step 600), 1 owed (step "
+            "800)\n") in shown
     assert "the evaluation of step 200 failed: no space" in shown
-    assert "training was asked to stop: maintenance; it saves and leaves" in shown
+    assert "training was asked to stop (maintenance); it saves and leaves" in shown
     assert shown.count("node n3") == 1 and "was late; it is left out of the next submission" in shown

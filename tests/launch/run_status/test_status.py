@@ -9,7 +9,7 @@ from launch.run_status.run_files import read_run
 from launch.run_status.run_status import wanted_ids
 from launch.slurm.scheduler import JobInfo
 from launch.status import find_run, main, overview
-from pipeline.files import append_line, write_json, write_text
+from pipeline.files import append_line, write_text
 from tests.launch.recorded_slurm import NO_JOB, FakeSlurm
 from tests.launch.run_folders import ago
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
@@ -26,15 +26,15 @@ convert    waiting  17
 evaluate   waiting  18
 report     waiting  19
 train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
-evaluations of checkpoints: 1 done; last: step 100, 1.626 bits per byte, python_line acc 0.950
+evaluations of checkpoints: 1 done; last: step 100, 1.626 bits per byte
 
 ! train crashed before and was started again: rank 2 on n3 was killed by signal 9"""
 
 FAILED = """\
 run       runs/demo, submitted 2026-11-21 11:45 UTC from commit 61ec0478c8 with changes
 
-stage      state   job    progress
-shard      failed  11 x4  3/4 done, 1 failed (2)
+stage      state   job  progress
+shard      failed  11   read 3/4 parts 75%, 1 failed (2)
 tokenizer  to do   13
 encode     to do   15
 train      to do   16
@@ -42,7 +42,7 @@ convert    to do   17
 evaluate   to do   18
 report     to do   19
 
-! shard failed: element 2 ended FAILED. Logs: runs/demo/logs/shard/11_2.*,
+! shard failed: element 2 of read ended FAILED. Logs: runs/demo/logs/shard/11_2.*,
   runs/demo/logs/slurm/11.log
 ! to go on: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"""
 
@@ -50,11 +50,7 @@ report     to do   19
 def test_a_chain_that_runs(run):
     run.training(restart=1, attempt=1)
     run.attempt("ended", "train", "16", status="crashed", reason="rank 2 on n3 was killed by signal 9")
-    evaluation = Seen(run.folder / "evaluations/step-00000100")
-    evaluation.done("evaluate")
-    write_json(evaluation.folder / "evaluate/results.json", {
-        "heldout": {"overall": {"bits_per_byte": 1.6259}},
-        "tasks": {"python_line": {"metrics": {"acc": {"value": 0.95}}}}})
+    Seen(run.folder / "evaluations/step-00000100").done("evaluate", counts={"bits_per_byte": 1.6259})
     answers = {"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS}
     assert run.text(answers, 100) == RUNNING
     assert max(map(len, run.text(answers, 80).splitlines())) <= 80
@@ -71,15 +67,13 @@ def test_a_chain_whose_array_failed(run):
     assert run.text(answers, 100) == FAILED
     answers |= {"11": JobInfo("11", "RUNNING", nodes="n1", elapsed_s=30), "11_2": "RUNNING"}
     row = run.row(answers, "shard")
-    assert (row.state, row.progress, row.figures, row.elapsed) == ("running", "3/4 done", "nodes n1", "30 s")
+    assert (row.state, row.progress, row.figures, row.elapsed) == ("running", "read 3/4 parts 75%", "nodes n1", "30 s")
 
 
 def test_a_chain_that_is_done(run):
     run.training().done("train", "convert", "evaluate", "report", until=100)
-    run.attempt("job", "train", "16", seconds=465)
     seen = run.status({})
     assert seen.outcome == "done" and {row.state for row in seen.rows} == {"done"} and not seen.remarks
-    assert seen.rows[3].elapsed == "6 m 05 s", "over all of its starts"
     assert wanted_ids(read_run(run.folder)) == [], "Slurm need not be asked"
 
 
@@ -101,7 +95,7 @@ def test_overview(run, tmp_path):
     assert overview(Path("runs"), slurm.scheduler()) == [
         "run   done  stage  state    job    elapsed  progress               left",
         "demo  3/7   train  running  16   10 m 00 s  320/500 steps 64%  5 m 38 s",
-        "new   0/0          to do", "old   7/7          done"]
+        "new   0/0   shard  to do", "old   7/7          done"]
     assert len(slurm.calls()) == 1, "Slurm is asked once for all runs"
     run.state("train", "preempted", job="16")
     slurm.say("squeue", error=NO_JOB, status=1)
