@@ -15,7 +15,7 @@ import argparse
 import shutil
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from launch.run_status.run_files import read_run
@@ -37,11 +37,11 @@ Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goe
 WIDTH = 100
 """Where the output is no terminal."""
 WATCH_S = 5.0
-COLUMNS = ("stage", "state", "job", "elapsed", "progress", "left")
-"""Of the table. Other figures of a stage are told in a line below it, and nothing makes the table wider than that."""
-RIGHT = ("elapsed", "left")
-COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "done": "32", "reused": "32"}
-GAP = "  "
+LINE = "{stage:<10} {state:<8} {job:<9} {elapsed:>10}  {progress:<24} {left:>9}"
+"""Of the table. Other figures of a stage are told in a line below it."""
+HEADING = {name: name for name in ("stage", "state", "job", "elapsed", "progress", "left")}
+COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "done": "32", "reused": "32",
+           "to do": "0"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,16 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.run is None:
             if options.watch is None:
-                print("\n".join(overview(Path(options.runs_dir), Scheduler())))
+                print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
                 return 0
             raise UserError("--watch follows one run: name it with --run.")
-        folder = find_run(options.run, options.runs_dir)
-        if options.watch is not None:
-            return watch(folder, Scheduler(), options.watch)
-        print("\n".join(show(look([folder], Scheduler())[0], sys.stdout.isatty())))
-        return 0
+        return watch(find_run(options.run, options.runs_dir), Scheduler(), options.watch)
     except UserError as error:
-        print(printable(f"drover stops here: {error}"), file=sys.stderr, flush=True)
+        print(printable(f"drover stops here: {error}"), file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print()
@@ -75,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--run", metavar="RUN", help="a run's folder (runs/demo) or name (demo)")
     result.add_argument("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS",
-                        help=f"show it again every so many seconds ({WATCH_S:g})")
+                        help="show it again every so many seconds (%(const)s)")
     result.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="where runs are (default: runs)")
     return result
 
@@ -85,9 +81,8 @@ def find_run(text: str, runs_dir: str = "runs") -> Path:
     for folder in (Path(text), Path(runs_dir) / text):
         if _is_run(folder):
             return folder if folder.name else folder.resolve()  # `.`: the run has its folder's name
-    known = [folder.name for folder in _runs(Path(runs_dir))]
-    raise UserError(f"There is no run {text}. " + (f"The runs in {runs_dir} are: {', '.join(known)}." if known else
-                                                   f"There are no runs in {runs_dir} either."))
+    known = ", ".join(folder.name for folder in _runs(Path(runs_dir)))
+    raise UserError(f"There is no run {text}. The runs in {runs_dir} are: {known or 'none'}.")
 
 
 def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
@@ -97,16 +92,19 @@ def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
     return [judge(read_run(folder), jobs, time.time()) for folder in folders]
 
 
-def watch(folder: Path, scheduler: Scheduler, every_s: float) -> int:
-    """Show the run again and again, until nothing goes on: 0 if all is done, else 1."""
+def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
+    """Show the run, again and again until nothing goes on, and then 0 if all is done, else 1. None: once, and 0."""
     live, ended = sys.stdout.isatty(), 0
     while True:
         standing, = look([folder], scheduler)
-        lines = [f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this", *show(standing, live)]
+        lines = show(standing, live)
+        if every_s is None:
+            print(*lines, sep="\n")
+            return 0
+        lines.insert(0, f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this")
         if live:  # from the top, each line over the old one: nothing flickers
-            room = max(10, shutil.get_terminal_size().lines - 1)
-            lines = ["\x1b[H" + lines[0], *lines[1:room], "\x1b[J"]
-        print("\x1b[K\n".join(lines) if live else "\n".join(lines), end="" if live else "\n", flush=True)
+            lines = [f"{line}\x1b[K" for line in lines[:shutil.get_terminal_size().lines - 2]]
+        print("\x1b[H" * live + "\n".join(lines) + "\x1b[J" * live, flush=True)
         # A local chain is quiet between two stages, and Slurm while it hands a job on: look twice.
         ended = ended + 1 if standing.outcome else 0
         if ended > 1:
@@ -116,48 +114,31 @@ def watch(folder: Path, scheduler: Scheduler, every_s: float) -> int:
 
 def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
     """The run as lines: a table of the stages, their other figures, and what needs attention."""
-    columns = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
-    chain = standing.files.chain
+    columns, chain = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns), standing.files.chain
     title = f"run       {standing.files.folder}"
     if chain:
-        commit = str(chain.git.get("commit", ""))[:10]
-        title += f", submitted {chain.submitted[:16].replace('T', ' ')} UTC"
-        title += f" from commit {commit}{' with changes' if chain.git.get('changed') else ''}" if commit else ""
-    lines = [*_wrapped(title, columns), "", *_table([*map(vars, standing.rows)], COLUMNS, colour)]
-    for text in (*(f"{row.stage:<9} {row.figures}" for row in standing.rows if row.figures), standing.evaluations):
-        lines += _wrapped(text, columns)
-    lines += [""] if standing.remarks else []
-    return lines + [line for remark in standing.remarks for line in _wrapped(remark, columns, bullet="! ")]
+        title += f", submitted {chain.submitted[:16]} UTC from commit {str(chain.git.get('commit', 'unknown'))[:10]}"
+        title += " with changes" * bool(chain.git.get("changed"))
+    lines = [*_wrapped(title, columns), "", *(_line(cells, colour) for cells in (HEADING, *map(vars, standing.rows)))]
+    for row in standing.rows:
+        lines += _wrapped(f"{row.stage:<9} {row.figures}", columns) if row.figures else []
+    return lines + [line for remark in standing.remarks for line in ("", *_wrapped(remark, columns, bullet="! "))]
 
 
 def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
-    """All runs of a folder, a line each."""
-    found = look(_runs(runs_dir), scheduler)
-    if not found:
-        return [f"no runs in {runs_dir}"]
-    lines = _table([_summary(standing) for standing in found], ("run", "done", *COLUMNS), sys.stdout.isatty())
-    return [*lines, SILENT] if SILENT in found[0].remarks else lines
-
-
-def _summary(standing: RunStatus) -> dict[str, str]:
-    """The run as a row: what of it is done, and its stage that says most."""
-    done = [row.stage for row in standing.rows if row.state in FINISHED]
-    row = {"state": standing.outcome} if standing.outcome == "done" else vars(standing.current)
-    return {"run": standing.files.folder.name, "done": f"{len(done)}/{len({*standing.targets, *done})}",
-            **{name: row.get(name, "") for name in COLUMNS}}
-
-
-def _table(rows: list[dict[str, Any]], names: Sequence[str], colour: bool) -> list[str]:
-    """Rows under their headings, without columns in which there is nothing."""
-    names = [name for name in names if any(row[name] for row in rows)]
-    cells = [names, *([printable(row[name]) for name in names] for row in rows)]
-    rooms = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [GAP.join(text.rjust(room) if name in RIGHT else text.ljust(room)
-                      for name, text, room in zip(names, line, rooms, strict=True)).rstrip() for line in cells]
-    if colour:
-        codes = ["1", *(COLOURS.get(row["state"], "0") for row in rows)]
-        lines = [f"\x1b[{code}m{line}\x1b[0m" for code, line in zip(codes, lines, strict=True)]
+    """All runs of a folder, a line each, with the stage that says most."""
+    colour, found = sys.stdout.isatty(), look(_runs(runs_dir), scheduler)
+    lines = [SILENT] if found and SILENT in found[0].remarks else []
+    lines.append(_line(HEADING, colour, f"{'run':<16} {'done':<6}") if found else f"no runs in {runs_dir}")
+    for standing in found:
+        done = f"{sum(row.state in FINISHED for row in standing.rows)}/{len(standing.rows)}"
+        lines.append(_line(vars(standing.current), colour, f"{standing.files.folder.name:<16} {done:<6}"))
     return lines
+
+
+def _line(cells: Mapping[str, Any], colour: bool, before: str = "") -> str:
+    line = printable(before + LINE.format(**cells)).rstrip()
+    return f"\x1b[{COLOURS.get(cells['state'], '1')}m{line}\x1b[0m" if colour else line
 
 
 def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
@@ -166,7 +147,7 @@ def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
 
 
 def _runs(runs_dir: Path) -> list[Path]:
-    return sorted(folder for folder in runs_dir.iterdir() if _is_run(folder)) if runs_dir.is_dir() else []
+    return sorted(folder for folder in runs_dir.glob("*") if _is_run(folder))
 
 
 def _is_run(folder: Path) -> bool:

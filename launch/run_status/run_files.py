@@ -53,11 +53,9 @@ class StageFiles:
         begun: whether there is a start record.
         alive: whether the process that last held the stage is there; None where that cannot be seen from here.
         shares: by the id of an array.
-        ended: the launcher's last word on a start (`log_attempt`).
-        log: the newest log, a file or a folder with a pair for each rank.
+        ended: the launcher's last word on a start in the newest submission (`log_attempt`).
     """
 
-    stage: str
     manifest: Manifest | None = None
     damaged: str = ""
     reused: Path | None = None
@@ -67,22 +65,16 @@ class StageFiles:
     alive: bool | None = False
     shares: dict[str, Share] = field(default_factory=dict)
     ended: dict[str, Any] = field(default_factory=dict)
-    log: Path | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """An evaluation of a checkpoint beside training. result: in words, once it is done. failed: why, if it did."""
+    """An evaluation of a checkpoint beside training. result: in words, if it is done. failed: why, if it did."""
 
     step: int
     result: str
     failed: str
     job: ChainJob | None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has its result."""
-        return bool(self.result)
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ def read_run(folder: Path) -> RunFiles:
     settings, chain = _settings(folder), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), _number(settings, "launch.train.nodes") or 1
     ended = {event.get("stage"): event for event in _quietly(lambda: read_attempts(folder), [])
-             if event.get("event") == "ended"}
+             if event.get("event") == "ended" and chain and event.get("chain") == chain.id}
     # Of stages that plugins added, nothing is imported: they are known by what they left or were submitted as.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(folder, stage, settings, [job for job in jobs if job.stage == stage and job.elements],
@@ -133,14 +125,6 @@ def when(text: str) -> float:
     return _quietly(lambda: datetime.fromisoformat(text).timestamp(), 0.0)
 
 
-def newest_log(folder: Path, stage: str) -> Path | None:
-    """The stage's newest log in a run: the folder of its last job, or the local launcher's file."""
-    latest, file = folder / "logs" / stage / "latest", folder / "logs" / f"{stage}.log"
-    newest = max(latest, file, key=lambda path: _quietly(lambda: path.stat().st_mtime, 0.0))
-    # `latest` may point elsewhere a moment later.
-    return newest.with_name(newest.resolve().name) if newest.exists() else None
-
-
 def _stage(folder: Path, stage: str, settings: dict[str, Any], arrays: list[ChainJob],
            ended: dict[str, Any]) -> StageFiles:
     own, manifest, damaged = folder / stage, None, ""
@@ -152,9 +136,9 @@ def _stage(folder: Path, stage: str, settings: dict[str, Any], arrays: list[Chai
     except (UserError, OSError, TypeError) as error:
         damaged = str(error)
     return StageFiles(
-        stage, manifest, damaged, None if origin == folder else origin, _record(StageState, own / STATE),
+        manifest, damaged, None if origin == folder else origin, _record(StageState, own / STATE),
         _record(Progress, own / PROGRESS), begun, _alive(folder, stage), {job.id: _share(own, job) for job in arrays},
-        ended, newest_log(folder, stage))
+        ended)
 
 
 def _record(kind: type[Value], path: Path) -> Value | None:
@@ -189,7 +173,7 @@ def _origin(folder: Path, settings: dict[str, Any], stage: str, seen: tuple[Path
 
 
 def _share(folder: Path, job: ChainJob) -> Share:
-    parts: int = _quietly(lambda: JobSpec.load(Path(job.spec)).parts, 0) or max(job.elements or (0,)) + 1
+    parts: int = _quietly(lambda: JobSpec.load(Path(job.spec)).parts, 0)
     return Share(frozenset(_quietly(lambda: marked_parts(folder, parts, job.phase), set[int]())), parts)
 
 

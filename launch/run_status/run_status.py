@@ -48,58 +48,53 @@ class RunStatus:
     """A run.
 
     Attributes:
-        targets: the stages that were asked for: by the newest submission, else those that were begun.
-        current: the stage that says most.
-        evaluations: of checkpoints, in a line; "" if there are none.
+        current: of the stages that were asked for, the one that says most.
         outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on.
     """
 
     files: RunFiles
     rows: list[Row]
-    targets: list[str]
     current: Row
-    evaluations: str
     remarks: list[str]
     outcome: Literal["done", "failed"] | None
 
 
 def wanted_ids(run: RunFiles) -> list[str]:
     """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
-    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.done]
+    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.result]
     for stage, files in run.stages.items():
         if _is_due(run, stage):
             for job in run.jobs(stage):
                 ids += [job.id, *(f"{job.id}_{element}" for element in job.elements or ())]
-            ids += [files.state.job] if files.state else []
-    return [id for id in ids if id]
+            ids += [files.state.job] if files.state and files.state.job else []
+    return ids
 
 
 def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     """How the run stands at `now` (seconds since the epoch)."""
-    targets = [stage for stage, files in run.stages.items()
-               if (run.jobs(stage) if run.chain else files.begun or files.manifest)]
     rows: list[Row] = []
-    for stage in run.stages:
-        broken = any(row.state in ("failed", "stopped") for row in rows if row.stage in targets)
+    asked: list[Row] = []  # by the newest submission, else what was begun
+    for stage, files in run.stages.items():
+        broken = any(row.state in ("failed", "stopped") for row in asked)
         rows.append(_Stage(run, stage, jobs, now).row(broken))
-    asked = [row for row in rows if row.stage in targets]
+        asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
     current = min(asked or rows, key=lambda row: ORDER.index(row.state))
     evaluations, beside = _evaluations(run, jobs)
     states = {row.state for row in rows}
+    outcome: Literal["done", "failed"] | None = None
     # What waits for something that failed waits in vain.
-    goes_on = beside or "running" in states or ("waiting" in states and "failed" not in states)
-    outcome: Literal["done", "failed"] | None = None if goes_on or not targets else \
-        "done" if current.state in FINISHED else "failed"
-    remarks = [SILENT] if jobs is None else []
-    remarks += [remark for row in rows for remark in row.remarks]
+    if asked and not beside and "running" not in states and ("waiting" not in states or "failed" in states):
+        outcome = "done" if current.state in FINISHED else "failed"
+    remarks = [SILENT] * (jobs is None)
+    remarks += [remark for row in rows for remark in row.remarks] + evaluations
     remarks += [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in run.evaluations
                 if entry.failed]
     for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
-        left_out = "; it is left out of the next submission" if node in run.excluded else ""
+        left_out = "; it is left out of the next submission" * (node in run.excluded)
         remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
     if outcome == "failed":
         remarks.append(f"to go on: {go_on(run)}")
-    return RunStatus(run, rows, targets, current, evaluations, remarks, outcome)
+    return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)
 
 
 def go_on(run: RunFiles) -> str:
@@ -109,17 +104,16 @@ def go_on(run: RunFiles) -> str:
     return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
 
 
-def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[str, bool]:
-    """Evaluations beside training, in a line, and whether some are in the queue."""
-    groups: dict[str, list[str]] = {}
+def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[list[str], bool]:
+    """Evaluations beside training, as remarks, and whether some are in the queue."""
+    groups: dict[str, list[int]] = {}
     for entry in run.evaluations:
         info = (jobs or {}).get(entry.job.id if entry.job else "", JobInfo(""))
-        word = "done" if entry.done else info.state.lower() if info.queued else "failed" if entry.failed else "owed"
-        groups.setdefault(word, []).append(str(entry.step))
-    counts = [f"{len(steps)} {word}" + f" (step {', '.join(steps[:4])}{' ...' * (len(steps) > 4)})" * (word != "done")
-              for word, steps in groups.items()]
-    results = [f"; last: step {entry.step}, {entry.result}" for entry in run.evaluations if entry.result]
-    return (f"evaluations of checkpoints: {', '.join(counts)}{''.join(results[-1:])}" if counts else "",
+        word = "done" if entry.result else info.state.lower() if info.queued else "failed" if entry.failed else "owed"
+        groups.setdefault(word, []).append(entry.step)
+    counts = [f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items()]
+    counts += [f"step {entry.step} has {entry.result}" for entry in run.evaluations if entry.result][-1:]
+    return ([f"evaluations of checkpoints: {', '.join(counts)}"] if counts else [],
             not {"done", "failed", "owed"}.issuperset(groups))
 
 
@@ -127,7 +121,7 @@ def _is_due(run: RunFiles, stage: str) -> bool:
     """Whether the stage is not done, or was done before the submission that asks for it (again)."""
     manifest = run.stages[stage].manifest
     return manifest is None or bool(run.chain and run.jobs(stage)
-                                    and when(manifest.finished) < when(run.chain.submitted) - 1)
+                                    and when(manifest.finished) < when(run.chain.submitted))
 
 
 class _Stage:
@@ -163,15 +157,15 @@ class _Stage:
 
     def row(self, broken: bool) -> Row:
         """How the stage stands. broken: a stage before it has failed or was stopped."""
-        stage, run, info, last = self.stage, self.run, self.info, self.files.state
+        stage, info, last = self.stage, self.info, self.files.state
         state, remark = self._verdict(broken)
         remarks, figures = [remark] if remark else [], []
         if state in ("running", "waiting"):
             if (ended := self.files.ended).get("status") in ("crashed", "hung"):
                 remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
-            if stage == "train" and run.stop is not None:
-                remarks.append(f"training was asked to stop ({run.stop or 'no reason given'}); it saves and leaves")
-        if info.nodes and state not in FINISHED:
+            if stage == "train" and self.run.stop is not None:
+                remarks.append(f"training was asked to stop ({self.run.stop}); it saves and leaves")
+        if info.nodes:
             figures.append(f"nodes {info.nodes}")
         found = self._progress(state)
         if found and found.loss is not None:
@@ -181,7 +175,7 @@ class _Stage:
             figures.append(f"restarts {restarts}")
         links = [job.id for job in self.own if job.kind == "link"]
         link = f" ({links.index(info.id) + 1}/{len(links)})" if info.id in links else ""
-        left = _time(found.left_s) if found and found.left_s is not None and state == "running" else ""
+        left = _time(found.left_s) if found and found.left_s and state == "running" else ""
         return Row(stage, state, info.id + link, self._elapsed(state), self._work(found), left, ", ".join(figures),
                    remarks)
 
@@ -194,24 +188,26 @@ class _Stage:
             if info.state != "PENDING":
                 return "running", ""
             text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
-            text = "" if info.reason in EXPECTED else f"{name} (job {info.id}) {text} ({info.reason})"
-            first = f"; it has to go first: python launch/submit.py --cancel {self.run.folder}"
-            return ("failed", text + first) if is_stuck(info.reason) else ("waiting", text)
+            text = f"{name} (job {info.id}) {text} ({info.reason})"
+            if is_stuck(info.reason):
+                return "failed", f"{text}; it has to go first: python launch/submit.py --cancel {self.run.folder}"
+            return "waiting", "" if info.reason in EXPECTED else text
         if files.manifest is not None:
             return "reused" if files.reused else "done", ""
         if said and said.status != "running":
-            step = f" after step {said.step}" if said.step is not None else ""
-            why = f"{step}: {said.reason or 'it gave no reason'}"
-            return ("failed", f"{name} failed{why}{self._logs()}") if said.status == "failed" else \
-                ("stopped", f"{name} stopped{why}")
+            state: State = "failed" if said.status == "failed" else "stopped"
+            step = "" if said.step is None else f" after step {said.step}"
+            return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
         if info.id:
             return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
+        if not files.begun:
+            return "to do", ""
         if files.alive is None:
             last = files.progress or said
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
             return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
-        if files.alive or not files.begun:
-            return "running" if files.alive else "to do", ""
+        if files.alive:
+            return "running", ""
         if said:
             return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
         return "stopped", f"{name} is not done, and nobody works on it"
@@ -221,12 +217,10 @@ class _Stage:
         info, name = self.info, self.stage
         if broken and not self.said and info.state in (UNKNOWN, "CANCELLED"):
             return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
-        words = {UNKNOWN: "is not known to Slurm any more: it crashed, or was cancelled",
-                 "COMPLETED": "has ended, but the stage is not done", "CANCELLED": "was cancelled"}
-        why = words.get(info.state, f"ended {info.state} ({info.reason or 'no reason given'})")
+        why = "is not known to Slurm any more: it crashed, or was cancelled" if info.state == UNKNOWN else \
+            f"ended {info.state} ({info.reason or 'no reason given'})"
         text = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
-        text = text or f"{'' if self.said else 'before it began, '}job {info.id} {why}"
-        return "failed", f"{name} failed: {text}{self._logs()}"
+        return "failed", f"{name} failed: {text or f'job {info.id} {why}'}{self._logs()}"
 
     def _elapsed(self, state: State) -> str:
         """Of a stage that is done, over all starts of the submission that finished it; of one that runs, this start."""
@@ -238,8 +232,8 @@ class _Stage:
     def _progress(self, state: State) -> Progress | None:
         """How far it is: of arrays the elements, else what the stage recorded."""
         found, shares = self.files.progress, self.files.shares
-        for job in reversed(self.own):
-            if job.elements and (shares[job.id].done or job == self.job) and (job == self.job or not found):
+        for job in self.own:
+            if job.elements and (job == self.job or (shares[job.id].done and not self.files.progress)):
                 found = Progress(len(shares[job.id].done), shares[job.id].of, "parts", job.phase)
         return None if found and found.phase and state in FINISHED else found
 
@@ -247,19 +241,16 @@ class _Stage:
         """The progress in words."""
         if found is None:
             return ""
-        phase = f"{found.phase} " if found.phase not in ("", self.stage) else ""
-        failed = ", ".join(str(element) for _, element, _ in self.failed)
-        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}" + (
-            f", {len(self.failed)} failed ({failed})" if failed else "")
+        phase = f"{found.phase} " * (found.phase not in ("", self.stage))
+        failed = f", failed: {', '.join(str(element) for _, element, _ in self.failed)}" if self.failed else ""
+        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}{failed}"
 
     def _logs(self) -> str:
         """Where to read more: the stage's own log, and that of its job."""
-        job, element, _ = self.failed[0] if self.failed else (self.job, 0, "")
-        paths = [str(self.files.log)] if self.files.log else []
-        if job:
-            paths += [f"{self.run.folder}/logs/{self.stage}/{job.id}_{element}.*"] if self.failed else []
-            paths.append(job.log.replace("%a", str(element)))
-        return f". Logs: {', '.join(paths)}" if paths else ""
+        id, logs = self.info.id, f"{self.run.folder}/logs"
+        for job, element, _ in self.failed[:1]:
+            id = f"{job.id}_{element}"
+        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else ".log")
 
 
 def _time(seconds: float) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, NoReturn
 
-from launch.run_status.run_files import RunFiles, newest_log, read_run
+from launch.run_status.run_files import RunFiles, read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
 from launch.slurm.chain import read_chains
 from launch.slurm.scheduler import JobInfo, Scheduler
@@ -122,6 +122,14 @@ def _files(run_folder: Path, stage: str, rank: int, start: str | None) -> list[P
     if source.is_file():
         return [source] if rank == 0 else []
     return [path for suffix in ("out", "err") for path in rank_files(source, f"rank{rank}.{suffix}")]
+
+
+def newest_log(folder: Path, stage: str) -> Path | None:
+    """The stage's newest log in a run: the folder of its last job, or the local launcher's file."""
+    found = [path for path in (folder / "logs" / stage / "latest", folder / "logs" / f"{stage}.log") if path.exists()]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    # `latest` may point elsewhere a moment later.
+    return newest and newest.with_name(newest.resolve().name)
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:

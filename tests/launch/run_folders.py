@@ -52,11 +52,6 @@ class HandMade:
         write_json(self.folder / stage / "STATE.json", {
             "status": status, "job": job, "at": ago(seconds), "host": "node-of-nowhere", **details})
 
-    def trained(self, step: int, **more: Any) -> None:
-        """PROGRESS.json of train, just written."""
-        self.progress("train", step, 500, "steps", left_s=338.0, **{
-            "loss": 8 - step / 100, "tokens_per_s": 11859.6, "goodput": 0.934, **more})
-
     def progress(self, stage: str, done: int, total: int, unit: str, **more: Any) -> None:
         """PROGRESS.json, just written."""
         self.begun(stage)

@@ -8,40 +8,33 @@ from pathlib import Path
 import pytest
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import Row, RunStatus, judge
+from launch.run_status.run_status import RunStatus, judge
 from launch.slurm.scheduler import JobInfo
-from launch.status import show
 from tests.launch.run_folders import NOW, HandMade
 
-Answers = Mapping[str, str | JobInfo] | None
-"""Of Slurm by job: `PENDING Resources`, say; None: it does not answer."""
 DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")
 
 
 class Seen(HandMade):
     """A run folder that is looked at."""
 
-    def status(self, answers: Answers) -> RunStatus:
-        """All of it."""
-        return judge(read_run(self.folder), None if answers is None else {
+    def status(self, answers: Mapping[str, str | JobInfo] | None) -> RunStatus:
+        """With Slurm's answers by job, such as `PENDING Resources`; None: it does not answer."""
+        return judge(read_run(self.folder), answers and {
             id: answer if isinstance(answer, JobInfo) else JobInfo(id, *answer.split(" ", 1))
             for id, answer in answers.items()}, NOW)
 
-    def row(self, answers: Answers, stage: str = "train") -> Row:
-        """A stage's row."""
-        return next(row for row in self.status(answers).rows if row.stage == stage)
+    def states(self, answers: Mapping[str, str | JobInfo] | None) -> list[str]:
+        """Of all stages."""
+        return [row.state for row in self.status(answers).rows]
 
-    def text(self, answers: Answers, columns: int = 1000) -> str:
-        """What is shown."""
-        return "\n".join(show(self.status(answers), columns=columns))
-
-    def training(self, status: str = "running", steps: int = 320, **more: object) -> Seen:
+    def training(self, status: str = "running", **more: object) -> Seen:
         """A chain that came to train, job 16."""
         self.submitted(*self.whole_chain())
         self.done("shard", "tokenizer", "encode", until=700)
         if status:
             self.state("train", status, job="16", **more)
-            self.trained(steps)
+            self.progress("train", 320, 500, "steps", left_s=338.0, loss=4.8, tokens_per_s=11859.6, goodput=0.934)
         return self
 
 
