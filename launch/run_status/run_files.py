@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,15 +56,15 @@ class StageFiles:
         ended: the launcher's last word on a start in the newest submission (`log_attempt`).
     """
 
-    manifest: Manifest | None = None
-    damaged: str = ""
-    reused: Path | None = None
-    state: StageState | None = None
-    progress: Progress | None = None
-    begun: bool = False
-    alive: bool | None = False
-    shares: dict[str, Share] = field(default_factory=dict)
-    ended: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None
+    damaged: str
+    reused: Path | None
+    state: StageState | None
+    progress: Progress | None
+    begun: bool
+    alive: bool | None
+    shares: dict[str, Share]
+    ended: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class RunFiles:
     folder: Path
     chain: Chain | None
     stages: dict[str, StageFiles]
-    evaluations: list[EvaluationFiles] = field(default_factory=list)
-    strikes: list[dict[str, Any]] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
-    stop: str | None = None
-    train_nodes: int = 1
+    evaluations: list[EvaluationFiles]
+    strikes: list[dict[str, Any]]
+    excluded: list[str]
+    stop: str | None
+    train_nodes: int
 
     def jobs(self, stage: str) -> list[ChainJob]:
         """The jobs of a stage in the newest submission, without evaluations of checkpoints."""
@@ -106,7 +106,8 @@ def read_run(folder: Path) -> RunFiles:
     """Everything that the files of a run say, at this moment."""
     settings, chain = _settings(folder), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), _number(settings, "launch.train.nodes") or 1
-    ended = {event.get("stage"): event for event in _quietly(lambda: read_attempts(folder), [])
+    events: list[dict[str, Any]] = _quietly(lambda: read_attempts(folder), [])
+    ended = {str(event.get("stage")): event for event in events
              if event.get("event") == "ended" and chain and event.get("chain") == chain.id}
     # Of stages that plugins added, nothing is imported: they are known by what they left or were submitted as.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]

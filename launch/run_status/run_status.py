@@ -164,7 +164,7 @@ class _Stage:
             if (ended := self.files.ended).get("status") in ("crashed", "hung"):
                 remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
             if stage == "train" and self.run.stop is not None:
-                remarks.append(f"training was asked to stop ({self.run.stop}); it saves and leaves")
+                remarks.append(f"training was asked to stop ({self.run.stop or 'no reason given'}); it saves and leaves")
         if info.nodes:
             figures.append(f"nodes {info.nodes}")
         found = self._progress(state)
