@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from launch.run_status.run_files import RunFiles, when
 from launch.slurm.chain import ChainJob
@@ -21,7 +21,6 @@ Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""
 State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
-ORDER: tuple[State, ...] = ("running", "failed", "stopped", "waiting", "to do", "done", "reused")
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states are what the files say, and may be old"
 
@@ -78,7 +77,7 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         broken = any(row.state in ("failed", "stopped") for row in asked)
         rows.append(_Stage(run, stage, jobs, now).row(broken))
         asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
-    current = min(asked or rows, key=lambda row: ORDER.index(row.state))
+    current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
     evaluations, beside = _evaluations(run, jobs)
     states = {row.state for row in rows}
     outcome: Literal["done", "failed"] | None = None
@@ -164,7 +163,8 @@ class _Stage:
             if (ended := self.files.ended).get("status") in ("crashed", "hung"):
                 remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
             if stage == "train" and self.run.stop is not None:
-                remarks.append(f"training was asked to stop ({self.run.stop or 'no reason given'}); it saves and leaves")
+                why = self.run.stop or "no reason given"
+                remarks.append(f"training was asked to stop ({why}); it saves and leaves")
         if info.nodes:
             figures.append(f"nodes {info.nodes}")
         found = self._progress(state)
@@ -175,7 +175,8 @@ class _Stage:
             figures.append(f"restarts {restarts}")
         links = [job.id for job in self.own if job.kind == "link"]
         link = f" ({links.index(info.id) + 1}/{len(links)})" if info.id in links else ""
-        left = _time(found.left_s) if found and found.left_s and state == "running" else ""
+        fresh = state == "running" and found and self.said and found.at > self.said.at  # written by this start
+        left = _time(found.left_s) if found and found.left_s and fresh else ""
         return Row(stage, state, info.id + link, self._elapsed(state), self._work(found), left, ", ".join(figures),
                    remarks)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from launch.run_status.run_files import read_run
-from launch.run_status.run_status import RunStatus, judge
+from launch.run_status.run_status import judge
 from launch.slurm.scheduler import JobInfo
 from tests.launch.run_folders import NOW, HandMade
 
@@ -18,17 +17,17 @@ DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")
 class Seen(HandMade):
     """A run folder that is looked at."""
 
-    def status(self, answers: Mapping[str, str | JobInfo] | None) -> RunStatus:
+    def status(self, answers):
         """With Slurm's answers by job, such as `PENDING Resources`; None: it does not answer."""
         return judge(read_run(self.folder), answers and {
             id: answer if isinstance(answer, JobInfo) else JobInfo(id, *answer.split(" ", 1))
             for id, answer in answers.items()}, NOW)
 
-    def states(self, answers: Mapping[str, str | JobInfo] | None) -> list[str]:
+    def states(self, answers):
         """Of all stages."""
         return [row.state for row in self.status(answers).rows]
 
-    def training(self, status: str = "running", **more: object) -> Seen:
+    def training(self, status="running", **more):
         """A chain that came to train, job 16."""
         self.submitted(*self.whole_chain())
         self.done("shard", "tokenizer", "encode", until=700)

@@ -40,6 +40,8 @@ def test_a_chain_that_runs(run):
     Seen(run.folder / "evaluations/step-00000100").done("evaluate", counts={"bits_per_byte": 1.6259})
     seen = run.status({"16": JobInfo("16", "RUNNING", "", "n[1-4]", 600), **DEPENDENTS})
     assert "\n".join(show(seen, columns=80)) == RUNNING
+    run.state("train", "running", seconds=-1)
+    assert run.status({}).rows[3].left == "", "an earlier start wrote that"
 
 
 def test_overview(run, tmp_path):
