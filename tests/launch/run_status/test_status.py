@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from launch import status
+from launch import status as program
 from launch.slurm.scheduler import JobInfo
 from launch.status import find_run, main, overview, show
 from pipeline.files import write_text
-from tests.launch.recorded_slurm import NO_JOB, FakeSlurm
+from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 
 RUNNING = """\
@@ -59,23 +57,14 @@ def test_overview(run, tmp_path):
     assert overview(Path("nothing"), slurm.scheduler()) == ["no runs in nothing"]
 
 
-def test_watch_ends_with_the_chain(run, tmp_path, monkeypatch, capsys):
-    """Seen running, then done; then failed."""
-    slurm = FakeSlurm(tmp_path / "bin")
-    slurm.queue(("16", "RUNNING"))
-    monkeypatch.setenv("PATH", str(slurm.folder))
-    rest = ("train", "convert", "evaluate", "report")
-    clock = SimpleNamespace(time=time.time, strftime=time.strftime, sleep=lambda seconds: run.done(*rest, until=1))
-    monkeypatch.setattr(status, "time", clock)  # not of the module itself, with which squeue is waited for
-    run.training()
-    assert main(["--run", "demo", "--watch", "0.01"]) == 0
-    seen = capsys.readouterr().out
-    assert seen.count("train      running") == 1 and seen.count("report     done") == 2
-    slurm.say("squeue", error=NO_JOB, status=1)
-    clock.sleep = lambda seconds: None
-    (run.folder / "train/manifest.json").unlink()
-    assert main(["--run", "runs/demo", "--watch", "0.01"]) == 1
-    assert capsys.readouterr().out.count("! train failed: ") == 2
+def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):
+    running, failed = run.training().status({"16": "RUNNING"}), run.status({"16": "FAILED"})
+    run.done("train", "convert", "evaluate", "report", until=1)
+    for end, status in ((run.status({}), 0), (failed, 1)):
+        seen = [running, end, running, end, end]
+        monkeypatch.setattr(program, "look", lambda *_, seen=seen: [seen.pop(0)])
+        assert main(["--run", "demo", "--watch", "0"]) == status and seen == []
+        assert capsys.readouterr().out.count("every 0 s, Ctrl-C ends this") == 5
 
 
 def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys):
