@@ -199,7 +199,7 @@ class _Stage:
             state: State = "failed" if said.status == "failed" else "stopped"
             step = "" if said.step is None else f" after step {said.step}"
             return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
-        if info.id:
+        if said.job if said else info.id:  # not where it was begun by hand since
             return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
         if not files.begun:
             return "to do", ""

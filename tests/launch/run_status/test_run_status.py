@@ -62,10 +62,11 @@ def test_local_run(run):
     assert run.states({})[3] == "stopped"
     run.state("train", "running")
     assert run.states({})[3] == "failed" and "is gone; it was killed. Logs: " in run.status({}).remarks[0]
-    write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
-    seen = run.status({})
-    assert seen.rows[3].state == "running" and seen.remarks[0].endswith("its last record is 10 m 00 s old")
     assert wanted_ids(read_run(run.folder)) == []
+    run.submitted(*run.whole_chain())  # before it was begun by hand
+    write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
+    row = run.status({"16": "FAILED"}).rows[3]
+    assert row.state == "running" and row.remarks[0].endswith("its last record is 10 m 00 s old")
 
 
 def test_links_of_training(run):
