@@ -62,6 +62,11 @@ class ProgressBar:
         """Count work that an earlier, interrupted run finished; it does not enter the rate."""
         self.done = self.first = count
 
+    @property
+    def left_s(self) -> float:
+        """Seconds to the end, as fast as since the start; once something was done."""
+        return (self.total - self.done) * (time.monotonic() - self.start) / (self.done - self.first)
+
     def advance(self, count: int = 1) -> None:
         """Note finished work and, now and then, show it."""
         self.done += count
@@ -71,7 +76,7 @@ class ProgressBar:
         self.shown = now
         rate = (self.done - self.first) / (now - self.start)
         text = (f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.1f}/s, "
-                f"{duration((self.total - self.done) / rate)} to go")
+                f"{duration(self.left_s)} to go")
         if self.live:
             print(f"\r\x1b[K{self.stage:<9} {text}", end="", flush=True)
         else:

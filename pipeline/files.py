@@ -74,6 +74,15 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def write_note(path: Path, value: Any) -> None:
+    """Write JSON that appears whole or not at all, but may be gone after a power cut: for what is written often, where
+    an fsync would hold up the work."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises FileNotFoundError or json.JSONDecodeError."""
     with open(path, encoding="utf-8") as file:
@@ -91,7 +100,8 @@ def append_line(path: Path, value: Any) -> None:
 def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]]:
     """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
 
-    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over.
+    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over, and
+        what else is no object.
 
     Raises:
         ValueError: another line is no JSON: the file is damaged.
@@ -106,7 +116,7 @@ def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]
                 if appended or not line.endswith("\n"):
                     continue
                 raise
-            if line.endswith("\n"):
+            if line.endswith("\n") and (not appended or isinstance(value, dict)):
                 yield value
 
 

@@ -1,129 +1,258 @@
-"""How a run stands: its stages, the evaluations beside training, and what needs attention."""
+"""How a run stands, from what its files say and what Slurm answers: nothing is read here.
+
+A stage's own files count first, then what Slurm says of its jobs.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from launch.run_status.run_files import RunFiles
-from launch.run_status.stage_status import BAD, LIVE, Jobs, Row, StageStatus, is_to_rebuild
-from launch.slurm.scheduler import JobInfo
+from launch.run_status.run_files import RunFiles, when
+from launch.slurm.chain import ChainJob
+from launch.slurm.scheduler import ENDED, UNKNOWN, JobInfo
+from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
+from pipeline.console import duration
+from pipeline.contract.state import Progress
+
+Jobs = Mapping[str, JobInfo] | None
+"""What Slurm says by job id; None: it does not answer."""
+State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
+"""docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
+FINISHED = ("done", "reused")
+SILENT = "Slurm does not answer: the states are what the files say, and may be old"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage, as the table shows it; "" for what is not known, or means nothing here.
+
+    figures: what else there is to know of its work. remarks: what a person should know or do about it.
+    """
+
+    stage: str
+    state: State
+    job: str
+    elapsed: str
+    progress: str
+    left: str
+    figures: str
+    remarks: list[str]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run. outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on."""
+    """A run.
+
+    Attributes:
+        current: of the stages that were asked for, the one that says most.
+        outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on.
+    """
 
     files: RunFiles
     rows: list[Row]
-    evaluations: str
+    current: Row
     remarks: list[str]
     outcome: Literal["done", "failed"] | None
 
-    @property
-    def current(self) -> Row:
-        """The stage that says most: one that runs, else the first that needs attention, waits, or is to do."""
-        targets = [row for row in self.rows if row.stage in targets_of(self.files)] or self.rows
-        for states in (("running", "running?", "starting"), {*BAD, "stopped"} - {"removed"}, LIVE):
-            if found := [row for row in targets if row.state in states]:
-                return found[0]
-        return next((row for row in targets if row.state not in ("done", "reused")), targets[-1])
 
-
-def wanted_ids(files: RunFiles) -> list[str]:
+def wanted_ids(run: RunFiles) -> list[str]:
     """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
-    ids: list[str] = []
-    for stage, found in files.stages.items():
-        if found.manifest is None or is_to_rebuild(files, stage):
-            for job in files.jobs(stage):
+    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.result]
+    for stage, files in run.stages.items():
+        if _is_due(run, stage):
+            for job in run.jobs(stage):
                 ids += [job.id, *(f"{job.id}_{element}" for element in job.elements or ())]
-            ids += [found.state.job] if found.state and found.state.job else []
-    ids += [entry.job.id for entry in files.evaluations if entry.job and not entry.done]
-    return list(dict.fromkeys(ids))
+            ids += [files.state.job] if files.state and files.state.job else []
+    return ids
 
 
-def targets_of(files: RunFiles) -> list[str]:
-    """The stages that were asked for: by the newest submission, else those that were begun."""
-    if files.chain:
-        return [stage for stage in files.stages if files.jobs(stage)]
-    return [stage for stage, found in files.stages.items() if found.begun or found.manifest]
-
-
-def judge(files: RunFiles, jobs: Jobs, now: float) -> RunStatus:
+def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     """How the run stands at `now` (seconds since the epoch)."""
-    judged = [StageStatus(files, stage, jobs, now) for stage in files.stages]
-    rows = [stage.row() for stage in judged]
-    states = {row.stage: row.state for row in rows}
-    rows = [_removed(row, files, states) for row in rows]
-    remarks = [remark for stage, row in zip(judged, rows, strict=True) for remark in stage.remarks(row.state)]
-    if gone := [row.stage for row in rows if row.state == "removed"]:
-        remarks.append(f"{', '.join(gone)}: not in the queue any more, for a stage before ended badly or was cancelled")
-    if jobs is None:
-        remarks.insert(0, "Slurm does not answer: the states are what the files say, and may be old")
-    targets, beside = targets_of(files), _evaluations_queued(files, jobs)
-    bad = any(row.state in BAD for row in rows)  # what waits for something that ended badly waits in vain
-    going = [row for row in rows if row.state in LIVE and not (bad and row.state == "waiting")] or beside
-    finished = all(states[stage] in ("done", "reused") for stage in targets)
-    outcome: Literal["done", "failed"] | None = None if going or not targets else "done" if finished else "failed"
-    return RunStatus(files, rows, _evaluations(files, beside), [*remarks, *_general(files, states, outcome)], outcome)
-
-
-def go_on(files: RunFiles) -> str:
-    """The command that continues the run: that of the submission, which must not force again what it has forced."""
-    if files.chain and files.chain.command:
-        return shlex.join(["python", *(word for word in files.chain.command if word != "--force")])
-    return f"python launch/submit.py --stage all --config {shlex.quote(str(files.folder / 'config.yaml'))}"
-
-
-def _removed(row: Row, files: RunFiles, states: Mapping[str, str]) -> Row:
-    """Slurm takes jobs out of the queue whose dependency cannot be met: nothing is wrong with them."""
-    found = files.stages[row.stage]
-    began = {job.partition("_")[0] for job in (*found.starts, found.state.job if found.state else "")}
-    never_began = not began & {job.id for job in files.jobs(row.stage)}
-    earlier = [stage for stage in targets_of(files) if list(states).index(stage) < list(states).index(row.stage)]
-    if row.state in ("gone", "cancelled") and files.jobs(row.stage) and never_began and any(
-            states[stage] not in ("done", "reused", *LIVE) for stage in earlier):
-        return replace(row, state="removed", progress="")
-    return row
-
-
-def _evaluations_queued(files: RunFiles, jobs: Jobs) -> dict[int, str]:
-    """By step, the state of the evaluations that are in the queue."""
-    infos = {entry.step: (jobs or {}).get(entry.job.id, JobInfo("")) for entry in files.evaluations
-             if entry.job and not entry.done}
-    return {step: info.state for step, info in infos.items() if info.queued}
-
-
-def _evaluations(files: RunFiles, queued: Mapping[int, str]) -> str:
-    """Evaluations beside training, in a line; empty if there are none."""
-    open_ = [entry for entry in files.evaluations if not entry.done and entry.step not in queued]
-    groups = {"running": [step for step, state in queued.items() if state != "PENDING"],
-              "queued": [step for step, state in queued.items() if state == "PENDING"],
-              "owed": [entry.step for entry in open_ if not entry.failed],
-              "failed": [entry.step for entry in open_ if entry.failed]}
-    done = [entry for entry in files.evaluations if entry.done]
-    counts = [f"{len(done)} done"] if done else []
-    counts += [f"{len(steps)} {word} (step {', '.join(map(str, steps[:4]))}{' ...' * (len(steps) > 4)})"
-               for word, steps in groups.items() if steps]
-    last = f"; last: step {done[-1].step}, {done[-1].result}" if done and done[-1].result else ""
-    return f"evaluations of checkpoints: {', '.join(counts)}{last}" if counts else ""
-
-
-def _general(files: RunFiles, states: Mapping[str, str], outcome: str | None) -> list[str]:
-    """Remarks that belong to no one stage."""
-    found = [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in files.evaluations
-             if entry.failed]
-    latest = {str(strike.get("node")): strike for strike in files.strikes}
-    for node, strike in latest.items():
-        left_out = "; it is left out of the next submission" if node in files.excluded else ""
-        found.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
-    if files.stop is not None and states["train"] in LIVE:
-        found.append(f"training was asked to stop{': ' + files.stop if files.stop else ''}; it saves and leaves")
-    if "stuck" in states.values():
-        found.append(f"what is stuck has to go first: python launch/submit.py --cancel {files.folder}")
+    rows: list[Row] = []
+    asked: list[Row] = []  # by the newest submission, else what was begun
+    for stage, files in run.stages.items():
+        broken = any(row.state in ("failed", "stopped") for row in asked)
+        rows.append(_Stage(run, stage, jobs, now).row(broken))
+        asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
+    current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
+    evaluations, beside = _evaluations(run, jobs)
+    states = {row.state for row in rows}
+    outcome: Literal["done", "failed"] | None = None
+    # What waits for something that failed waits in vain.
+    if asked and not beside and "running" not in states and ("waiting" not in states or "failed" in states):
+        outcome = "done" if current.state in FINISHED else "failed"
+    remarks = [SILENT] * (jobs is None)
+    remarks += [remark for row in rows for remark in row.remarks] + evaluations
+    remarks += [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in run.evaluations
+                if entry.failed]
+    for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
+        left_out = "; it is left out of the next submission" * (node in run.excluded)
+        remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
     if outcome == "failed":
-        mended = ", once the cause is mended" if "failed" in states.values() else ""
-        found.append(f"to go on{mended}: {go_on(files)}")
-    return found
+        remarks.append(f"to go on: {go_on(run)}")
+    return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)
+
+
+def go_on(run: RunFiles) -> str:
+    """The command that continues the run: that of the submission, which must not force again what it has forced."""
+    if run.chain:
+        return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
+    return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
+
+
+def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[list[str], bool]:
+    """Evaluations beside training, as remarks, and whether some are in the queue."""
+    groups: dict[str, list[int]] = {}
+    for entry in run.evaluations:
+        info = (jobs or {}).get(entry.job.id if entry.job else "", JobInfo(""))
+        word = "done" if entry.result else info.state.lower() if info.queued else "failed" if entry.failed else "owed"
+        groups.setdefault(word, []).append(entry.step)
+    counts = [f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items()]
+    counts += [f"step {entry.step} has {entry.result}" for entry in run.evaluations if entry.result][-1:]
+    return ([f"evaluations of checkpoints: {', '.join(counts)}"] if counts else [],
+            not {"done", "failed", "owed"}.issuperset(groups))
+
+
+def _is_due(run: RunFiles, stage: str) -> bool:
+    """Whether the stage is not done, or was done before the submission that asks for it (again)."""
+    manifest = run.stages[stage].manifest
+    return manifest is None or bool(run.chain and run.jobs(stage)
+                                    and when(manifest.finished) < when(run.chain.submitted))
+
+
+class _Stage:
+    """A stage's files and what Slurm says of its jobs.
+
+    Attributes:
+        said: the stage's last word, if it still counts.
+        info: what Slurm says of the job that matters now. array: that job, or one that is done, if it is one.
+        failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
+            been cancelled.
+    """
+
+    def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
+        self.run, self.stage, self.jobs, self.now = run, stage, jobs, now
+        self.files, self.own, chain = run.stages[stage], run.jobs(stage), run.chain
+        self.said = said = self.files.state
+        if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
+            self.said = None  # its manifest was withdrawn, or it is of an earlier submission
+        self.job = min(self.own, key=self._rank, default=None)
+        self.info = self._info(self.job.id if self.job else self.said.job if self.said else "")
+        self.failed = [(job, element, state) for job in self.own for element in job.elements or ()
+                       if element not in self.files.shares[job.id].done
+                       and (state := self._info(f"{job.id}_{element}").state) in ENDED - {UNKNOWN, "CANCELLED"}]
+
+    def _info(self, id: str) -> JobInfo:
+        return (self.jobs or {}).get(id, JobInfo(id))
+
+    def _rank(self, job: ChainJob) -> tuple[int, int]:
+        """The job that runs comes first, then the next in the queue, then the first that failed, then the last."""
+        state = self._info(job.id).state
+        rank = {"PENDING": 1, UNKNOWN: 3, "COMPLETED": 3}.get(state, 2 if state in ENDED else 0)
+        return rank, -self.own.index(job) * (rank == 3)
+
+    def row(self, broken: bool) -> Row:
+        """How the stage stands. broken: a stage before it has failed or was stopped."""
+        stage, info, last = self.stage, self.info, self.files.state
+        state, remark = self._verdict(broken)
+        remarks, figures = [remark] if remark else [], []
+        if state in ("running", "waiting"):
+            if (ended := self.files.ended).get("status") in ("crashed", "hung"):
+                remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
+            if stage == "train" and self.run.stop is not None:
+                why = self.run.stop or "no reason given"
+                remarks.append(f"training was asked to stop ({why}); it saves and leaves")
+        if info.nodes:
+            figures.append(f"nodes {info.nodes}")
+        found = self._progress(state)
+        if found and found.loss is not None:
+            figures += [f"loss {found.loss:.4f}", f"tokens/s {found.tokens_per_s or 0:,.0f}",
+                        f"goodput {found.goodput or 0:.1%}"]
+        if restarts := max(last.attempt if last else 0, info.restarts):
+            figures.append(f"restarts {restarts}")
+        links = [job.id for job in self.own if job.kind == "link"]
+        link = f" ({links.index(info.id) + 1}/{len(links)})" if info.id in links else ""
+        fresh = state == "running" and found and self.said and found.at > self.said.at  # written by this start
+        left = _time(found.left_s) if found and found.left_s and fresh else ""
+        return Row(stage, state, info.id + link, self._elapsed(state), self._work(found), left, ", ".join(figures),
+                   remarks)
+
+    def _verdict(self, broken: bool) -> tuple[State, str]:
+        """The state, and what is to be said of it."""
+        name, files, said, info = self.stage, self.files, self.said, self.info
+        if files.damaged:
+            return "failed", f"{name}: {files.damaged}"
+        if info.queued and _is_due(self.run, name):
+            if info.state != "PENDING":
+                return "running", ""
+            text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
+            text = f"{name} (job {info.id}) {text} ({info.reason})"
+            if is_stuck(info.reason):
+                return "failed", f"{text}; it has to go first: python launch/submit.py --cancel {self.run.folder}"
+            return "waiting", "" if info.reason in EXPECTED else text
+        if files.manifest is not None:
+            return "reused" if files.reused else "done", ""
+        if said and said.status != "running":
+            state: State = "failed" if said.status == "failed" else "stopped"
+            step = "" if said.step is None else f" after step {said.step}"
+            return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
+        if said.job if said else info.id:  # not where it was begun by hand since
+            return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
+        if not files.begun:
+            return "to do", ""
+        if files.alive is None:
+            last = files.progress or said
+            age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
+            return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
+        if files.alive:
+            return "running", ""
+        if said:
+            return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
+        return "stopped", f"{name} is not done, and nobody works on it"
+
+    def _ended(self, broken: bool) -> tuple[State, str]:
+        """Of a stage whose jobs have left the queue, and that left no word of its end."""
+        info, name = self.info, self.stage
+        if broken and not self.said and info.state in (UNKNOWN, "CANCELLED"):
+            return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
+        why = "is not known to Slurm any more: it crashed, or was cancelled" if info.state == UNKNOWN else \
+            f"ended {info.state} ({info.reason or 'no reason given'})"
+        text = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
+        return "failed", f"{name} failed: {text or f'job {info.id} {why}'}{self._logs()}"
+
+    def _elapsed(self, state: State) -> str:
+        """Of a stage that is done, over all starts of the submission that finished it; of one that runs, this start."""
+        manifest, began = self.files.manifest, self.now - when(self.said.at) if self.said else 0.0
+        if state == "done" and manifest:
+            return _time(max(manifest.wall_s, when(manifest.finished) - when(manifest.started)))
+        return _time(self.info.elapsed_s or began) if state == "running" else ""
+
+    def _progress(self, state: State) -> Progress | None:
+        """How far it is: of arrays the elements, else what the stage recorded."""
+        found, shares = self.files.progress, self.files.shares
+        for job in self.own:
+            if job.elements and (job == self.job or (shares[job.id].done and not self.files.progress)):
+                found = Progress(len(shares[job.id].done), shares[job.id].of, "parts", job.phase)
+        return None if found and found.phase and state in FINISHED else found
+
+    def _work(self, found: Progress | None) -> str:
+        """The progress in words."""
+        if found is None:
+            return ""
+        phase = f"{found.phase} " * (found.phase not in ("", self.stage))
+        failed = f", failed: {', '.join(str(element) for _, element, _ in self.failed)}" if self.failed else ""
+        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}{failed}"
+
+    def _logs(self) -> str:
+        """Where to read more: the stage's own log, and that of its job."""
+        id, logs = self.info.id, f"{self.run.folder}/logs"
+        for job, element, _ in self.failed[:1]:
+            id = f"{job.id}_{element}"
+        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else ".log")
+
+
+def _time(seconds: float) -> str:
+    return duration(min(max(0.0, seconds), 1e9))

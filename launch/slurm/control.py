@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from launch.run_status.run_files import RunFiles, newest_log, read_run
+from launch.run_status.run_files import RunFiles, read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
-from launch.run_status.stage_status import LIVE
 from launch.slurm.chain import ChainJob, read_chains, unrecorded
 from launch.slurm.scheduler import JobInfo, Scheduler
 from launch.slurm.start_logs import output, rank_log
@@ -71,16 +70,18 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
     files = read_run(run_folder)
     jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
     row = next(row for row in judge(files, jobs, time.time()).rows if row.stage == "train")
-    if row.state not in ("running", "running?", "starting", "requeued", "submitted?"):
+    said = files.stages["train"].state
+    requeued = row.state == "waiting" and (jobs is None or (said is not None and said.job == row.job))
+    if row.state != "running" and not requeued:
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
-        if row.state in LIVE:
+        if row.state == "waiting":
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
         return 0
     write_text(run_folder / STOP, f"{reason or 'asked for by the user'}\n")
     if jobs is None:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     job = f" (job {row.job})" if row.job else ""
-    when = "when its job starts again" if row.state == "requeued" else "after the step that it is in"
+    when = "when its job starts again" if requeued and jobs is not None else "after the step that it is in"
     print(f"training{job} will stop {when}: it saves a checkpoint and leaves, and what depends on it does not start.\n"
           f"The request is the file {run_folder / STOP}; deleting it before training has seen it takes it back.\n"
           f"to go on: {go_on(files)}")
@@ -130,6 +131,14 @@ def _attempt(run_folder: Path, start: str) -> dict[str, Any]:
     """What is recorded of the beginning of a start; {} if nothing is."""
     return next((event for event in read_attempts(run_folder) if event["event"] == "attempt"
                  and f"{event['job']}.{event['start']}" == start), {})
+
+
+def newest_log(folder: Path, stage: str) -> Path | None:
+    """The stage's newest log in a run: the folder of its last job, or the local launcher's file."""
+    found = [path for path in (folder / "logs" / stage / "latest", folder / "logs" / f"{stage}.log") if path.exists()]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    # `latest` may point elsewhere a moment later.
+    return newest and newest.with_name(newest.resolve().name)
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:

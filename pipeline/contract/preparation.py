@@ -14,7 +14,7 @@ from pipeline.contract.run import Run, State
 from pipeline.contract.stage_work import Work, begin, set_aside
 from pipeline.contract.stages import STAGES, before
 from pipeline.contract.start_record import force_id
-from pipeline.contract.state import STATE
+from pipeline.contract.state import PROGRESS, STATE
 from pipeline.contract.units import finished_units
 from pipeline.errors import UserError
 
@@ -145,7 +145,7 @@ def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
 def _withdraw(run: Run, name: str) -> None:
     """Make a finished stage an unfinished one; its outputs stay."""
     if is_leader():
-        for record in (MANIFEST, STATE):
+        for record in (MANIFEST, STATE, PROGRESS):
             (run.own_folder(name) / record).unlink(missing_ok=True)
 
 

@@ -27,8 +27,8 @@ from pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
-from pipeline.contract.start_record import STARTED, force_id, read_start
-from pipeline.contract.state import RESERVE, STATE, StageState, read_state, write_state
+from pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
 from pipeline.contract.workers import Workers
@@ -139,10 +139,12 @@ class Work:
         if part is not None:
             units = list(part.of(units))
             keys = {unit.name: keys[unit.name] for unit in units}
+        kept = ProgressRecord(self.folder if part is None else None)
         with ProgressBar(self.name, phase, len(units), unit_word) as progress:
             records = store.found(keys)
             found = len(records)
             progress.already(found)
+            kept.note(Progress(found, len(units), unit_word, phase))
             if todo := [unit for unit in units if unit.name not in records]:
                 store.whole.unlink(missing_ok=True)
             for name, record in self.workers.do(function, self.folder, todo, self.stop):
@@ -150,6 +152,8 @@ class Work:
                 records[name] = record
                 self.made += 1
                 progress.advance()
+                kept.note(Progress(len(records), len(units), unit_word, phase, progress.left_s))
+        kept.flush()
         if len(records) < len(units):
             raise self._stopped(phase, len(records), len(units))
         if part is not None:
@@ -302,11 +306,14 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     save_config(run.config, run.folder / "config.yaml")
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))
+    chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
+    if chain is not None and chain == begun_by(work.folder):
+        work.started = read_json(work.folder / STARTED).get("at", work.started)
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
     write_sealed(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
                                          "files": run.files(name), "force_id": forced_by or force_id(work.folder),
-                                         "chain": os.environ.get("DROVER_CHAIN")})
+                                         "chain": chain})
     if part is None:
         work.last = read_state(work.folder)
         write_state(work.folder, "running")

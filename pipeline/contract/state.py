@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import is_full_disk
-from pipeline.files import append_line, atomic_file, read_lines, read_sealed, write_sealed
+from pipeline.files import append_line, atomic_file, read_lines, read_sealed, write_note, write_sealed
 
 STATE = "STATE.json"
 RESERVE = "STATE.reserve"
@@ -26,6 +28,9 @@ STOP = Path("launch") / "stop"
 ATTEMPTS = Path("launch") / "attempts"
 """In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
 on network file systems lines that several nodes append at once overwrite each other."""
+PROGRESS = "PROGRESS.json"
+"""Beside STATE.json: how far the stage's work is (`Progress`). Only people read it."""
+PROGRESS_EVERY_S = 5.0
 Status = Literal["running", "done", "preempted", "failed"]
 
 
@@ -92,6 +97,57 @@ def read_state(folder: Path, file: str = STATE) -> StageState | None:
         return None
 
 
+def now() -> str:
+    """The time in UTC, to the millisecond, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage's work is.
+
+    Attributes:
+        phase: whose units are counted, for a stage that works in phases.
+        left_s: seconds to the end of what is counted.
+        loss: of the last step, for train; in the file a text where it is no number, as JSON has none for NaN.
+    """
+
+    done: int
+    total: int
+    unit: str
+    phase: str = ""
+    left_s: float | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    goodput: float | None = None
+    at: str = field(default_factory=now)
+
+
+class ProgressRecord:
+    """Keeps PROGRESS.json of the stage in `folder` (None: of none) up to date, every few seconds at most.
+
+    A record that cannot be written is left out: work never waits for it to reach the disk, nor ends because of it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder, self._next = folder, 0.0
+        self._latest: Progress | None = None
+
+    def note(self, progress: Progress) -> None:
+        """Take the place of what was noted before."""
+        self._latest = progress
+        if time.monotonic() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was noted last."""
+        if self._folder is None or self._latest is None:
+            return
+        with suppress(OSError):
+            write_note(self._folder / PROGRESS, asdict(self._latest))
+        self._latest, self._next = None, time.monotonic() + PROGRESS_EVERY_S
+
+
 def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> None:
     """Append what the launcher did: `job` (an allocation began), `preflight`, `attempt` (ranks started), `ended`."""
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
@@ -102,8 +158,3 @@ def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
     found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, appended=True)]
     return sorted(found, key=lambda event: str(event.get("at")))
-
-
-def now() -> str:
-    """The time in UTC, to the millisecond, as ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.config.phases import PhasePlan
 from pipeline.contract.stage_work import Work
+from pipeline.contract.state import Progress, ProgressRecord
 from pipeline.parallel.compiling import compiled_share
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
@@ -42,6 +43,7 @@ class Recorder:
         say = work.say if ranks.leads else lambda text: None
         self.line = ProgressLine(plan.steps, say)
         self.log = open_log(work, progress.step, say) if ranks.leads else None
+        self._progress = ProgressRecord(work.folder)
         peak = peak_flops(ranks.device)
         self._peak = None if peak is None or not peaks_known else peak * ranks.world
         self.flops_per_token = 0.0
@@ -83,7 +85,10 @@ class Recorder:
         if self.ranks.leads:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._begun_at))
-            self.line.show(record, (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at))
+            left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
+            self._progress.note(Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
+                                         tokens_per_s=record["tokens_per_s"], goodput=record["goodput"]))
+            self.line.show(record, left_s)
         return record
 
     @contextmanager
@@ -111,6 +116,7 @@ class Recorder:
 
     def close(self) -> None:
         """Make everything durable; nothing is recorded any more."""
+        self._progress.flush()
         if self.log is not None:
             self.log.close()
         self.log = None

@@ -6,9 +6,9 @@ from pipeline.contract import state as state_module
 from pipeline.contract.locks import lock
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stage_work import set_aside
-from pipeline.contract.state import read_state, write_state
+from pipeline.contract.state import PROGRESS, Progress, ProgressRecord, read_state, write_state
 from pipeline.errors import UserError
-from pipeline.files import write_text
+from pipeline.files import read_json, write_json, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, never, state
 
 
@@ -114,3 +114,27 @@ def test_on_a_full_disk_the_last_word_takes_the_room_kept_for_it(place, monkeypa
     full.clear()
     assert call(place, "shard", copy_corpus) == 0 and state(place) == ("done", None)
     assert not reserve.exists()
+
+
+def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(state_module.time, "monotonic", lambda: clock[0])
+    record, path = ProgressRecord(tmp_path), tmp_path / PROGRESS
+    for seconds, done, written in ((0, 1, 1), (1, 2, 1), (2, 3, 1), (state_module.PROGRESS_EVERY_S, 4, 4), (0, 5, 4)):
+        clock[0] += seconds
+        record.note(Progress(done, 9, "units"))
+        assert read_json(path)["done"] == written
+    record.flush()
+    assert read_json(path)["done"] == 5
+    ProgressRecord(path).note(Progress(1, 9, "units"))  # no folder to write to
+
+
+def test_starts_of_one_chain_count_as_one_piece_of_work(place, monkeypatch):
+    started = place / "runs/a/shard/started.json"
+    for chain, kept in (("c1", True), ("c2", False)):
+        monkeypatch.setenv("DROVER_CHAIN", "c1")
+        assert call(place, "shard", lambda work: None, "--force") == 130
+        write_json(started, {**read_json(started), "at": "2026-01-01T00:00:00+00:00"})
+        monkeypatch.setenv("DROVER_CHAIN", chain)
+        assert call(place, "shard", copy_corpus) == 0
+        assert (read_manifest(started.parent).started == "2026-01-01T00:00:00+00:00") == kept

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import read_state
+from pipeline.contract.state import PROGRESS, Progress, read_state
 from pipeline.files import read_json
 from tests.contract.conftest import ended
 from tests.stages.training import is_running
@@ -30,6 +30,8 @@ def test_before_a_time_limit_units_that_run_are_finished_and_no_others_begun(twe
     assert (state.status, state.again, state.units) == ("preempted", True, len(begun))
     assert f"SIGUSR2: {len(begun)} of 12 units of read are done, {12 - len(begun)} are left" in state.reason
     assert state.reason in told and read_manifest(twelve.folder) is None
+    progress = Progress(**read_json(twelve.folder / PROGRESS))
+    assert (progress.done, progress.total, progress.phase) == (len(begun), 12, "read") and progress.left_s > 0
     twelve.run(f"launch.processes={3 - processes}")
     assert twelve.units() == Counter(range(12)), "none was done twice"
     assert read_state(twelve.folder).status == "done"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
+from pipeline.contract.state import PROGRESS, Progress
 from pipeline.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -52,20 +52,10 @@ class HandMade:
         write_json(self.folder / stage / "STATE.json", {
             "status": status, "job": job, "at": ago(seconds), "host": "node-of-nowhere", **details})
 
-    def trained(self, steps: int, *, seconds: float = 600, **last: Any) -> None:
-        """The log of train, whose last line is of NOW: a start, and steps of 1 s."""
-        train = self.folder / "train"
-        self.begun("train")
-        append_line(train / "events.jsonl", {"event": "start", "time": ago(seconds), "step": 0})
-        lines = [{"step": step, "loss": 8 - step / 100, "tokens_per_s": 11859.6, "step_s": 1.0, **(
-            last if step == steps else {})} for step in range(1, steps + 1)]
-        write_text(train / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        os.utime(train / "metrics.jsonl", (NOW, NOW))
-
-    def units(self, stage: str, phase: str, count: int) -> None:
-        """Finished units."""
-        for number in range(count):
-            write_json(self.folder / stage / "units" / phase / f"train-stdlib-{number:05d}.json", {})
+    def progress(self, stage: str, done: int, total: int, unit: str, **more: Any) -> None:
+        """PROGRESS.json, just written."""
+        self.begun(stage)
+        write_json(self.folder / stage / PROGRESS, asdict(Progress(done, total, unit, **{"at": ago(0), **more})))
 
     def part(self, stage: str, phase: str, index: int, of: int) -> None:
         """An element's share that is done."""
@@ -103,5 +93,6 @@ class HandMade:
             for kind in ("array", "finalise") if stage in ("shard", "encode") else ("job",):
                 elements = (0, 1, 2, 3) if kind == "array" else None
                 needs = tuple(job.id for job in jobs[-1:])
-                jobs.append(self.job(str(11 + len(jobs)), stage, kind, elements, needs, parts=4 * bool(elements)))
+                jobs.append(self.job(str(11 + len(jobs)), stage, kind, elements, needs, parts=4 * bool(elements),
+                                     phase=STAGES[stage].phases[0] if elements else ""))
         return jobs

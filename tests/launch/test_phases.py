@@ -11,7 +11,6 @@ from launch.checks import _refuse_plan
 from launch.describe import consumption_lines, training_facts
 from launch.estimate import training_flops
 from launch.forecast import shape_of, state_bytes_per_rank
-from launch.run_status.run_files import _of_coming_steps
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
@@ -100,11 +99,3 @@ def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
     _refuse_plan(other, forced=True)
     _refuse_plan(run_of(tmp_path, phases=[*PHASES, {"until": "40k"}]), forced=False)
     assert "plan changed after step 12: train.phases[2] was added (phase 3" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("begun", "step", "rate"), [([{"step": 0}], 5, 1.0 * (25_600 / 10) / 1024),
-                                                     ([{"step": 10}], 12, 1.0), ([], 15, 1.0)])
-def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, begun, step, rate):
-    settings = run_of(tmp_path).config.model_dump(mode="json")
-    assert _of_coming_steps(1.0, settings, step, begun) == rate
-    assert _of_coming_steps(1.0, {"train": {"steps": 30}}, step, begun) == 1.0

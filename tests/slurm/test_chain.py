@@ -195,8 +195,8 @@ def test_the_rest_of_the_page_does_what_it_says(done):
     def of(part):
         return next(text for command, text in said.items() if part in command)
 
-    rows = {line.split()[0]: line.split()[1] for line in of("status.py --run runs/demo --watch").splitlines()
-            if len(line.split()) > 1}
+    rows = {line.split()[0]: line.split()[1] for line in reversed(of("status.py --run runs/demo --watch").splitlines())
+            if len(line.split()) > 1}  # of a stage the first line: others are its figures
     assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
     assert "step 12/12" in of("--logs runs/demo train") and of("--logs runs/demo train --rank 1")
     assert "nothing to stop" in of("--stop") and "nothing of runs/demo is in the queue" in of("--cancel")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipeline.contract.state import STOP, read_state
-from pipeline.files import write_text
+from pipeline.contract.state import PROGRESS, STOP, Progress, read_state
+from pipeline.files import read_json, write_text
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, events, kill, lines, rank_process, start, train_folder
 from tests.waiting import HANG_S, wait_for
@@ -53,6 +53,9 @@ def test_the_file_stops_with_its_words_and_for_good(fresh):
         write_text(train_folder(fresh).parent / STOP, "maintenance\nat five\n")
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "maintenance at five", False)
+    progress = Progress(**read_json(train_folder(fresh) / PROGRESS))
+    assert (progress.done, progress.total, progress.loss) == (step, 100_000, lines(fresh)[-1]["loss"])
+    assert progress.tokens_per_s > 0 and 0 < progress.goodput <= 1
 
 
 def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):

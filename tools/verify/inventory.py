@@ -15,7 +15,7 @@ from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
-from pipeline.contract.state import RESERVE
+from pipeline.contract.state import PROGRESS, RESERVE
 from pipeline.data.sampling.packing_plan import INDEX
 from pipeline.data.stored.copying import COPIES as SENT_NOTES
 from pipeline.data.text_shards import SPLITS
@@ -55,7 +55,7 @@ _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 _OF_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it "
                   "aside and goes on from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
-_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE)
+_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE, PROGRESS)
 
 
 @dataclass

@@ -64,6 +64,6 @@ def test_a_job_that_waits_for_a_node_that_is_down(tmp_path, nodes, offered):
     run.submitted(*run.whole_chain())
     found = judge(read_run(run.folder), {"16": JobInfo("16", "PENDING", DOWN[:dict(COLUMNS)["Reason"]])}, NOW)
     said = " ".join(found.remarks)
-    assert found.rows[3].state == "queued" and "man squeue" not in said
+    assert found.rows[3].state == "waiting" and "man squeue" not in said
     assert "train (job 16) waits for nodes that are down, drained or reserved; it starts by itself when they" in said
     assert ("the same command with fewer --nodes goes on, after --cancel" in said) == offered

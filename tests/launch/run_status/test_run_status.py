@@ -1,0 +1,139 @@
+"""Which state a stage is in, and what is said of it: by its folder, by Slurm's answers, by both."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run_status.run_files import read_run
+from launch.run_status.run_status import wanted_ids
+from launch.slurm.nodes import add_strike
+from launch.slurm.scheduler import JobInfo
+from pipeline.files import write_json, write_text
+from tests.launch.run_folders import SETTINGS
+from tests.launch.run_status.conftest import DEPENDENTS, Seen
+
+
+@pytest.mark.parametrize("said, answer, state, remark", [
+    ("running", "RUNNING", "running", ""), ("preempted", "COMPLETING", "running", ""), ("", "RUNNING", "running", ""),
+    ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"),
+    ("running", "PENDING launch failed requeued held", "waiting", "`scontrol release 16`"),
+    ("", "PENDING Dependency", "waiting", ""), ("", "PENDING QOSMaxJobsPerUserLimit", "waiting", "your jobs use all"),
+    ("", "PENDING Resources", "waiting", r"train \(job 16\) waits for free nodes \(Resources\)"),
+    ("", "PENDING DependencyNeverSatisfied", "failed", "will never run.* go first: .* --cancel runs/demo"),
+    ("preempted", "unknown", "stopped", "train stopped after step 300: why"),
+    ("failed", "CANCELLED", "failed", "train failed after step 300: why.*to go on: python launch/submit.py"),
+    ("running", "unknown", "failed", "train failed: job 16 is not known to Slurm any more: it crashed, or was"),
+    ("running", "NODE_FAIL", "failed", "train failed: job 16 ended NODE_FAIL"), ("", "unknown", "failed", "not known"),
+    ("", "FAILED NonZeroExitCode", "failed", r"job 16 ended FAILED \(NonZeroExitCode\)\. Logs: .*slurm/16.log"),
+    ("", "COMPLETED", "failed", "job 16 ended COMPLETED"), ("", "CANCELLED", "failed", "job 16 ended CANCELLED"),
+    ("running", None, "running", "^Slurm does not answer"), ("preempted", None, "stopped", "^Slurm does not answer"),
+    ("failed", None, "failed", "^Slurm does not answer"), ("", None, "waiting", "^Slurm does not answer")])
+def test_its_word_and_the_queue(run, said, answer, state, remark):
+    seen = run.training(said, step=300, reason="why").status(answer and {"16": answer, **DEPENDENTS})
+    assert [row.state for row in seen.rows] == [*["done"] * 3, state, *["waiting"] * 3]
+    assert re.search(remark, " ".join(seen.remarks)) and bool(seen.remarks) == bool(remark)
+    # What waits behind one that failed waits in vain, and so does who watches.
+    assert seen.outcome == ("failed" if state == "failed" else None)
+
+
+def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
+    run.training("failed", seconds=5000)
+    assert run.states({"16": "PENDING Dependency"})[3] == "waiting" and run.states({"16": "RUNNING"})[3] == "running"
+    run.done("train", until=1000)  # it is forced
+    assert "16" in wanted_ids(read_run(run.folder)) and run.states({"16": "PENDING Dependency"})[3] == "waiting"
+    run.done("train", until=50)
+    assert "16" not in wanted_ids(read_run(run.folder)) and run.states({"16": "COMPLETING"})[3] == "done"
+
+
+def test_local_run(run):
+    """Of a process that runs, is gone, cannot be seen; with and without a word of the stage."""
+    run.begun("train")
+    with subprocess.Popen([sys.executable, "-c", "input()", "-m", "pipeline.train"], stdin=subprocess.PIPE) as process:
+        here = f"{process.pid} on {platform.node()}"
+        write_text(run.folder / ".locks/train", f"process {here}, since then\n")
+        assert run.states({})[2:5] == ["to do", "running", "to do"]
+        process.communicate(b"\n")
+    assert run.states({})[3] == "stopped"
+    run.state("train", "running")
+    assert run.states({})[3] == "failed" and "is gone; it was killed. Logs: " in run.status({}).remarks[0]
+    assert wanted_ids(read_run(run.folder)) == []
+    run.submitted(*run.whole_chain())  # before it was begun by hand
+    write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
+    row = run.status({"16": "FAILED"}).rows[3]
+    assert row.state == "running" and row.remarks[0].endswith("its last record is 10 m 00 s old")
+
+
+def test_links_of_training(run):
+    run.submitted(*(run.job(id, "train", "link") for id in ("21", "22", "23")))
+    run.state("train", "preempted", job="21")
+    answers = {"21": "COMPLETED", "22": JobInfo("22", "RUNNING", elapsed_s=5), "23": "PENDING Dependency"}
+    row = run.status(answers).rows[3]
+    assert (row.job, row.state, row.elapsed) == ("22 (2/3)", "running", "5.0 s")
+
+
+@pytest.mark.parametrize("read, sort, rest, job, progress, remark", [
+    ("RUNNING", "PENDING", "PENDING", "20", "read 1/2 parts 50%", ""),
+    ("FAILED", "CANCELLED", "CANCELLED", "20", "read 1/2 parts 50%, failed: 1",
+     "shard failed: element 1 of read ended FAILED. Logs: runs/demo/logs/shard/20_1.*, runs/demo/logs/slurm/20_1.log"),
+    ("COMPLETED", "COMPLETED", "RUNNING", "22", "read 1/2 parts 50%", "")])
+def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
+    run.submitted(run.job("20", "shard", "array", (0, 1), parts=2, phase="read"),
+                  run.job("21", "shard", "array", (0, 1), parts=2, phase="sort"), run.job("22", "shard", "finalise"))
+    run.part("shard", "read", 0, 2)
+    answers = {"20": read, "20_0": "COMPLETED", "20_1": read if remark else "RUNNING", "21": sort, "22": rest}
+    seen = run.status(answers)
+    assert (seen.rows[0].job, seen.rows[0].progress) == (job, progress) and remark in " ".join(seen.remarks)
+    run.progress("shard", 1, 4, "shards", phase="write")  # by a job that is no array
+    assert run.status(answers).rows[0].progress == (progress if job == "20" else "write 1/4 shards 25%")
+    run.done("shard")
+    assert run.status({}).rows[0].progress == ""
+
+
+def test_a_reused_stage_and_one_of_a_plugin(run):
+    run.done("shard", "tokenizer")
+    other = Seen(Path("runs/other"), {**SETTINGS, "reuse": "runs/demo"})
+    other.done("letters")
+    assert other.states({}) == ["reused", "reused", *["to do"] * 5, "done"]
+
+
+@pytest.mark.parametrize("path, content, remark", [
+    ("config.yaml", "train: [half", ""), ("config.yaml", "train: 3\nreuse: []\n", ""),
+    ("train/STATE.json", '{"status": "ru', ""), ("train/STATE.json", '{"status": "failed", "reason": ["why"]}', ""),
+    ("train/PROGRESS.json", '{"done": "many", "total": 5, "unit": "steps"}', ""), ("train/PROGRESS.json", "", ""),
+    ("train/PROGRESS.json", '{"done": 1, "total": 0, "unit": "", "left_s": 1e999, "loss": "nan"}', ""),
+    ("train/manifest.json", '{"format": 99}', "written by another version"), ("train/manifest.json", "{", "is damaged"),
+    ("launch/attempts/16.jsonl", "{\n[]\n3\n", ""), ("launch/nodes.jsonl", "3\n", ""), (".locks/train", "process", ""),
+    ("evaluations/step-00000100/evaluate/manifest.json", '{"format": 1}', ""), ("launch/chain.json", '{"jo', "")])
+def test_files_that_are_torn_or_foreign(run, path, content, remark):
+    write_text(run.training().folder / path, content)
+    seen = run.status({"16": "RUNNING", **DEPENDENTS})
+    assert seen.rows[3].state == ("failed" if remark else "running") and remark in " ".join(seen.remarks)
+
+
+def test_evaluations_nodes_and_a_request_to_stop(run):
+    """By what each is known: a job in the queue, a record of failure, a checkpoint without a result."""
+    write_json(run.folder / "config.yaml", {"train": {"steps": 900, "checkpoint": {"every_steps": 100}},
+                                            "launch": {"evaluate": {"every_checkpoints": 2}}})
+    evaluations = [run.job(id, "evaluate", "evaluation", name=f"demo-evaluate-step-00000{id}") for id in ("400", "600")]
+    run.submitted(*run.whole_chain(), *evaluations)
+    for step in (100, 800, 900):
+        write_json(run.folder / f"train/checkpoints/step-00000{step}/COMPLETE.json", {})
+    Seen(run.folder / "evaluations/step-00000200").state("convert", "failed", reason="no space")
+    run.state("train", "running", job="16")
+    write_text(run.folder / "launch/stop", "maintenance\n")
+    for number in range(2):
+        add_strike(run.folder, "n3", f"16.{number}", "was late")
+    run.done("shard", "tokenizer", "encode", until=1)
+    answers = {"16": "RUNNING", "400": "RUNNING", "600": "PENDING", **DEPENDENTS}
+    asked, counted, failed, strike = run.status(answers).remarks
+    assert counted == ("evaluations of checkpoints: 1 failed (newest: step 200), 1 running (newest: step 400), 1 "
+                       "pending (newest: step 600), 1 owed (newest: step 800)")
+    assert asked == "training was asked to stop (maintenance); it saves and leaves"
+    assert failed == "the evaluation of step 200 failed: no space"
+    assert re.fullmatch("node n3 failed at .*: was late; it is left out of the next submission", strike)

@@ -1,0 +1,33 @@
+"""What an attempt at training records of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.config.phases import PhasePlan
+from pipeline.config.training import TrainConfig
+from pipeline.contract.state import PROGRESS
+from pipeline.files import read_json
+from pipeline.parallel.ranks import Ranks
+from pipeline.records.checkpoints import TrainingProgress
+from pipeline.training import recorder as module
+from pipeline.training.engines.engine import StepResult
+
+PLAN = PhasePlan.of(TrainConfig(sequence_length=64, batch_tokens=1024, warmup_steps=0, phases=[
+    {"until": 10_240}, {"until": 30_720, "batch_tokens": 4096}]))
+
+
+@pytest.mark.parametrize(("first", "step", "left_s"), [(0, 5, 10 * 25_600 / 5120), (10, 12, 10 * 12_288 / 8192),
+                                                       (14, 15, 0.0)])
+def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, monkeypatch, first, step, left_s):
+    monkeypatch.setattr(module, "open_log", lambda *_: None)
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    work = SimpleNamespace(folder=tmp_path, say=lambda text: None)
+    recorder = module.Recorder(work, Ranks(0, 1, torch.device("cpu")), TrainingProgress(step=first), PLAN, False)
+    recorder.step(TrainingProgress(), TrainingProgress(step=step), StepResult(float("nan"), 1.0, True), 1.0, 0.0, 0.1)
+    found = read_json(tmp_path / PROGRESS)
+    assert (found["done"], found["total"], found["left_s"], found["loss"]) == (step, 15, left_s, "nan")
