@@ -6,10 +6,34 @@ import ctypes
 import os
 import signal
 from pathlib import Path
+from types import FrameType, TracebackType
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 # Loaded here, not after a fork: only calls that cannot deadlock are made there.
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Interruptions:
+    """Counts requests to stop (Ctrl-C, SIGTERM, a closed terminal) while the launcher, or a job's runner, works."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Interruptions:
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup is respected
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
 
 
 def end_with_parent(signal_number: int, parent: int | None = None) -> None:
@@ -26,8 +50,8 @@ def end_with_parent(signal_number: int, parent: int | None = None) -> None:
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL `root` and everything below it. The elastic agent's workers are in sessions of their own, so a signal
-    to its process group would miss them."""
+    """SIGKILL `root` and everything below it. What is below may be in sessions of its own, so a signal to the process
+    group would miss it."""
     for process in (root, *descendants(root)):
         try:
             os.kill(process, signal.SIGKILL)

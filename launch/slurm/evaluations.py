@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -25,12 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from launch.processes import end_with_parent
+from launch.box import Processes, find_machine, rendezvous
+from launch.plan import local_ranks
+from launch.processes import Interruptions
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from pipeline.config.loading import config_hash, load_config, save_config
-from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
 from pipeline.contract.state import now
@@ -135,30 +135,19 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
         return 0
     run = run_in(run_folder.absolute(), check=False)
     path = prepare(run, step)
-    for command in commands(run.config, path):
-        # What training was made of may have changed since it began: that is for the next who asks for it to mend.
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False,
-                                env={**os.environ, "DROVER_CONTINUES": "1"},
-                                preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid())).returncode
-        if status:
-            return status if status > 0 else 128 - status
+    # What training was made of may have changed since it began: that is for the next who asks for it to mend.
+    environment = {**os.environ, "DROVER_CONTINUES": "1"}
+    for stage, ranks in (("convert", 0), ("evaluate", local_ranks(run.config, find_machine()))):
+        command = [sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)]
+        end = Processes(command, {**environment, **(rendezvous(ranks) if ranks else {})}, ranks,
+                        path.parent / "logs" / f"{stage}.log", stage, Interruptions()).run()
+        if end.status:
+            return end.status
     if not evaluation_record(run_folder, step).exists():
         return 1
     if not keep:
         clear(run_folder, step)
     return 0
-
-
-def commands(config: Config, path: Path) -> list[list[str]]:
-    """The stages of an evaluation; evaluate with a rank per GPU, as on one box."""
-    from launch.local import find_machine
-    from launch.plan import local_ranks
-
-    ranks, arguments = local_ranks(config, find_machine()), ["--config", str(path)]
-    start = [sys.executable, "-m"] if ranks == 1 else [
-        sys.executable, "-m", "launch.agent", str(path.parent / "agent.log"), "--standalone", "--nproc-per-node",
-        str(ranks), "-m"]
-    return [[sys.executable, "-m", "pipeline.convert", *arguments], [*start, "pipeline.evaluate", *arguments]]
 
 
 def clear(run_folder: Path, step: int) -> None:

@@ -28,7 +28,7 @@ MAKE_S = 30.0
 back may let it wait for room that is there."""
 KILL_S = 40.0
 """Seconds until a step that is to be killed is given up."""
-_ENDED = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
+_ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: (?:Node failure on (?P<node>\S+)|Task launch for .* failed on node (?P<other>\S+):)",
                    re.MULTILINE)
 _VANISHED = re.compile(r"missing step on node (?P<index>\d+)")
@@ -64,7 +64,8 @@ class TaskEnd:
 class StepEnd:
     """How a step ended.
 
-    status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr.
+    status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr, or a line for each
+        rank that ended badly, as srun would write it.
     given_up: srun had started no task for so long that it was ended.
     abandoned: srun itself did not end and was killed: Slurm may still run its tasks.
     """

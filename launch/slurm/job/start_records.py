@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.slurm.job.allocation import Allocation
+from launch.host import Allocation
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.parts import PARTS, last_word_file
@@ -50,5 +50,5 @@ def newest_step(folder: Path) -> int | None:
 
 def hang_of(spec: JobSpec, here: Allocation, start: int) -> Hang | None:
     """Who was late when training hung in that start; None if it did not."""
-    folder = hang_folder(spec.folder, f"{here.job}.{here.restart}.{start}")
+    folder = hang_folder(spec.folder, f"{here.job or 'local'}.{here.restart}.{start}")
     return judge_hang(folder, spec.ranks) if read_hang(folder) else None

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from launch.slurm.job.allocation import Allocation
+from launch.host import Host, Job
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import Decision, Outcome, fruitless
-from launch.slurm.job.srun import StepEnd, last_words, run_child, run_step, srun_command
+from launch.slurm.job.srun import StepEnd
 from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
-from launch.slurm.job.time_limit import TimeLimit
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import Scheduler
 from launch.slurm.trust import code_problems
 from pipeline.contract.state import log_attempt, read_attempts
-
-STEP_TRIES = 4
-"""Calls of srun until a step that cannot be made is given up."""
-STEP_PAUSE_S = 5.0
-
-
-class Job(Protocol):
-    """What starts know of the job that makes them.
-
-    Attributes:
-        stopping: whether it was told to end.
-    """
-
-    stopping: bool
-
-    def say(self, text: str) -> None:
-        """One line of the job's log."""
-
-    def tick(self) -> bool:
-        """Called while something runs; False if it must end because the stage is another start's."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait, but not when told to end."""
 
 
 class Starts:
@@ -49,10 +24,10 @@ class Starts:
         last: folder of the logs, and end, of the last one.
     """
 
-    def __init__(self, job: Job, spec: JobSpec, allocation: Allocation, scheduler: Scheduler, blame: Blame) -> None:
-        self.job, self.spec, self.allocation, self.scheduler, self.blame = job, spec, allocation, scheduler, blame
+    def __init__(self, job: Job, spec: JobSpec, host: Host, blame: Blame) -> None:
+        self.job, self.spec, self.host, self.here, self.blame = job, spec, host, host.here, blame
         self.run_folder = Path(spec.run)
-        self.number = allocation.next_start(read_attempts(self.run_folder), self.logs)
+        self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
         self.last: tuple[Path, StepEnd] | None = None
 
     @property
@@ -66,32 +41,16 @@ class Starts:
         folder.mkdir(parents=True, exist_ok=True)
         point_latest(folder)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
-        self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
+        self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.here.nodes), **{
             "from": self.newest_step()})
-        self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
-        command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts, self.spec.phase)]
-        if not self.spec.ranks:
-            limit = TimeLimit(self.scheduler, self.allocation.name, self.spec.signal_s)
-            end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping,
-                            lambda: self.spec.warned and limit.is_near())
-        else:
-            end = self._step(folder, command)
+        self.job.say(f"start {self.number}: {self._count()}, output in {folder}", quiet=True)
+        command = [*self.spec.wrap, *self.spec.command, *self.here.part(self.spec.parts, self.spec.phase)]
+        end = self.host.start(self.spec, command, self.environment(self.number), folder, self.job)
         self.last = (folder, end)
         return self._judge(folder, end)
 
-    def _step(self, folder: Path, command: list[str]) -> StepEnd:
-        srun = srun_command(self.spec, folder, command, stage=self.spec.stage)
-        for number in range(1, STEP_TRIES + 1):
-            end = run_step(srun, self.environment(rendezvous=self.number), folder, self.job.tick, self.job.say)
-            if end.started or end.abandoned or self.job.stopping or number == STEP_TRIES \
-                    or not self.allocation.is_current(self.scheduler):
-                break
-            self.job.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
-            self.job.pause(STEP_PAUSE_S * number)
-        return end
-
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
-        here, events = self.allocation, read_attempts(self.run_folder)
+        here, events = self.here, read_attempts(self.run_folder)
         self.blame.strike(dict.fromkeys(end.lost, "went down"), here.restart, self.number)
         crash = {**self.names(self.number), "event": "ended", "status": "crashed", "step": self.newest_step()}
         return Outcome(
@@ -99,12 +58,12 @@ class Starts:
             committed=is_committed(self.spec, here), status=end.status, refused=end.refused,
             hang=self.blame.late(self.number),
             cause=self._cause(folder, end), lost=bool(end.lost), started=end.started, abandoned=end.abandoned,
-            stopping=self.job.stopping, again=self.number > 0,
+            stopping=self.job.stopping, again=sum(self._is_mine(event) for event in events) > 1,
             fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain, self.apart))
 
     def _cause(self, folder: Path, end: StepEnd) -> str:
         """What Slurm says of the end, and the rank's own last line where it ended by itself."""
-        words = last_words(folder, end, 1) if end.exited else []
+        words = self.host.last_words(folder, end, 1) if end.exited else []
         return "; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)]))
 
     def changed_code(self) -> str:
@@ -117,19 +76,19 @@ class Starts:
     @property
     def apart(self) -> str | None:
         """Whose starts are counted together: an array's element is on its own, links of a chain are not."""
-        return None if self.allocation.index is None else self.allocation.name
+        return None if self.here.index is None else self.here.name
 
     def tell_last_words(self) -> None:
         """The end of the first failing rank's errors, so that the job's log tells the whole story."""
-        for line in last_words(*self.last, 25) if self.last else ():
-            print(f"  {line}", flush=True)
+        for line in self.host.last_words(*self.last, 25) if self.last else ():
+            self.job.say(f"  {line}", quiet=True)
 
-    def environment(self, rendezvous: int | None = None) -> dict[str, str]:
-        """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
+    def environment(self, number: int) -> dict[str, str]:
+        """Of a stage's process in start `number`. What the submission says goes before what the job's shell happened to
+        have."""
         return {**os.environ, **self.spec.environment, "DROVER_ATTEMPT": str(self.number),
                 "DROVER_CHAIN": self.spec.chain,
-                **(self.allocation.rendezvous(self.spec, rendezvous, self.scheduler)
-                   if rendezvous is not None else {})}
+                **(self.host.rendezvous(self.spec, number) if self.spec.ranks else {})}
 
     def newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -137,7 +96,7 @@ class Starts:
 
     def names(self, start: int) -> dict[str, Any]:
         """What a record says of which start it is."""
-        return {"stage": self.spec.stage, "job": self.allocation.name, "restart": self.allocation.restart,
+        return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart,
                 "start": start, "chain": self.spec.chain}
 
     def log(self, event: str, **details: Any) -> None:
@@ -152,8 +111,12 @@ class Starts:
         self.log("ended", status=decision.status, reason=decision.reason, step=self.newest_step(),
                   next=decision.action)
 
+    def _is_mine(self, event: dict[str, Any]) -> bool:
+        names = self.names(0)
+        return event["event"] == "attempt" and all(event.get(key) == names[key] for key in ("stage", "job", "chain"))
+
     def _name(self) -> str:
-        return f"{self.allocation.name}.{self.number}"
+        return f"{self.here.name}.{self.number}"
 
     def _count(self) -> str:
         spec = self.spec
