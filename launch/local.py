@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from launch import host
-from launch.box import Processes, rendezvous, tell
 from launch.checks import refuse_stale
-from launch.host import Allocation, Host
-from launch.plan import Job, Options
-from launch.processes import Interruptions
+from launch.host import Host
+from launch.plan import Job, Machine, Options
+from launch.processes import Processes, stop_requests, tell
 from launch.slurm.job.runner import Runner
-from launch.slurm.job.srun import StepEnd, last_lines
+from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
+from launch.slurm.scheduler import NoScheduler
+from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.entry import INTERRUPTED
+from pipeline.contract.preparation import report_done
 from pipeline.contract.run import Run
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.contract.state import now
@@ -33,23 +36,21 @@ WORDS = Path("logs") / "local.log"
 """In a run folder: what the launcher said of all stages and starts on this box."""
 MEMORY = (", as the kernel does when memory runs out: see dmesg; a smaller train.micro_batch or launch.processes needs "
           "less")
-OUTPUT = "rank0.out"
-"""In the folder of a start: the output of all its processes."""
 
 
+@dataclass
 class LocalHost(Host):
     """This box, for one stage."""
 
-    def __init__(self, run_folder: Path, interruptions: Interruptions) -> None:
-        self.log, self.interruptions = run_folder / WORDS, interruptions
-        self.here = Allocation(os.environ.get("SLURM_JOB_ID", ""), "local",
-                               int(os.environ.get("SLURM_RESTART_COUNT") or 0), (platform.node(),))
+    log: Path
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
               job: host.Job) -> StepEnd:
         """On the terminal as well."""
-        return Processes(command, environment, spec.ranks, folder / OUTPUT, spec.stage, self.interruptions,
-                         job.tick).run()
+        processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
+        status = processes.run(job.tick)
+        said = [f"{self.nodes[0]}: task {rank}: {_how(status)}\n" for rank, status in processes.failed if spec.ranks]
+        return StepEnd(status, "".join(said))
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """To the log, and to the terminal."""
@@ -58,22 +59,19 @@ class LocalHost(Host):
         if not quiet:
             tell(sys.stderr, text)
 
-    def rendezvous(self, spec: JobSpec, number: int) -> dict[str, str]:
-        """On the loopback interface."""
-        return rendezvous(spec.ranks, number)
 
-    def last_words(self, folder: Path, end: StepEnd, count: int) -> list[str]:
-        """Of all processes: they share a log."""
-        return last_lines(folder / OUTPUT, count)
+def find_machine() -> Machine:
+    """Cores that this process may use and GPUs that it can see, without importing torch."""
+    return Machine(len(os.sched_getaffinity(0)), _gpus())
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Do the jobs; 0 if at the end all of them are done, else the status of the one that is not."""
     began = time.monotonic()
     chain = f"local-{now()}"
-    with Interruptions() as interruptions:
+    with stop_requests() as asked:
         for job in jobs:
-            status = _run_job(config, job, options, chain, interruptions)
+            status = _run_job(config, job, options, chain, asked)
             if status:
                 return status
     report = config.folder / "report.html"
@@ -82,16 +80,20 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     return 0
 
 
-def _run_job(config: Config, job: Job, options: Options, chain: str, interruptions: Interruptions) -> int:
+def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     run = Run(config)
-    if interruptions.count:
+    if asked:
         return _stopped(job, done_before=True)
     state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
-        _say_done(run, job.stage)
+        with suppress(OSError):  # a closed terminal or pipe
+            report_done(run, job.stage)
         return 0
     refuse_stale(run, replace(job, state=state), options)
-    runner = Runner(_spec(config, job, options, chain), LocalHost(run.folder, interruptions), interruptions)
+    (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
+    here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                     (platform.node(),), None, NoScheduler(), run.folder / WORDS)
+    runner = Runner(_spec(config, job, options, chain), here, asked)
     runner.run()
     decision = runner.decision
     if decision and decision.status == "done":
@@ -99,10 +101,10 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, interruptio
     if decision is None or runner.stopping or decision.status == "preempted":
         return _stopped(job, done_before=False)
     folder, end = runner.starts.last or (run.folder, StepEnd(1))
-    what = f" ({_status_text(end.status)})" if decision.status == "failed" else f": {decision.reason}"
+    what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{folder / OUTPUT}. Once the cause is mended, {_same_command(job)}.")
+                     f"{folder / ONE_PROCESS}. Once the cause is mended, {_same_command(job)}.")
     return end.status or 1
 
 
@@ -123,14 +125,6 @@ def _python_environment() -> dict[str, str]:
             "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _say_done(run: Run, stage: str) -> None:
-    origin = f", reused from {run.stage_folder(stage)}" if run.is_reused(stage) else ""
-    tell(sys.stdout, f"{stage:<9} up to date{origin}")
-    if changed := run.changed_code(stage):
-        tell(sys.stdout, f"{stage:<9} warning: made by other code than is here now ({', '.join(changed[:3])}"
-                          f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
-
-
 def _stopped(job: Job, done_before: bool) -> int:
     where = "before" if done_before else "in"
     tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
@@ -141,5 +135,18 @@ def _same_command(job: Job) -> str:
     return "the same command without --force continues" if job.forced else "the same command continues"
 
 
-def _status_text(status: int) -> str:
-    return f"killed by signal {status - 128}" if status > 128 else f"exit status {status}"
+def _how(status: int) -> str:
+    """As srun has it."""
+    return signal.strsignal(status - 128) or "Killed" if status > 128 else f"Exited with exit code {status}"
+
+
+def _gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        present = sum(line.startswith("GPU ") for line in listing.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        present = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    if visible is None:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))

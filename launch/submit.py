@@ -129,7 +129,6 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     from pipeline.contract.stages import parse_stages
 
     stages = parse_stages(options.stage)
-    from launch.box import find_machine
     from launch.checks import (
         configuration_problems,
         refuse_secrets,
@@ -140,7 +139,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     )
     from launch.describe import print_plan
     from launch.forecast import disk
-    from launch.local import run_jobs
+    from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
     from pipeline.config.places import make_folder
     from pipeline.contract.run import Run

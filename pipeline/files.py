@@ -74,15 +74,6 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
-def write_note(path: Path, value: Any) -> None:
-    """Write JSON that appears whole or not at all, but may be gone after a power cut: for what is read at once, and is
-    written by thousands of ranks in one moment, who would wait for one another's fsync."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises FileNotFoundError or json.JSONDecodeError."""
     with open(path, encoding="utf-8") as file:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from launch.run_status.run_files import RunFiles, newest_log, read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
 from launch.run_status.stage_status import LIVE
 from launch.slurm.chain import read_chains
 from launch.slurm.scheduler import JobInfo, Scheduler
+from launch.slurm.start_logs import output, rank_log
+from pipeline.console import spelled
 from pipeline.contract.stages import STAGES
-from pipeline.contract.state import STOP
+from pipeline.contract.state import STOP, read_attempts
 from pipeline.errors import UserError
 from pipeline.files import write_text
-from pipeline.records.rank_files import rank_files
 
 POLL_S = 0.5
-BLOCK = 1 << 16
 
 
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
@@ -88,39 +87,45 @@ def logs(run_folder: Path, stage: str, rank: int | None = None, follow: bool = F
          start: str | None = None) -> int:
     """Print a stage's newest log, or that of a `start` (`12.1`); the exit status.
 
-    Of a Slurm job: the rank's output, then its errors; with `follow` both as they grow, also over restarts, until
-    Ctrl-C.
+    Of a Slurm job: what the rank wrote; with `follow` as it grows, also over restarts, until Ctrl-C.
 
     Raises:
         UserError: there is no such log; says which there are.
     """
     if stage not in STAGES:
         raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
-    found = _files(run_folder, stage, rank or 0, start)
-    if not found and not (follow and start is None):
+    found = _file(run_folder, stage, rank or 0, start)
+    if found is None and not (follow and start is None):
         raise UserError(_absent(run_folder, stage, rank or 0, start))
     try:
         if follow:
             _follow(run_folder, stage, rank or 0, start)
-        for path in found:
-            print(f"==> {path} <==", flush=True)
-            with open(path, "rb") as file:
-                _put(file)
+        if found is not None:
+            print(f"==> {found} <==", flush=True)
+            with open(found, "rb") as file:
+                sys.stdout.buffer.writelines(output(file, rank or 0))
+                sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         print()
         return 130
     return 0
 
 
-def _files(run_folder: Path, stage: str, rank: int, start: str | None) -> list[Path]:
-    """The log's files; [] if there is none."""
-    folder = run_folder / "logs" / stage
-    source = folder / start if start is not None else newest_log(run_folder, stage)
-    if source is None or not source.exists():
-        return []
-    if source.is_file():
-        return [source] if rank == 0 else []
-    return [path for suffix in ("out", "err") for path in rank_files(source, f"rank{rank}.{suffix}")]
+def _file(run_folder: Path, stage: str, rank: int, start: str | None) -> Path | None:
+    """The file that the rank's output is in; None if there is none."""
+    source = run_folder / "logs" / stage / start if start is not None else newest_log(run_folder, stage)
+    if source is not None and source.is_dir():
+        began = _attempt(run_folder, source.name) if rank else {}
+        source = rank_log(source, rank, began["ranks"] // len(began["nodes"]) if began else 1)
+    elif rank:
+        return None
+    return source if source is not None and source.exists() else None
+
+
+def _attempt(run_folder: Path, start: str) -> dict[str, Any]:
+    """What is recorded of the beginning of a start; {} if nothing is."""
+    return next((event for event in read_attempts(run_folder) if event["event"] == "attempt"
+                 and f"{event['job']}.{event['start']}" == start), {})
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
@@ -130,9 +135,9 @@ def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
     asked = f"rank {rank} of {stage}" + (f", start {start}" if start else "")
     source = folder / start if start else folder / "latest"
     if source.is_dir():
-        ranks = sorted({int(name) for path in rank_files(source, "rank*.*") if (name := path.stem[4:]).isdigit()})
+        ranks = range(_attempt(run_folder, source.resolve().name).get("ranks", 0)) if any(source.glob("*.log")) else ()
         return (f"There is no log of {asked}: {source.resolve()} holds "
-                f"{'the ranks ' + ', '.join(map(str, ranks)) if ranks else 'no log yet'}.")
+                f"{f'the ranks {spelled(ranks)}' if ranks else 'no log yet'}.")
     if starts:
         return f"There is no log of {asked}. There are logs of the starts {', '.join(path.name for path in starts)}."
     text = f"There is no log of {asked} in {run_folder}."
@@ -144,31 +149,23 @@ def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
     return f"{text} There are logs of: {', '.join(others) or 'no stage'}."
 
 
-def _put(file: IO[bytes]) -> None:
-    """Print the rest of a file."""
-    sys.stdout.flush()
-    while block := file.read(BLOCK):
-        sys.stdout.buffer.write(block)
-    sys.stdout.buffer.flush()
-
-
 def _follow(run_folder: Path, stage: str, rank: int, start: str | None) -> NoReturn:
-    """Print what is there and what comes, from whichever files are the newest, until Ctrl-C."""
+    """Print what is there and what comes, from whichever file is the newest, until Ctrl-C."""
     opened: dict[Path, IO[bytes]] = {}
     last: Path | None = None
     try:
         while True:
-            wanted = _files(run_folder, stage, rank, start)
-            for path in wanted:
-                if path not in opened:
-                    opened[path] = open(path, "rb")  # noqa: SIM115 - closed below
+            wanted = _file(run_folder, stage, rank, start)
+            if wanted is not None and wanted not in opened:
+                opened[wanted] = open(wanted, "rb")  # noqa: SIM115 - closed below
             for path, file in list(opened.items()):
-                if os.fstat(file.fileno()).st_size > file.tell():
+                for text in output(file, rank):
                     if path != last:
                         print(f"==> {path} <==", flush=True)
                         last = path
-                    _put(file)
-                if path not in wanted:  # of an earlier start, read to its end
+                    sys.stdout.buffer.write(text)
+                sys.stdout.buffer.flush()
+                if path != wanted:  # of an earlier start, read to its end
                     opened.pop(path).close()
             time.sleep(POLL_S)
     finally:

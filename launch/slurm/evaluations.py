@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from launch.box import Processes, find_machine, rendezvous
 from launch.plan import local_ranks
-from launch.processes import Interruptions
+from launch.processes import Processes
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler
 from pipeline.config.loading import config_hash, load_config, save_config
+from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
 from pipeline.contract.state import now
@@ -137,17 +137,22 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
     path = prepare(run, step)
     # What training was made of may have changed since it began: that is for the next who asks for it to mend.
     environment = {**os.environ, "DROVER_CONTINUES": "1"}
-    for stage, ranks in (("convert", 0), ("evaluate", local_ranks(run.config, find_machine()))):
-        command = [sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)]
-        end = Processes(command, {**environment, **(rendezvous(ranks) if ranks else {})}, ranks,
-                        path.parent / "logs" / f"{stage}.log", stage, Interruptions()).run()
-        if end.status:
-            return end.status
+    for command, ranks in commands(run.config, path):
+        if status := Processes(command, environment, ranks=ranks, shown=True).run():
+            return status
     if not evaluation_record(run_folder, step).exists():
         return 1
     if not keep:
         clear(run_folder, step)
     return 0
+
+
+def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
+    """The stages of an evaluation, each with its ranks; evaluate with a rank per GPU, as on one box."""
+    from launch.local import find_machine
+
+    return [([sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
+            (("convert", 0), ("evaluate", local_ranks(config, find_machine())))]
 
 
 def clear(run_folder: Path, step: int) -> None:

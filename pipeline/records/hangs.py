@@ -1,24 +1,23 @@
 """What ranks that hang leave behind, and who of them is late. Read by the launcher, so without torch.
 
-    train/hangs/<job>.<restart>.<attempt>/rank<R>.json     where a rank's main thread was (`HungRank`)
-                                         /rank<R>.stacks   all its threads
+    train/hangs/<job>.<restart>.<attempt>/node<N>.jsonl    where the main thread of each of its ranks was (`HungRank`)
+                                         /rank<R>.stacks   all threads of a rank
                                          /rank<R>.flight.* its last collectives, as torch's flight recorder has them
 
-Of the last two only the first `IN_FULL` ranks write any. Many ranks write into a folder for each node, `node<N>/`, in
-that of the start (`pipeline.records.rank_files`).
+Of the last two only the first `IN_FULL` ranks write any.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.console import spelled
-from pipeline.files import read_json, write_sealed
-from pipeline.records.rank_files import rank_files
+from pipeline.files import append_line, read_json, read_lines, write_sealed
 
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""
@@ -85,20 +84,19 @@ def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
     write_sealed(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
 
 
-def count_records(folder: Path) -> int:
-    """How many ranks have written where they are."""
-    return sum(path.stem[4:].isdigit() for path in rank_files(folder, "rank*.json"))
+def write_record(folder: Path, record: HungRank) -> None:
+    """Add a rank's record to its node's file."""
+    append_line(folder / f"node{os.environ.get('GROUP_RANK', '0')}.jsonl", asdict(record))
 
 
 def read_hang(folder: Path) -> list[HungRank]:
-    """What the ranks of one start wrote, in their order; a torn file counts as none."""
+    """What the ranks of one start wrote, in their order; a torn record counts as none."""
     found = []
-    for path in rank_files(folder, "rank*.json"):
-        try:
-            record = read_json(path)
-            found.append(HungRank(**{**record, "stack": tuple(record["stack"])}))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
+    for path in folder.glob("node*.jsonl"):
+        with suppress(OSError):
+            for record in read_lines(path, appended=True):
+                with suppress(TypeError, KeyError):
+                    found.append(HungRank(**{**record, "stack": tuple(record["stack"])}))
     return sorted(found, key=lambda record: record.rank)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.files import read_json, write_note
+from pipeline.files import read_json, write_json
 from pipeline.parallel.ranks import Ranks
 
 MOST_ENDED = 2
@@ -34,7 +34,7 @@ class SamplingAttempts:
         """Texts are drawn from here on; before, `ended` starts ended while they drew them."""
         if self.ranks.leads:
             with suppress(OSError):  # training must not fail for it
-                write_note(self.path, {"step": step, "starts": ended + 1})
+                write_json(self.path, {"step": step, "starts": ended + 1})
 
     def end(self) -> None:
         """They are drawn."""

@@ -24,10 +24,8 @@ from pipeline.config.guarding import FIRST
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.stage_work import Work
-from pipeline.files import write_note
 from pipeline.parallel.ranks import PATIENCE
-from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, count_records, hang_folder
-from pipeline.records.rank_files import own_folder
+from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, HungRank, hang_folder, read_hang, write_record
 from pipeline.training.rank_agreement import node_name
 
 SLACK = timedelta(minutes=10)
@@ -165,7 +163,7 @@ class Watchdog:
     def _wait_for_the_others(self) -> None:
         until, complete = time.monotonic() + TOGETHER_S, self.folder / COMPLETE
         while time.monotonic() < until and not complete.is_file():
-            if self.rank % max(LISTING, self._ranks // LOOKERS) == 0 and count_records(self.folder) >= self._ranks:
+            if self.rank % max(LISTING, self._ranks // LOOKERS) == 0 and len(read_hang(self.folder)) >= self._ranks:
                 complete.touch()
             else:
                 time.sleep(1)
@@ -175,24 +173,22 @@ class Watchdog:
         print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "
               f"step {self.step}. Where it was is in {self.folder}; it ends now (status {HUNG_STATUS}).",
               file=sys.stderr, flush=True)
-        name, place = f"rank{self.rank}", own_folder(self.folder, self._ranks)
-        write_note(place / f"{name}.json", {
-            "rank": self.rank, "node": node_name(), "step": self.step, "silent_s": round(silent, 3),
-            "at": round(time.time(), 3), "stack": main_stack()})
+        write_record(self.folder, HungRank(self.rank, node_name(), self.step, round(silent, 3), round(time.time(), 3),
+                                           main_stack()))
         if self.rank >= IN_FULL:
             return
-        with open(place / f"{name}.stacks", "w", encoding="utf-8") as file:
+        with open(self.folder / f"rank{self.rank}.stacks", "w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         for kind, content in flight_records().items():
-            (place / f"{name}.flight.{kind}").write_bytes(content)
+            (self.folder / f"rank{self.rank}.flight.{kind}").write_bytes(content)
 
 
-def main_stack() -> list[str]:
+def main_stack() -> tuple[str, ...]:
     """Where the main thread is: `file:line function`, innermost last."""
     number = threading.main_thread().ident
     frame = sys._current_frames().get(-1 if number is None else number)
     found = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in traceback.walk_stack(frame)]
-    return found[::-1] if frame is not None else []
+    return tuple(found[::-1]) if frame is not None else ()
 
 
 def flight_records() -> dict[str, bytes]:

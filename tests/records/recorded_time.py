@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.state import ATTEMPTS
-from pipeline.files import write_json
-from pipeline.records.hangs import hang_folder
+from pipeline.records.hangs import HungRank, hang_folder, write_record
 
 BEGIN = 1_800_000_000.0
 STEP_S = 10.0
@@ -72,9 +71,8 @@ class Recorded:
         """Nothing for so long, then the ranks write that they hang."""
         self.clock += seconds
         for rank in range(2):
-            write_json(hang_folder(self.folder / "train", key) / f"rank{rank}.json", {
-                "rank": rank, "node": "n1", "step": self.step, "silent_s": seconds, "at": BEGIN + self.clock,
-                "stack": []})
+            write_record(hang_folder(self.folder / "train", key),
+                         HungRank(rank, "n1", self.step, seconds, BEGIN + self.clock, ()))
 
     def end(self, event: str, stall_s: float = 0.0, **details: Any) -> None:
         """Asked to stop, or finished."""

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pipeline.files import write_json
+from pipeline.files import append_line
 from pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
 from pipeline.training.watchdog import Watchdog
 from tests.waiting import HANG_S, wait_for
@@ -23,7 +23,7 @@ def write(folder, ranks):
     for rank, told in enumerate(ranks):
         if told is not None:
             step, stack = told
-            write_json(folder / f"rank{rank}.json", {
+            append_line(folder / f"node{rank // 2}.jsonl", {
                 "rank": rank, "node": f"n{rank // 2}", "step": step, "silent_s": 600.0, "at": 1.0,
                 "stack": [call.format(line=rank + 1) for call in stack]})
 
@@ -75,9 +75,10 @@ def test_places_of_another_start_are_not_believed(tmp_path, monkeypatch):
 
 
 def test_a_torn_record_counts_as_none(tmp_path):
-    write(tmp_path, [(3, REDUCE), (3, REDUCE)])
-    (tmp_path / "rank1.json").write_text("{")
-    assert [record.rank for record in read_hang(tmp_path)] == [0]
+    write(tmp_path, [(3, REDUCE), (3, REDUCE), (3, REDUCE)])
+    (tmp_path / "node0.jsonl").write_text((tmp_path / "node0.jsonl").read_text()[:-9])
+    (tmp_path / "node2.jsonl").write_text('[]\n{}\n')
+    assert [record.rank for record in read_hang(tmp_path)] == [0, 2]
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch
     folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
     early, late, far = (context.Process(target=hang, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
     early.start()
-    wait_for((folder / "rank0.json").is_file)
+    wait_for((folder / "node0.jsonl").is_file)
     time.sleep(1.5)  # longer than it rests at the end
     assert early.is_alive(), "as long as it is alone"
     late.start()
@@ -97,7 +98,7 @@ def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch
         process.join(HANG_S)
         assert process.exitcode == HUNG_STATUS
     assert [record.rank for record in read_hang(folder)] == [0, 1, 64] and (folder / "complete").is_file()
-    assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.[!j]*"))
+    assert (folder / "rank0.stacks").is_file() and not list(folder.glob("rank64.*"))
 
 
 @pytest.mark.slow
@@ -138,12 +139,12 @@ def alive(folder):
 def test_a_watchdog_ends_what_is_silent_and_nothing_else(tmp_path, life, status):
     folder = tmp_path / "hangs" / attempt_key()
     folder.mkdir(parents=True)
-    (folder / "rank3.json").write_text("an earlier start's")
+    (folder / "node3.jsonl").write_text("an earlier start's")
     process = multiprocessing.get_context("fork").Process(target=life, args=(folder,))
     process.start()
     process.join(HANG_S)
     assert process.exitcode == status
-    assert (tmp_path / f"hangs/{attempt_key()}.earlier/rank3.json").is_file() and not (folder / "rank3.json").exists()
+    assert (tmp_path / f"hangs/{attempt_key()}.earlier/node3.jsonl").is_file() and not (folder / "node3.jsonl").exists()
     if status:
         record, = read_hang(folder)
         assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s > 0.3

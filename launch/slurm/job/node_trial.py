@@ -1,17 +1,18 @@
 """A rank's part of the preflight: it looks at its node, measures with the others, and writes down what it found.
 
-    srun ... python -m launch.slurm.job.rank -- python -m launch.slurm.job.node_trial FOLDER RUN_FOLDER SECONDS
+    srun ... python -m launch.slurm.job.rank -- python -m launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
-One task per rank, as training will have them. The first task of a node looks at the node; all measure. Each writes
-`FOLDER/rank-<r>.json` (of many ranks `FOLDER/node<n>/rank-<r>.json`) twice: before it meets the others, and at the end.
+One task per rank, as training will have them. The first task of a node looks at the node; all measure. Each prints its
+report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.
 `launch.slurm.job.preflight` judges.
 
 For tests, DROVER_PREFLIGHT_FAULT="n3:disk" makes a node fail: disk, shm, gpu (its own), space, folder (of the run
-folder), clock, slow, link (late in every exchange), network (stays away from the others), silent (writes nothing).
+folder), clock, slow, link (late in every exchange), network (stays away from the others), silent (reports nothing).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -26,8 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.slurm.job.rank import visible_gpus
-from pipeline.files import write_note
-from pipeline.records.rank_files import own_folder
 
 SMI_S = 15.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded; a node whose driver does not
@@ -161,7 +160,7 @@ def pairings(count: int) -> list[list[int | None]]:
     return rounds if count > 1 else []
 
 
-def try_node(folder: Path, run_folder: Path, limit_s: float) -> None:
+def try_node(run_folder: Path, limit_s: float) -> None:
     """This rank's part. limit_s: how long the others are waited for at most."""
     node, rank = os.environ.get("SLURMD_NODENAME") or platform.node(), int(os.environ["RANK"])
     fault = _fault(node)
@@ -172,13 +171,12 @@ def try_node(folder: Path, run_folder: Path, limit_s: float) -> None:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
         if fault in ("disk", SPACE, FOLDER, SHARED_MEMORY, GPU):
             report.problems.append(Problem(fault, f"made to fail: {fault}"))
-    path = own_folder(folder, int(os.environ["WORLD_SIZE"])) / f"rank-{rank}.json"
-    write_note(path, asdict(report))
+    print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # in one write, which nothing can cut
     if fault == "network":
         time.sleep(limit_s)
     measure(report, limit_s, fault)
     report.finished = True
-    write_note(path, asdict(report))
+    print(json.dumps(asdict(report)) + "\n", end="", flush=True)
 
 
 def measure(report: Report, limit_s: float, fault: str = "") -> None:
@@ -240,4 +238,4 @@ def _fault(node: str) -> str:
 
 
 if __name__ == "__main__":
-    try_node(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    try_node(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,6 +1,6 @@
 """A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
 
-`launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks wrote, and when
+`launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and when
 the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. Blamed is a
 node only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause
 that they share, and so has what they see in the shared run folder.
@@ -8,8 +8,11 @@ that they share, and so has what they see in the shared run folder.
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -19,8 +22,7 @@ from launch.slurm.job.node_trial import CLOCK, CLOCK_S, FOLDER, SPACE, Problem, 
 from launch.slurm.job.srun import run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import few, named
-from pipeline.files import read_json
-from pipeline.records.rank_files import rank_files
+from launch.slurm.start_logs import labelled
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time for the trial where `launch.preflight_s` says nothing: all ranks import from one file system at once."""
@@ -70,8 +72,8 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = spec.preflight_s or allowed_s(spec.nodes)
     began, said, arrivals = time.monotonic(), list[str](), Arrivals(folder, places(spec, nodes))
-    command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", str(folder),
-                                          spec.run, f"{limit_s:.0f}"])
+    command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run,
+                                          f"{limit_s:.0f}"])
 
     def goes_on() -> bool:
         arrivals.look()
@@ -115,10 +117,10 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
     """Which nodes are bad.
 
     Args:
-        reports: of the ranks that wrote one.
+        reports: of the ranks that sent one.
         factor: how much longer than the median is too slow.
         nodes: the node of each rank, as far as it is known.
-        lasted_s: for how long reports were written. quiet_s: for how long none was, up to the end.
+        lasted_s: for how long reports came. quiet_s: for how long none came, up to the end.
     """
     there, result = {*nodes, *(report.node for report in reports)}, Judgement()
     _judge_problems(reports, len(there), result)
@@ -223,27 +225,24 @@ class Arrivals:
     """When the ranks' reports came.
 
     Args:
-        folder: where they are written.
+        folder: of the nodes' logs.
         nodes: the node of each rank.
     """
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         self._folder, self._nodes = folder, nodes
         self._began = self._last = time.monotonic()
-        self._next, self._newest = 0.0, 0
-        self._ranks: set[int] = set()
+        self._next = 0.0
+        self._reports: list[Report] = []
 
     def look(self) -> None:
         """Note what has come, not more often than once a second; of thousands of ranks, less often."""
         now = time.monotonic()
         if now < self._next:
             return
-        found = list(rank_files(self._folder, "rank-*.json"))
-        ranks = {int(path.stem[5:]) for path in found}
-        newest = max(map(_written_ns, found), default=0)
-        if ranks != self._ranks or newest > self._newest:
-            self._ranks, self._newest, self._last = ranks, newest, now
-        self._next = now + 1 + len(ranks) / 1000
+        if (found := read_reports(self._folder)) != self._reports:
+            self._reports, self._last = found, now
+        self._next = now + 1 + len(found) / 1000
 
     @property
     def lasted_s(self) -> float:
@@ -257,26 +256,25 @@ class Arrivals:
 
     @property
     def are_over(self) -> bool:
-        """Whether it is of no use to wait for the few nodes that have written nothing."""
-        silent = {node for rank, node in enumerate(self._nodes) if rank not in self._ranks}
-        return bool(self._ranks and silent) and len(silent) <= few(len(set(self._nodes))) \
+        """Whether it is of no use to wait for the few nodes that have reported nothing."""
+        ranks = {report.rank for report in self._reports}
+        silent = {node for rank, node in enumerate(self._nodes) if rank not in ranks}
+        return bool(ranks and silent) and len(silent) <= few(len(set(self._nodes))) \
             and self.quiet_s >= 2 * max(QUIET_S, self.lasted_s)
 
 
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
 def read_reports(folder: Path) -> list[Report]:
-    """What the ranks wrote so far."""
-    found = []
-    for path in sorted(rank_files(folder, "rank-*.json")):
-        try:
-            record = read_json(path)
-            found.append(Report(**{**record, "problems": [Problem(*problem) for problem in record["problems"]]}))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-    return found
+    """The newest report of each rank, from the nodes' logs. All other lines are passed over."""
+    texts, found = defaultdict[int, bytes](bytes), dict[int, Report]()
+    for path in folder.glob("node*.log"):
+        with suppress(OSError), open(path, "rb") as file:
+            for rank, text in labelled(file):
+                texts[rank] += text
+    for rank, text in sorted(texts.items()):
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                found[rank] = Report(**{**record, "problems": [Problem(*problem) for problem in record["problems"]]})
+            except (ValueError, TypeError, KeyError):
+                continue
+    return list(found.values())

@@ -126,6 +126,7 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, **rank_environment(os.environ), **defaults(os.environ)}
         make_caches(environment)
         block_signals(options.stage)
+        os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # through one pipe, so in order
         os.execvpe(command[0], command, environment)
     except UserError as error:
         print(f"rank {os.environ.get('SLURM_PROCID', '?')}: {error}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.host import Host
-from launch.processes import Interruptions
+from launch.processes import stop_requests
 from launch.slurm.chain import read_chain
 from launch.slurm.evaluations import Evaluations
 from launch.slurm.job.blame import Blame
@@ -43,12 +43,15 @@ from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.start_records import is_committed, last_word, was_killed
 from launch.slurm.job.starts import Starts
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import STRIKES
+from launch.slurm.nodes import STRIKES, lost
 from launch.slurm.scheduler import Scheduler
+from launch.slurm.start_logs import prune
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import STOP, log_attempt, read_attempts, read_state, write_state
 from pipeline.errors import UserError
 
+CONTROLLER_S = 120.0
+"""For Slurm's controller to come back, before a requeue is given up."""
 PAUSE_S, LONGEST_PAUSE_S = 3.0, 20.0
 """Before a start after several that brought nothing: longer with each."""
 SLURM_EARLY_S = 60.0
@@ -60,28 +63,24 @@ class Runner:
     """One job's work.
 
     Attributes:
-        lock: None where the stage's own lock is enough.
+        asked: the signals that told the job to end. lock: None where the stage's own lock is enough.
         decision: how the job ended; None if it did nothing.
     """
 
-    def __init__(self, spec: JobSpec, host: Host, interruptions: Interruptions, lock: JobLock | None = None) -> None:
-        self.spec, self.host, self.here, self.interruptions, self.lock = spec, host, host.here, interruptions, lock
-        self.run_folder = Path(spec.run)
+    def __init__(self, spec: JobSpec, here: Host, asked: list[int], lock: JobLock | None = None) -> None:
+        self.spec, self.here, self.asked, self.lock = spec, here, asked, lock
+        self.run_folder, self.say, self.scheduler = Path(spec.run), here.say, here.scheduler
         self.decision: Decision | None = None
         self.locked = False
-        self.blame = Blame(spec, host, self.say)
-        self.starts = Starts(self, spec, host, self.blame)
+        self.blame = Blame(spec, here)
+        self.starts = Starts(self, spec, here, self.blame)
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints and spec.stage == "train" else None
         self.terms = Terms(spec.requeue, spec.link < spec.links, spec.max_restarts)
 
     @property
     def stopping(self) -> bool:
         """Whether the job was told to end."""
-        return self.interruptions.count > 0
-
-    def say(self, text: str, *, quiet: bool = False) -> None:
-        """One line of the job's log."""
-        self.host.say(text, quiet=quiet)
+        return bool(self.asked)
 
     def run(self) -> int:
         """Do the job; its exit status."""
@@ -139,7 +138,7 @@ class Runner:
         last = here.unfinished(read_attempts(self.run_folder), spec.chain)
         if last is None:
             return None
-        down = self.host.failed_nodes(last["nodes"])
+        down = lost(last["nodes"], self.scheduler)
         self.blame.strike({node: f"went down ({how})" for node, how in down.items()}, last["restart"], last["start"],
                           len(last["nodes"]))
         state = last_word(spec, here, last["restart"], last["start"])
@@ -162,6 +161,7 @@ class Runner:
         here = self.here
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
+        prune(folder.parent, here.name, self.say)
         environment = self.starts.environment(self.starts.number + 5000)
         found = run_preflight(spec, folder, environment, self.tick, here.nodes)
         for line in found.told:
@@ -188,12 +188,12 @@ class Runner:
             outcome = self.starts.start()
             decision = decide(outcome, self.terms)
             if decision.action == "restart" and self.spec.ranks and \
-                    self.host.seconds_left() < self._warning_s:
+                    self.scheduler.seconds_left(self.here.job) < self._warning_s:
                 decision = too_late(decision, self.terms)
             if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)
                 return 1
-            if decision.action in ("restart", "requeue") and not self.host.is_current():
+            if decision.action in ("restart", "requeue") and not self.here.is_current():
                 decision = taken_away(decision)
             self.starts.log_end(decision)
             if decision.action != "restart":
@@ -218,7 +218,7 @@ class Runner:
             if self.stopping:
                 return TERMINATED
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
-            refusal = self.host.requeue()
+            refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.terms)
@@ -261,10 +261,9 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        host = SlurmHost.from_environment(os.environ, Scheduler())
-        spec = JobSpec.load(Path(arguments[0]))
-        with Interruptions() as interruptions:
-            return Runner(spec, host, interruptions, host.lock(spec)).run()
+        here, spec = SlurmHost.from_environment(os.environ, Scheduler()), JobSpec.load(Path(arguments[0]))
+        with stop_requests() as asked:
+            return Runner(spec, here, asked, here.lock(spec)).run()
     except (UserError, OSError) as error:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
         return 1

@@ -1,33 +1,25 @@
-"""The processes of a start: a step of ranks through srun, or one child; and what srun said of their end."""
+"""A step of ranks through srun, and what is known of the end of ranks from what srun said."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from launch.processes import end_with_parent, kill_tree
+from launch.processes import BROKEN_S, KILL_S, Processes
 from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
-from pipeline.records.rank_files import FLAT, node_folders, rank_files
+from launch.slurm.start_logs import last_lines, rank_log
 
-POLL_S = 0.25
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
-BROKEN_S = 12.0
-"""Seconds that the others get once one has ended badly; srun itself would wait longer for one that it cannot reach."""
 MAKE_S = 30.0
 """Seconds after which a srun that has started no task is ended, to be called again: a controller that has just come
 back may let it wait for room that is there."""
-KILL_S = 40.0
-"""Seconds until a step that is to be killed is given up."""
 _ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: (?:Node failure on (?P<node>\S+)|Task launch for .* failed on node (?P<other>\S+):)",
                    re.MULTILINE)
@@ -122,19 +114,16 @@ class StepEnd:
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
-    """srun's command line for one task per rank; each rank's output in a file of its own in `folder`, of many ranks in
-    a folder for each node, which is made here: Slurm makes none.
+    """srun's command line for one task per rank; their output in `folder`, in a file for each node.
 
+    `--label`: slurmstepd then writes each file, line by line. Ranks that shared one would cut one another's lines.
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
-    for made in node_folders(folder, spec.ranks, spec.nodes):
-        made.mkdir(parents=True, exist_ok=True)
-    place = str(folder).replace("%", "%%") + ("/node%n" if spec.ranks > FLAT else "")
+    place = str(folder).replace("%", "%%")
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
-            "--distribution=block", "--overlap", "--unbuffered",
-            f"--output={place}/rank%t.out", f"--error={place}/rank%t.err",
+            "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             sys.executable, "-m", "launch.slurm.job.rank", *(["--stage", stage] if stage else []), "--", *command]
 
 
@@ -142,62 +131,29 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
              say: Callable[[str], None], name: str = "srun.err") -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
     log = folder / name
-    with open(log, "wb") as stderr, open(log, errors="replace") as reader:
-        process = _start(command, environment, stdout=None, stderr=stderr)
-        said, status, broken = _Lines(say), None, 0.0
-        began, made, given_up, abandoned = time.monotonic(), False, False, False
-        while status is None:
-            status = process.poll()
+    log.write_bytes(b"")
+    with open(log, errors="replace") as reader:
+        said, broken, made, given_up, began = _Lines(say), 0.0, False, False, time.monotonic()
+
+        def goes_on() -> bool:
+            nonlocal broken, made, given_up
             said.take(reader.read())
             broken = broken or (time.monotonic() if _ENDED.search(said.text) else 0.0)
-            made = made or any(folder.glob("rank*.err")) or any(folder.glob("node*0/rank*.err"))  # of every tenth node
+            made = made or any(folder.glob("node*.log"))
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
-            if status is None and (not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S)):
-                # srun answers SIGTERM by killing its tasks at once.
-                status, abandoned = _end(process)
-            if status is None:
-                time.sleep(POLL_S)
+            return each() and not given_up and not (broken and time.monotonic() - broken > BROKEN_S)
+
+        # srun answers SIGTERM by killing its tasks at once.
+        srun = Processes(command, environment, log=log)
+        status = srun.run(goes_on)
         said.take(reader.read())
-    return StepEnd(status if status >= 0 else 128 - status, said.text, given_up, abandoned)
+    return StepEnd(status, said.text, given_up, srun.killed)
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-              ends: Callable[[], bool], warns: Callable[[], bool] = lambda: False) -> StepEnd:
-    """Run a stage without ranks to its end; once `ends` says so it is told to end, once `warns` does, that the time
-    limit is near. Output as of a rank 0."""
-    told = warned = False
-    with open(folder / "rank0.out", "wb") as stdout, open(folder / "rank0.err", "wb") as stderr:
-        process = _start(command, environment, stdout=stdout, stderr=stderr, blocked=(signal.SIGUSR1, signal.SIGUSR2))
-        while (status := process.poll()) is None:
-            if ends() and not told:
-                told = True
-                process.terminate()
-            if not warned and warns():
-                warned = True
-                process.send_signal(signal.SIGUSR2)
-            if not each():
-                status, _ = _end(process)  # its processes are on this node, and have ended
-                break
-            time.sleep(POLL_S)
-    return StepEnd(status if status >= 0 else 128 - status)
-
-
-def last_lines(path: Path, count: int = 25, size: int = 20_000) -> list[str]:
-    """The last lines of a file that may be large or absent."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line.rpartition("\r")[2] for line in text.splitlines() if line.strip()][-count:]
-
-
-def last_words(folder: Path, end: StepEnd, count: int) -> list[str]:
-    """The last lines of the first failing rank's errors."""
+def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
+    """The last lines of the first rank that failed."""
     rank = end.first.first_task if end.first else 0
-    return [f"rank {rank}: {line}" for path in rank_files(folder, f"rank{rank}.err")
-            for line in last_lines(path, count)]
+    return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
 
 
 class _Lines:
@@ -212,25 +168,3 @@ class _Lines:
         for line in lines:
             if line.strip():
                 self.say(line)
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], *, stdout: object,
-           stderr: object, blocked: Sequence[signal.Signals] = ()) -> subprocess.Popen[bytes]:
-    """blocked: signals that wait until the process says that it hears them."""
-    return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stdout,  # type: ignore[call-overload]
-                            stderr=stderr, preexec_fn=partial(_prepare, os.getpid(), blocked))
-
-
-def _prepare(parent: int, blocked: Sequence[signal.Signals]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    end_with_parent(signal.SIGKILL, parent)
-
-
-def _end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """End a process; its status, and whether it had to be killed with what is below it."""
-    process.terminate()
-    try:
-        return process.wait(KILL_S), False
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        return process.wait(), True

@@ -9,11 +9,15 @@ from typing import Any
 from launch.host import Host, Job
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import Decision, Outcome, fruitless
-from launch.slurm.job.srun import StepEnd
+from launch.slurm.job.srun import StepEnd, last_words
 from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
 from launch.slurm.jobspec import JobSpec
+from launch.slurm.start_logs import prune
 from launch.slurm.trust import code_problems
 from pipeline.contract.state import log_attempt, read_attempts
+
+KEPT_FAILED = 5
+"""Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
 
 
 class Starts:
@@ -24,8 +28,8 @@ class Starts:
         last: folder of the logs, and end, of the last one.
     """
 
-    def __init__(self, job: Job, spec: JobSpec, host: Host, blame: Blame) -> None:
-        self.job, self.spec, self.host, self.here, self.blame = job, spec, host, host.here, blame
+    def __init__(self, job: Job, spec: JobSpec, here: Host, blame: Blame) -> None:
+        self.job, self.spec, self.here, self.blame = job, spec, here, blame
         self.run_folder = Path(spec.run)
         self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
         self.last: tuple[Path, StepEnd] | None = None
@@ -40,17 +44,25 @@ class Starts:
         folder = self.logs / self._name()
         folder.mkdir(parents=True, exist_ok=True)
         point_latest(folder)
+        self._prune()
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.here.nodes), **{
             "from": self.newest_step()})
-        self.job.say(f"start {self.number}: {self._count()}, output in {folder}", quiet=True)
+        self.here.say(f"start {self.number}: {self._count()}, output in {folder}", quiet=True)
         command = [*self.spec.wrap, *self.spec.command, *self.here.part(self.spec.parts, self.spec.phase)]
-        end = self.host.start(self.spec, command, self.environment(self.number), folder, self.job)
+        end = self.here.start(self.spec, command, self.environment(self.number), folder, self.job)
         self.last = (folder, end)
         return self._judge(folder, end)
 
+    def _prune(self) -> None:
+        failed = [f"{event['job']}.{event['start']}" for event in read_attempts(self.run_folder)
+                  if event["event"] == "ended" and event["stage"] == self.spec.stage
+                  and event["status"] in ("crashed", "hung", "failed")]
+        prune(self.logs, self.here.name, self.here.say, failed[-KEPT_FAILED:])
+
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         here, events = self.here, read_attempts(self.run_folder)
+        mine = {"event": "attempt", "stage": self.spec.stage, "job": here.name, "chain": self.spec.chain}.items()
         self.blame.strike(dict.fromkeys(end.lost, "went down"), here.restart, self.number)
         crash = {**self.names(self.number), "event": "ended", "status": "crashed", "step": self.newest_step()}
         return Outcome(
@@ -58,12 +70,12 @@ class Starts:
             committed=is_committed(self.spec, here), status=end.status, refused=end.refused,
             hang=self.blame.late(self.number),
             cause=self._cause(folder, end), lost=bool(end.lost), started=end.started, abandoned=end.abandoned,
-            stopping=self.job.stopping, again=sum(self._is_mine(event) for event in events) > 1,
+            stopping=bool(self.job.asked), again=sum(mine <= event.items() for event in events) > 1,
             fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain, self.apart))
 
     def _cause(self, folder: Path, end: StepEnd) -> str:
         """What Slurm says of the end, and the rank's own last line where it ended by itself."""
-        words = self.host.last_words(folder, end, 1) if end.exited else []
+        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
         return "; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)]))
 
     def changed_code(self) -> str:
@@ -79,16 +91,16 @@ class Starts:
         return None if self.here.index is None else self.here.name
 
     def tell_last_words(self) -> None:
-        """The end of the first failing rank's errors, so that the job's log tells the whole story."""
-        for line in self.host.last_words(*self.last, 25) if self.last else ():
-            self.job.say(f"  {line}", quiet=True)
+        """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
+        for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
+            self.here.say(f"  {line}", quiet=True)
 
     def environment(self, number: int) -> dict[str, str]:
         """Of a stage's process in start `number`. What the submission says goes before what the job's shell happened to
         have."""
         return {**os.environ, **self.spec.environment, "DROVER_ATTEMPT": str(self.number),
                 "DROVER_CHAIN": self.spec.chain,
-                **(self.host.rendezvous(self.spec, number) if self.spec.ranks else {})}
+                **(self.here.rendezvous(self.spec, number) if self.spec.ranks else {})}
 
     def newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -104,16 +116,12 @@ class Starts:
         try:
             log_attempt(self.run_folder, event, **self.names(self.number), **details)
         except OSError as error:  # a full disk ends no run by the log of it
-            self.job.say(f"`{event}` could not be logged: {error}")
+            self.here.say(f"`{event}` could not be logged: {error}")
 
     def log_end(self, decision: Decision) -> None:
         """Record the end of this start."""
         self.log("ended", status=decision.status, reason=decision.reason, step=self.newest_step(),
                   next=decision.action)
-
-    def _is_mine(self, event: dict[str, Any]) -> bool:
-        names = self.names(0)
-        return event["event"] == "attempt" and all(event.get(key) == names[key] for key in ("stage", "job", "chain"))
 
     def _name(self) -> str:
         return f"{self.here.name}.{self.number}"

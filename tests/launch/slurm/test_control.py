@@ -112,21 +112,28 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
 
 
 def two_starts(run):
-    """Logs of two ranks in two starts of job 16, the second the newest."""
-    for start in ("16.0", "16.1"):
-        for rank in (0, 1):
-            run.log(f"train/{start}/rank{rank}.out", f"output {start} {rank}\n")
-            run.log(f"train/{start}/rank{rank}.err", f"errors {start} {rank} \N{SNOWMAN}\n")
+    """Logs of four ranks on two nodes in two starts of job 16, the second the newest."""
+    for number, start in enumerate(("16.0", "16.1")):
+        run.attempt("attempt", "train", "16", start=number, ranks=4, nodes=["n1", "n2"])
+        for node in (0, 1):
+            lines = [f"{rank}: {what} {start} {rank} \N{SNOWMAN}\n" for what in ("output", "error")
+                     for rank in (2 * node, 2 * node + 1)]
+            run.log(f"train/{start}/node{node}.log", "".join(lines))
     (run.folder / "logs/train/latest").symlink_to("16.1")
 
 
-@pytest.mark.parametrize("given, start, rank", [({}, "16.1", 0), ({"rank": 1, "start": "16.0"}, "16.0", 1)])
+@pytest.mark.parametrize("given, start, rank", [({}, "16.1", 0), ({"rank": 3, "start": "16.0"}, "16.0", 3)])
 def test_logs(run, capsys, given, start, rank):
     two_starts(run)
     assert logs(run.folder, "train", **given) == 0
-    path = f"{run.folder}/logs/train/{start}/rank{rank}"
-    assert capsys.readouterr().out == (f"==> {path}.out <==\noutput {start} {rank}\n"
-                                       f"==> {path}.err <==\nerrors {start} {rank} \N{SNOWMAN}\n")
+    assert capsys.readouterr().out == (f"==> {run.folder}/logs/train/{start}/node{rank // 2}.log <==\n"
+                                       f"output {start} {rank} \N{SNOWMAN}\nerror {start} {rank} \N{SNOWMAN}\n")
+
+
+def test_log_of_a_job_of_one_process(run, capsys):
+    path = run.log("shard/11_2.0/output.log", "7: is no rank here\n")
+    assert logs(run.folder, "shard", start="11_2.0") == 0
+    assert capsys.readouterr().out == f"==> {path} <==\n7: is no rank here\n"
 
 
 def test_log_of_a_local_run(run, capsys):
@@ -141,7 +148,7 @@ def test_log_of_a_local_run(run, capsys):
 
 @pytest.mark.parametrize("arguments, said", [
     ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
-    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train: .*16.1 holds the ranks 0, 1."),
+    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train: .*16.1 holds the ranks 0-3."),
     ({"stage": "train", "start": "9.0"}, "start 9.0. There are logs of the starts 16.0, 16.1."),
     ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. There are logs of: train."),
     ({"stage": "convert"}, "The stage itself has not started; its job says: .*/logs/slurm/17.log")])
@@ -159,21 +166,21 @@ def test_following_over_a_restart(run, capsys, monkeypatch):
     latest = run.folder / "logs/train/latest"
 
     def began(start, words):
-        run.log(f"train/{start}/rank0.out", words)
+        run.log(f"train/{start}/node0.log", words)
         latest.with_name("new").symlink_to(start)
         latest.with_name("new").replace(latest)
 
     def said(words):
-        with open(run.folder / "logs/train/16.0/rank0.out", "a") as file:
+        with open(run.folder / "logs/train/16.0/node0.log", "a") as file:
             file.write(words)
 
     def interrupt():
         raise KeyboardInterrupt
 
-    happens = iter([lambda: began("16.0", "one\n"), lambda: said("two\n"),
-                    lambda: (said("last words\n"), began("16.1", "three\n")), interrupt])
+    happens = iter([lambda: began("16.0", "0: one\n1: and another"), lambda: said("'s\n 0: two\n1: x\n0: la"),
+                    lambda: (said("st words\n"), began("16.1", "0: three\n")), interrupt])
     monkeypatch.setattr(control.time, "sleep", lambda seconds: next(happens)())
     assert logs(run.folder, "train", follow=True) == 130
     shown = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert shown == [f"==> {latest.parent}/16.0/rank0.out <==", "one", "two", "last words",
-                     f"==> {latest.parent}/16.1/rank0.out <==", "three"]
+    assert shown == [f"==> {latest.parent}/16.0/node0.log <==", "one", "two", "last words",
+                     f"==> {latest.parent}/16.1/node0.log <==", "three"]

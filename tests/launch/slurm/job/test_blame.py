@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from launch.slurm.job import preflight
-from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.node_trial import Problem, Report
 from launch.slurm.job.preflight import Arrivals, allowed_s, judge
+from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import excluded, few, strikes
 from launch.slurm.scheduler import Scheduler
-from pipeline.files import write_json
-from pipeline.records.hangs import hang_folder
+from pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
 
 COUNTS = (2, 64, 4096)
@@ -93,59 +92,55 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
     reports = Arrivals(tmp_path, nodes_of(4))
 
-    def after(seconds, *writes):
-        """What is known so much later, when some ranks have written at some times."""
+    def after(seconds, rank=None, finished=False):
+        """What is known so much later, when a rank has reported."""
         nonlocal now
         now += seconds
-        for rank, at in writes:
-            (tmp_path / f"rank-{rank}.json").touch()
-            os.utime(tmp_path / f"rank-{rank}.json", (at, at))
-        if writes:
+        if rank is not None:
+            with open(tmp_path / f"node{rank}.log", "a") as file:
+                file.write(f"{rank}: {json.dumps(asdict(Report(rank, 'n', finished=finished)))}\n")
             reports.look()
         return reports.lasted_s, reports.quiet_s, reports.are_over
 
-    (tmp_path / "rank-3.json.n3-1.tmp").touch()  # as it is being written
     for rank in range(3):
-        assert after(10, (rank, rank)) == (10.0 * (rank + 1), 0.0, False)
+        assert after(10, rank) == (10.0 * (rank + 1), 0.0, False)
     assert after(119) == (30.0, 119.0, False), "one of four, for twice as long as what it takes to be stuck"
     assert after(1)[2]
-    assert after(5, (0, 50))[1:] == (0.0, False), "it is done"
-    after(1000, (3, 51))
+    assert after(5, 0, finished=True)[1:] == (0.0, False), "it is done"
+    after(1000, 3)
     assert not after(1000)[2], "all have reported: they measure, for as long as they are allowed to"
 
 
-def test_who_was_late_when_training_hung(job):
+def test_who_was_late_when_training_hung(job, capsys):
     """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
-    said = []
     job.spec = replace(job.spec, links=2, ranks=4)
     chain_of(job, "12", "13")
 
     def late(start, nodes=4):
         for rank in range(4):
             place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
-            write_json(hang_folder(job.stage, f"12.0.{start}") / f"rank{rank}.json", {
-                "rank": rank, "node": f"n{rank:04}", "step": 5, "silent_s": 9.0, "at": 1.0, "stack": [place]})
+            write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank:04}", 5, 9.0, 1.0, (place,)))
         return blame(nodes).late(start)
 
     def blame(nodes):
-        return Blame(job.spec, Allocation("12", "12", 0, tuple(nodes_of(nodes))), job.slurm, said.append)
+        return Blame(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
 
-    assert blame(4).late(0) == "" and not said
+    assert blame(4).late(0) == "" and not capsys.readouterr().out
     assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
-    assert "was late when training hung (strike 1 within a day)" in said[0]
+    assert "was late when training hung (strike 1 within a day)" in capsys.readouterr().out
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
     assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n0003": 2}, "of two nodes it is not the nodes"
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, count):
-    said = []
+def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     nodes, most = nodes_of(count), few(count)
-    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"), Allocation("12", "12", 0, tuple(nodes)),
-                  Scheduler(), said.append)
+    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"),
+                  SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
     assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
-    assert blame.strike(more, 0, 1) == {} and "has a cause in common: none of them gets a strike" in said[-1]
+    assert blame.strike(more, 0, 1) == {}
+    assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
     assert blame.strike(down, 0, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from launch.slurm.job import node_trial, preflight
 from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
 from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
 from launch.slurm.nodes import excluded
+from launch.slurm.start_logs import PIECE
 from pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
@@ -142,18 +144,30 @@ def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     assert "ahead of the file system's" in clock.text and "MB are free in" in disk.text and "MB" in shared.text
 
 
-def test_only_the_first_rank_of_a_node_looks_at_it_and_each_writes_twice(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr(node_trial, "write_note", lambda path, value: written.append(value))
+def test_only_the_first_rank_of_a_node_looks_at_it_and_each_reports_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
     monkeypatch.setattr(node_trial, "measure", lambda report, limit_s, fault: setattr(report, "product_s", 0.1))
-    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("waits for the disk"))
     for rank, local in ("2", "0"), ("3", "1"):
         for name, value in {"WORLD_SIZE": "4", "RANK": rank, "LOCAL_RANK": local}.items():
             monkeypatch.setenv(name, value)
-        try_node(tmp_path, tmp_path, 60.0)
-    assert [(record["rank"], len(record["problems"]), record["product_s"], record["finished"]) for record in written] \
+        try_node(tmp_path, 60.0)
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(report["rank"], len(report["problems"]), report["product_s"], report["finished"]) for report in reports] \
         == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
+    """A long one comes in pieces, among which other ranks' stand; what is no report, or is still being written, is
+    passed over."""
+    long, other = replace(SOUND[1], problems=[Problem("shm", "long " * 500)]), replace(SOUND[0], finished=False)
+    text = json.dumps(asdict(long))
+    first, second, third = (text[at:at + PIECE] for at in range(0, len(text), PIECE))
+    lines = [f"1: {first}", "0: [NCCL] {a: warning}", f"0: {json.dumps(asdict(other))}", f"1: {second}", "0: 5",
+             "0: []", "0: {}", f"1: {third}", f"0: {json.dumps(asdict(SOUND[0]))}", f"0: {json.dumps(asdict(other))}"]
+    (tmp_path / "node0.log").write_text("\n".join(lines))
+    (tmp_path / "node12.log").write_text(f"97: {json.dumps(asdict(replace(SOUND[2], rank=97)))}\n")
+    assert read_reports(tmp_path) == [SOUND[0], long, replace(SOUND[2], rank=97)]
 
 
 def smi(folder, gpus, processes="", before=""):
@@ -232,8 +246,9 @@ for task in range(int(options["ntasks"])):
     environment = {{**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
                    "SLURM_LOCALID": str(task % per), "SLURM_NODEID": str(task // per),
                    "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{{1 + task // per}}"}}
-    tasks.append(subprocess.Popen(sys.argv[first:], env=environment,
-                                  stderr=open(options["error"].replace("%t", str(task)), "wb")))
+    log = options["output"].replace("%n", str(task // per))
+    tasks.append(subprocess.Popen(["bash", "-c", f'set -o pipefail; "$@" | sed -u "s/^/{{task}}: /" >> {{log}}', "bash",
+                                   *sys.argv[first:]], env=environment))
 sys.exit(max(task.wait() for task in tasks))
 """
 

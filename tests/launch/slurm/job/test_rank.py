@@ -20,7 +20,8 @@ from tests.waiting import wait_for
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
          "SLURM_STEP_NUM_NODES": "4", "SLURM_JOB_NUM_NODES": "9", "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567",
          "DROVER_RANKS": "32", "SLURMD_NODENAME": "gpu010"}
-ASK = ("import os, signal, sys; print({'mask': sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))), "
+ASK = ("import os, signal, sys; os.write(2, b'first\\n'); "
+       "print({'mask': sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))), "
        "'pid': os.getpid(), **{name: os.environ.get(name) for name in sys.argv[1:]}})")
 
 
@@ -67,7 +68,9 @@ def environment(**more):
     ("evaluate", [signal.SIGUSR1, signal.SIGUSR2])])
 def test_it_becomes_the_command(stage, blocked):
     process = subprocess.Popen(rank("--stage", stage), env=environment(), stdout=subprocess.PIPE, text=True)
-    found = ast.literal_eval(process.communicate()[0])
+    first, found = process.communicate()[0].splitlines()
+    assert first == "first", "output and errors are in order"
+    found = ast.literal_eval(found)
     assert found == {"RANK": "13", "NCCL_DEBUG": "WARN", "mask": blocked, "pid": process.pid}, "no process in between"
 
 
@@ -76,8 +79,8 @@ def test_it_becomes_the_command(stage, blocked):
     (["/no/such/program"], {}, "/no/such/program cannot be started")])
 def test_a_refusal_is_one_sentence_and_exit_status_2(command, variables, said):
     result = subprocess.run(rank("--stage", "train", command=command), env=environment(**variables),
-                            capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and result.stderr.startswith(said) and not result.stdout
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert result.returncode == 2 and result.stdout.startswith(said) and len(result.stdout.splitlines()) == 1
 
 
 def test_it_ends_with_its_parent(tmp_path):

@@ -1,0 +1,73 @@
+"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; of a stage without ranks, and
+of all ranks on one box, one file.
+
+Slurm puts the rank before each line of a node's file (`srun --label`). It cuts what is longer than PIECE bytes into
+lines of that length, each with the label; no other rank's line can fall into a piece.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+ONE_PROCESS = "output.log"
+PIECE = 1024
+BLOCK = 1 << 16
+KEPT = 20
+"""So many starts keep their folders, the newest ones."""
+
+
+def rank_log(folder: Path, rank: int, ranks_per_node: int) -> Path:
+    """The file that holds a rank's output."""
+    alone = folder / ONE_PROCESS
+    return alone if alone.exists() else folder / f"node{rank // ranks_per_node}.log"
+
+
+def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
+    """What is new in a log, from where the file stands; from a node's, the whole lines of one rank."""
+    if re.fullmatch(r"node\d+\.log", Path(file.name).name):
+        yield from (piece for found, piece in labelled(file) if found == rank)
+    else:
+        yield from iter(lambda: file.read(BLOCK), b"")
+
+
+def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The rank and the text of each new line of a node's log. The newlines that Slurm put in are left out."""
+    while (line := file.readline()).endswith(b"\n"):
+        label, _, text = line.partition(b": ")
+        if label.strip().isdigit():
+            yield int(label), text if len(text) <= PIECE else text[:-1]
+    file.seek(-len(line), os.SEEK_CUR)  # Slurm is still writing this one
+
+
+def last_lines(path: Path, rank: int, count: int) -> list[str]:
+    """The last lines of a rank in a log that may be absent."""
+    try:
+        with open(path, "rb") as file:
+            text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def prune(folder: Path, job: str, say: Callable[[str], None], kept: Collection[str] = ()) -> None:
+    """Remove the folders of old starts, but for those in `kept`.
+
+    job: whose start begins. The elements of an array run at one time: each prunes the starts of its own index.
+    """
+    index = job.partition("_")[2]
+    starts = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()
+              and path.name.partition(".")[0].partition("_")[2] == index]
+    with suppress(OSError):
+        starts.sort(key=lambda path: path.stat().st_mtime)
+        old = [path for path in starts[:-KEPT] if path.name not in kept]
+        for path in old:
+            shutil.rmtree(path)
+        if old:
+            say(f"removed from {folder}, as old: {', '.join(path.name for path in old)}")
