@@ -74,17 +74,10 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def put(target: IO[str], text: bytes) -> None:
+def tell(target: IO[str], text: str) -> None:
     """Print while there is somebody to read: a closed terminal or pipe ends no run, and the logs have the story."""
     with suppress(OSError):
-        target.flush()
-        target.buffer.write(text)  # type: ignore[attr-defined]
-        target.buffer.flush()  # type: ignore[attr-defined]
-
-
-def tell(target: IO[str], text: str) -> None:
-    """Print a line, as `put` does."""
-    put(target, f"{text}\n".encode())
+        print(text, file=target, flush=True)
 
 
 class Lines:
@@ -105,7 +98,9 @@ class Lines:
 
     def feed(self, chunk: bytes) -> None:
         """Take what came."""
-        put(self.target, chunk)
+        with suppress(OSError):  # as `tell`
+            self.target.buffer.write(chunk)  # type: ignore[attr-defined]
+            self.target.buffer.flush()  # type: ignore[attr-defined]
         *lines, self.rest = (self.rest + chunk).split(b"\n")
         self.log.writelines(self._clean(line) + b"\n" for line in lines)
         self.rest = self.rest[-CHUNK:]

@@ -36,7 +36,8 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-GIVEN_UP = "shard failed: given up after 2 starts in a row without a new checkpoint (launch.max_restarts=1); the last one: "
+GIVEN_UP = "shard failed: given up after 2 starts in a row without a new checkpoint (launch.max_restarts=1); the " \
+           "last one: "
 
 
 @pytest.mark.parametrize(("plays", "forced", "status", "words"), [
