@@ -67,7 +67,7 @@ class StageFiles:
         starts: how often each job has started the stage. ended: the launcher's last word on a start.
         first: when the first job of the submission that last worked on it began, in seconds since the epoch; 0 if no
             job did.
-        log: the newest log, a file or a folder with a pair for each rank.
+        log: the newest log, a file or the folder of a start.
     """
 
     stage: str

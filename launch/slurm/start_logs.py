@@ -47,13 +47,13 @@ def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def last_lines(path: Path, rank: int, count: int) -> list[str]:
-    """The last lines of a rank in a log that may be absent."""
+    """The last lines of a rank in a log that may be absent; not Slurm's own that the step is ended, which follows."""
     try:
         with open(path, "rb") as file:
             text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    return [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line][-count:]
 
 
 def prune(folder: Path, job: str, say: Callable[[str], None], kept: Collection[str] = ()) -> None:

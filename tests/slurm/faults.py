@@ -183,9 +183,9 @@ class Training:
         path = self.run / f"logs/slurm/{self.job(stage)}.log"
         return path.read_text() if path.exists() else ""
 
-    def output(self, rank: int = 0) -> str:
-        """What a rank of the newest start printed."""
-        return "".join((self.run / f"logs/train/latest/rank{rank}.{name}").read_text() for name in ("out", "err"))
+    def output(self) -> str:
+        """What the first node's ranks of the newest start printed."""
+        return (self.run / "logs/train/latest/node0.log").read_text()
 
     # ---- the end
 

@@ -138,26 +138,21 @@ def _is_foreign(pid: str) -> bool:
 
 
 def pairings(count: int) -> list[list[int | None]]:
-    """Who exchanges with whom, for each round: the partner of each node, None for one that sits out.
+    """The partner of each node in each round, None for one that sits out: the first rounds of a tournament.
 
     From three nodes on each has at least two different partners.
     """
-    def partners(*pairs: tuple[int, int]) -> list[int | None]:
-        found: list[int | None] = [None] * count
-        for one, other in pairs:
-            found[one], found[other] = other, one
-        return found
+    even = count + count % 2
 
-    rounds = [partners(*((node, node + 1) for node in range(0, count - 1, 2)))]
-    if count > 2:
-        ring = count if count % 2 == 0 else count - 1
-        rounds.append(partners(*((node, (node + 1) % count) for node in range(1, ring, 2))))
-        half = count // 2
-        if count % 2:
-            rounds.append(partners(*((node, count - 1 - node) for node in range(half))))
-        elif count > 4:
-            rounds.append(partners(*((node, node + half) for node in range(half))))
-    return rounds if count > 1 else []
+    def partner(node: int, number: int) -> int | None:
+        other = (number - node) % (even - 1)  # of two whose sum is the round's number; the last node meets who is left
+        if node == even - 1:
+            other = number * even // 2 % (even - 1)
+        elif other == node:
+            other = even - 1
+        return other if other < count else None
+
+    return [[partner(node, number) for node in range(count)] for number in range(min(3, even - 1))]
 
 
 def try_node(run_folder: Path, limit_s: float) -> None:

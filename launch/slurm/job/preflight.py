@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -37,29 +37,17 @@ TOLD = {**MEASURED, "reduce_s": "an all-reduce"}
 """What nodes are judged by, and what is told besides: in an all-reduce everyone takes as long as the slowest."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
     """What preflight found.
 
-    bad: nodes with the reason. told: lines to say. everywhere: it is not the nodes: no strikes, and no other nodes
-    would help; `reason` is the whole sentence then.
+    bad: nodes with what is wrong there. told: lines to say. reason: why the job ends although no node is to blame: no
+    strikes, and no other nodes would help.
     """
 
-    bad: dict[str, str]
-    told: list[str]
-    everywhere: bool = False
-    reason: str = ""
-
-
-@dataclass
-class Judgement:
-    """bad: nodes to blame. shared: nodes that saw what ends the job although no node is to blame; `because` says why
-    none is. told: what else there is to say."""
-
-    bad: dict[str, Problem] = field(default_factory=dict)
-    shared: dict[str, Problem] = field(default_factory=dict)
-    because: str = ""
+    bad: dict[str, str] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    reason: str = ""
 
 
 def allowed_s(nodes: int) -> float:
@@ -85,26 +73,24 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     if not reports:  # nothing ran: the start of training will tell why
         return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
     found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), arrivals.lasted_s, arrivals.quiet_s)
-    return _told(found, reports, nodes, seconds, end.cause)
+    found.told += _lines(found, reports, nodes, seconds, end.cause)
+    return found
 
 
-def _told(found: Judgement, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> Found:
+def _lines(found: Found, reports: Sequence[Report], nodes: Sequence[str], seconds: float, cause: str) -> list[str]:
+    """What comes of it, in words."""
     there = {*nodes, *(report.node for report in reports)}
-    if found.shared:
-        first = next(iter(found.shared.values())).text
-        reason = f"{first} ({_counted(len(found.shared), len(there))}; {found.because})"
-        return Found(_texts(found.shared), [*found.told, reason], True, reason)
+    if found.reason:
+        return [found.reason]
     if found.bad:
-        lines = [*found.told, *(f"{node} is bad: {problem.text}" for node, problem in sorted(found.bad.items()))]
-        return Found(_texts(found.bad), lines)
+        return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
     if not all(report.finished for report in reports) or len({report.node for report in reports}) < len(there):
         because = f" ({cause})" if cause else ""
-        return Found({}, [*found.told, f"after {seconds:.0f} s{because} no node can be blamed; going on"])
+        return [f"after {seconds:.0f} s{because} no node can be blamed; going on"]
     values = {what: [value for report in reports if (value := getattr(report, name)) is not None]
               for name, what in TOLD.items()}
     times = [f"{what} {1000 * median(found):.1f} ms" for what, found in values.items() if found]
-    return Found({}, [*found.told, f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s "
-                                   f"({', '.join(times)})"])
+    return [f"{len(there)} node{'s' if len(there) > 1 else ''} sound in {seconds:.0f} s ({', '.join(times)})"]
 
 
 def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
@@ -113,7 +99,7 @@ def places(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
 
 
 def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[str] = (), lasted_s: float = 0.0,
-          quiet_s: float = inf) -> Judgement:
+          quiet_s: float = inf) -> Found:
     """Which nodes are bad.
 
     Args:
@@ -122,16 +108,16 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
         nodes: the node of each rank, as far as it is known.
         lasted_s: for how long reports came. quiet_s: for how long none came, up to the end.
     """
-    there, result = {*nodes, *(report.node for report in reports)}, Judgement()
+    there, result = {*nodes, *(report.node for report in reports)}, Found()
     _judge_problems(reports, len(there), result)
-    if result.shared:
+    if result.reason:
         return result
     missing = sorted(set(range(ranks)) - {report.rank for report in reports})
-    silent = {nodes[rank]: Problem("silent", "it did not report") for rank in missing if rank < len(nodes)}
+    silent = dict.fromkeys((nodes[rank] for rank in missing if rank < len(nodes)), "it did not report")
     finished = [report for report in reports if report.finished]
-    unfinished = {report.node: Problem("network", "its ranks did not come to the end with the others")
-                  for report in reports if not report.finished}
-    if not _is_stuck(lasted_s, quiet_s):
+    unfinished = dict.fromkeys((report.node for report in reports if not report.finished),
+                               "its ranks did not come to the end with the others")
+    if quiet_s < max(QUIET_S, lasted_s):
         if missing:
             result.told.append(f"not all nodes have answered yet: {named(silent) or f'{len(missing)} ranks'} "
                                f"({_counted(len(silent), len(there))}); slow is not sick, so none gets a strike "
@@ -148,65 +134,58 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
     return result
 
 
-def _is_stuck(lasted_s: float, quiet_s: float) -> bool:
-    """Whether who is missing by now is not just slower than the others."""
-    return quiet_s >= max(QUIET_S, lasted_s)
-
-
-def _judge_problems(reports: Sequence[Report], count: int, result: Judgement) -> None:
-    """What the nodes found of themselves; what is the run folder's fault, or too many nodes', is set apart."""
-    seen: dict[str, dict[str, Problem]] = {}
+def _judge_problems(reports: Sequence[Report], count: int, result: Found) -> None:
+    """What the nodes found of themselves, and whether it is the run folder's fault, or too many nodes'."""
+    seen: dict[str, dict[str, str]] = {}
     for report in reports:
-        for problem in report.problems:
-            seen.setdefault(problem.kind, {}).setdefault(report.node, problem)
+        for kind, text in report.problems:
+            seen.setdefault(kind, {}).setdefault(report.node, text)
     for kind, found in seen.items():
         many = len(found) > few(count) or 2 * len(found) > count
         if kind == SPACE or (kind == FOLDER and many):
-            result.shared, result.because = found, "the folder is shared, so no node is to blame"
+            result.bad, result.reason = found, _shared(found, count, "the folder is shared, so no node is to blame")
             return
         if kind == CLOCK and many:
-            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values())).text} "
+            result.told.append(f"the clock of the run folder's file system is off: {next(iter(found.values()))} "
                                f"({_counted(len(found), count)})")
         else:
-            for node, problem in found.items():
-                result.bad.setdefault(node, problem)
+            result.bad = result.bad | found | result.bad  # the first reason counts
     if len(result.bad) > few(count):
-        result.shared, result.bad = result.bad, {}
-        result.because = (f"{named(result.shared)}; {_common(few(count), count)}. Look at these nodes; if it is they "
-                          f"after all, leave them out with launch.exclude and submit the same command again")
+        result.reason = _shared(result.bad, count, (
+            f"{named(result.bad)}; {_common(few(count), count)}. Look at these nodes; if it is they after all, leave "
+            f"them out with launch.exclude and submit the same command again"))
 
 
-def _judge_clocks(reports: Sequence[Report], there: set[str], result: Judgement) -> None:
+def _shared(found: dict[str, str], count: int, because: str) -> str:
+    return f"{next(iter(found.values()))} ({_counted(len(found), count)}; {because})"
+
+
+def _judge_clocks(reports: Sequence[Report], there: set[str], result: Found) -> None:
     times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
-    if len(times) < 2:
-        return
-    middle = median(times.values())
-    off = {node: Problem(CLOCK, f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}")
+    middle = median(times.values() or [0])
+    off = {node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
            for node, at in times.items() if abs(at - middle) > CLOCK_S}
     _blame_few(off, there, "differ in their clocks", result)
 
 
 def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, there: set[str],
-                 result: Judgement) -> None:
+                 result: Found) -> None:
     times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
-    if len(times) < 2:
-        return
-    middle, floor = median(value for _, value in times), min(FLOORS_S[report.device] for report in reports)
-    slow = {node: Problem("slow", f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
-                                  f"{1000 * middle:.0f} ms")
+    middle = median([value for _, value in times] or [0])
+    floor = min((FLOORS_S[report.device] for report in reports), default=0)
+    slow = {node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
             for node, value in times if value > factor * middle and value - middle > floor}
     _blame_few(slow, there, f"took too long for {what}", result)
 
 
-def _blame_few(found: Mapping[str, Problem], there: set[str], what: str, result: Judgement) -> None:
+def _blame_few(found: dict[str, str], there: set[str], what: str, result: Found) -> None:
     """Blame these nodes if they are few, with those that are blamed already, and less than half; else say so."""
     together = {*found, *result.bad}
     if found and (len(together) > few(len(there)) or 2 * len(found) >= len(there)):
         result.told.append(f"{_counted(len(found), len(there))} {what} ({named(found)}): "
                            f"{_common(few(len(there)), len(there))}")
         return
-    for node, problem in found.items():
-        result.bad.setdefault(node, problem)
+    result.bad = result.bad | found | result.bad  # the first reason counts
 
 
 def _common(most: int, count: int) -> str:
@@ -215,10 +194,6 @@ def _common(most: int, count: int) -> str:
 
 def _counted(some: int, count: int) -> str:
     return f"{some} of {count} node{'s' if count > 1 else ''}"
-
-
-def _texts(problems: Mapping[str, Problem]) -> dict[str, str]:
-    return {node: problem.text for node, problem in problems.items()}
 
 
 class Arrivals:

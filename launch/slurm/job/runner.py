@@ -169,7 +169,7 @@ class Runner:
         self.starts.log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
         if not found.bad or self.stopping:
             return TERMINATED if self.stopping else None
-        if found.everywhere:
+        if found.reason:
             decision = Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         else:
             counts = self.blame.strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()},

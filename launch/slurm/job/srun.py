@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from launch.processes import BROKEN_S, KILL_S, Processes
 from launch.slurm.job.decisions import REFUSED
@@ -128,26 +129,25 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-             say: Callable[[str], None], name: str = "srun.err") -> StepEnd:
+             say: Callable[[str], None]) -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
-    log = folder / name
+    log = folder / "srun.err"
     log.write_bytes(b"")
     with open(log, errors="replace") as reader:
-        said, broken, made, given_up, began = _Lines(say), 0.0, False, False, time.monotonic()
+        began, said, broken, made, given_up = time.monotonic(), "", 0.0, False, False
 
         def goes_on() -> bool:
-            nonlocal broken, made, given_up
-            said.take(reader.read())
-            broken = broken or (time.monotonic() if _ENDED.search(said.text) else 0.0)
+            nonlocal said, broken, made, given_up
+            said = _heard(reader, said, say)
+            broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
             made = made or any(folder.glob("node*.log"))
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
             return each() and not given_up and not (broken and time.monotonic() - broken > BROKEN_S)
 
-        # srun answers SIGTERM by killing its tasks at once.
-        srun = Processes(command, environment, log=log)
+        srun = Processes(command, environment, log=log)  # which answers SIGTERM by killing its tasks at once
         status = srun.run(goes_on)
-        said.take(reader.read())
-    return StepEnd(status, said.text, given_up, srun.killed)
+        said = _heard(reader, said, say)
+    return StepEnd(status, said, given_up, srun.killed)
 
 
 def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
@@ -156,15 +156,9 @@ def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> l
     return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
 
 
-class _Lines:
-    """Hands on whole lines as they come, and keeps all of the text."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.text, self._rest = say, "", ""
-
-    def take(self, text: str) -> None:
-        self.text += text
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            if line.strip():
-                self.say(line)
+def _heard(reader: TextIO, said: str, say: Callable[[str], None]) -> str:
+    """What was said, with what is new, which is handed on."""
+    new = reader.read()
+    for line in filter(str.strip, new.splitlines()):
+        say(line)
+    return said + new

@@ -1,15 +1,14 @@
-"""Logs of starts: few files, of which each rank's lines are found, whole; old ones are removed."""
+"""Logs of starts: few files, of which each rank's lines are found, whole."""
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
 from launch.slurm.job.srun import StepEnd, last_words, srun_command
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.start_logs import KEPT, PIECE, output, prune, rank_log
+from launch.slurm.start_logs import PIECE, output, rank_log
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (16, 8), (512, 4), (16_384, 8)])
@@ -37,16 +36,6 @@ def test_the_lines_of_one_rank(tmp_path, text, whole):
         assert b"".join(output(file, 1)).decode() == whole
 
 
-def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path):
-    with open(tmp_path / "node3.log", "w+b") as writing, open(writing.name, "rb") as file:
-        found = []
-        for byte in b"7: one\n8: \xe2\x98\x83\n7: two\n":
-            writing.write(bytes([byte]))
-            writing.flush()
-            found += output(file, 7)
-    assert found == [b"one\n", b"two\n"]
-
-
 def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     said = "srun: error: n12: task 97: Exited with exit code 1\nsrun: error: n12: task 96: Terminated\n"
     lines = ["97: it trains", "97: it broke", "97: ", *["96: so did I"] * 3000]
@@ -56,19 +45,3 @@ def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     assert last_words(tmp_path, StepEnd(1), 8, 25) == [], "rank 0's are not there"
     (tmp_path / "output.log").write_text("3: of one process")
     assert last_words(tmp_path, StepEnd(1), 1, 25) == ["rank 0: 3: of one process"]
-
-
-def test_old_starts_are_removed(tmp_path):
-    """Not those that are to be kept, nor other elements' of an array, nor what is no start."""
-    names = [f"12.{number}" for number in range(KEPT + 3)]
-    for at, name in enumerate([*names, *(f"20_{index}.0" for index in range(KEPT + 3)), "30_1.0"]):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "node0.log").touch()
-        os.utime(tmp_path / name, (at, at))
-    (tmp_path / "latest").symlink_to(names[-1])
-    before, said = {path.name for path in tmp_path.iterdir()}, []
-    prune(tmp_path, "12", said.append, ["12.1"])
-    assert before - {path.name for path in tmp_path.iterdir()} == {"12.0", "12.2"}
-    assert said == [f"removed from {tmp_path}, as old: 12.0, 12.2"]
-    prune(tmp_path, "31_1", said.append)
-    assert len(said) == 1

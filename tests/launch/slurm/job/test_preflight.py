@@ -62,7 +62,8 @@ def having(kind, *nodes):
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
 def test_the_table(reports, bad):
-    assert {node: problem.text for node, problem in judge(reports, 4, 4.0, NODES).bad.items()} == bad
+    found = judge(reports, 4, 4.0, NODES)
+    assert (found.bad if not found.reason else {}) == bad
 
 
 @pytest.mark.parametrize(("reports", "ranks", "told"), [
@@ -89,7 +90,8 @@ def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
 
 def told(reports, nodes):
     """What the runner hears."""
-    return preflight._told(judge(reports, len(reports), 4.0, nodes), reports, nodes, 8.0, "")
+    found = judge(reports, len(reports), 4.0, nodes)
+    return replace(found, told=[*found.told, *preflight._lines(found, reports, nodes, 8.0, "")])
 
 
 @pytest.mark.parametrize(("reports", "everywhere", "bad"), [
@@ -104,7 +106,7 @@ def told(reports, nodes):
 ])
 def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
     found = told(reports, NODES[:len(reports)])
-    assert (found.everywhere, set(found.bad), bool(found.reason)) == (everywhere, bad, everywhere)
+    assert (set(found.bad), bool(found.reason)) == (bad, everywhere) and (found.reason in found.told) == everywhere
 
 
 @pytest.mark.parametrize(("count", "told_so"), [(4, "4 nodes sound in 8 s"), (1, "1 node sound in 8 s")])
@@ -231,7 +233,7 @@ def test_the_next_link_goes_on_without_the_bad_node(job):
 
 
 def test_what_fails_on_every_node_is_not_the_nodes(job):
-    both = Found({"n1": "no disk", "n2": "no disk"}, [], everywhere=True, reason="no disk, on all nodes alike")
+    both = Found({"n1": "no disk", "n2": "no disk"}, [], "no disk, on all nodes alike")
     status, log = job.go(trial=both)
     assert status == 1 and "preflight: no disk, on all nodes alike" in log and not job.slurm.requeued
     assert not (job.run / "launch/nodes.jsonl").exists() and "on all nodes alike" in job.state().reason
