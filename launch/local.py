@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
+from launch import host
 from launch.checks import refuse_stale
-from launch.child import Child, Interruptions
+from launch.host import Host
 from launch.plan import Job, Machine, Options
+from launch.processes import Processes, stop_requests, tell
+from launch.slurm.job.runner import Runner
+from launch.slurm.job.srun import StepEnd
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.scheduler import NoScheduler
+from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.entry import INTERRUPTED
+from pipeline.contract.preparation import report_done
 from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY
+from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.contract.state import now
 
-SHUTDOWN_S = 600
-"""How long ranks may take to save a checkpoint and end (torch's own default is 30 s)."""
-PATIENCE_S = 30.0
-"""How long a stage without ranks may take to end; it loses at most its unfinished units."""
+WORDS = Path("logs") / "local.log"
+"""In a run folder: what the launcher said of all stages and starts on this box."""
+MEMORY = (", as the kernel does when memory runs out: see dmesg; a smaller train.micro_batch or launch.processes needs "
+          "less")
 
 
-def log_path(run_folder: Path, stage: str) -> Path:
-    """Where a stage's output is kept, of all its attempts on this box."""
-    return run_folder / "logs" / f"{stage}.log"
+@dataclass
+class LocalHost(Host):
+    """This box, for one stage."""
+
+    log: Path
+
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
+              job: host.Job) -> StepEnd:
+        """On the terminal as well."""
+        processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
+        status = processes.run(job.tick)
+        said = [f"{self.nodes[0]}: task {rank}: {_how(status)}\n" for rank, status in processes.failed if spec.ranks]
+        return StepEnd(status, "".join(said))
+
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """To the log, and to the terminal."""
+        with suppress(OSError), open(self.log, "a") as log:
+            print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", file=log)
+        if not quiet:
+            tell(sys.stderr, text)
 
 
 def find_machine() -> Machine:
@@ -40,58 +68,54 @@ def find_machine() -> Machine:
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Do the jobs; 0 if at the end all of them are done, else the status of the one that is not."""
     began = time.monotonic()
-    with Interruptions() as interruptions:
+    chain = f"local-{now()}"
+    with stop_requests() as asked:
         for job in jobs:
-            status = _run_job(config, job, options, interruptions)
+            status = _run_job(config, job, options, chain, asked)
             if status:
                 return status
     report = config.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {config.folder}"
-    _tell(sys.stdout, f"\nall done in {duration(time.monotonic() - began)}; {what}")
+    tell(sys.stdout, f"\nall done in {duration(time.monotonic() - began)}; {what}")
     return 0
 
 
-def _run_job(config: Config, job: Job, options: Options, interruptions: Interruptions) -> int:
+def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     run = Run(config)
-    if interruptions.count:
+    if asked:
         return _stopped(job, done_before=True)
     state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
-        _say_done(run, job.stage)
+        with suppress(OSError):  # a closed terminal or pipe
+            report_done(run, job.stage)
         return 0
     refuse_stale(run, replace(job, state=state), options)
-    log = log_path(run.folder, job.stage)
-    status = _start(job, log).run(interruptions, job.stage)
-    state = Run(config).state(job.stage)
-    if state.kind == "done" and (status == 0 or not job.forced):  # forced: the manifest could be the old one
-        if status:
-            _tell(sys.stderr, f"{job.stage} had committed its outputs when it ended with {_status_text(status)}, so it "
-                              f"is done; see {log}")
+    (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
+    here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                     (platform.node(),), None, NoScheduler(), run.folder / WORDS)
+    runner = Runner(_spec(config, job, options, chain), here, asked)
+    runner.run()
+    decision = runner.decision
+    if decision and decision.status == "done":
         return 0
-    if interruptions.count or status == INTERRUPTED:
+    if decision is None or runner.stopping or decision.status == "preempted":
         return _stopped(job, done_before=False)
-    if status == 0:
-        _tell(sys.stderr, f"\n{job.stage} ended with exit status 0, but it is not done: {run.own_folder(job.stage)} "
-                          f"has no valid manifest (state: {state}). Nothing after it was started. Its output is in "
-                          f"{log}.")
-        return 1
-    _tell(sys.stderr, f"\n{job.stage} failed ({_status_text(status)}). Nothing after it was started. Its output is in "
-                      f"{log}. Once the cause is mended, {_same_command(job)}.")
-    return status
+    folder, end = runner.starts.last or (run.folder, StepEnd(1))
+    what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
+    hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
+    tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
+                     f"{folder / ONE_PROCESS}. Once the cause is mended, {_same_command(job)}.")
+    return end.status or 1
 
 
-def _start(job: Job, log: Path) -> Child:
+def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
+    """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
+    started again after a crash goes on."""
+    arguments = [f"--force-id={chain}" if word == "--force" else word for word in job.arguments]
     environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
-    if not job.ranks:
-        # SIGTERM, not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is. What such a
-        # stage has finished is on disk, and nothing else counts.
-        return Child(job.command, environment, log, stop=signal.SIGTERM, orphaned=signal.SIGKILL,
-                     patience_s=PATIENCE_S)
-    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
-    python, *rest = job.command
-    command = [python, "-m", "launch.agent", str(log), *rest[rest.index("torch.distributed.run") + 1:]]
-    # The agent passes SIGTERM on and waits for its workers, so nothing needs to be sent after it.
-    return Child(command, environment, log, stop=signal.SIGTERM, orphaned=signal.SIGTERM, patience_s=SHUTDOWN_S)
+    return JobSpec(run=str(config.folder), name=job.name, stage=job.stage, chain=chain, ranks=job.ranks,
+                   command=(options.python, "-m", STAGES[job.stage].module, *arguments), environment=environment,
+                   tasks_per_node=job.tasks_per_node, requeue=False, max_restarts=config.launch.max_restarts)
 
 
 def _python_environment() -> dict[str, str]:
@@ -101,17 +125,9 @@ def _python_environment() -> dict[str, str]:
             "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _say_done(run: Run, stage: str) -> None:
-    origin = f", reused from {run.stage_folder(stage)}" if run.is_reused(stage) else ""
-    _tell(sys.stdout, f"{stage:<9} up to date{origin}")
-    if changed := run.changed_code(stage):
-        _tell(sys.stdout, f"{stage:<9} warning: made by other code than is here now ({', '.join(changed[:3])}"
-                          f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
-
-
 def _stopped(job: Job, done_before: bool) -> int:
     where = "before" if done_before else "in"
-    _tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
+    tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
     return INTERRUPTED
 
 
@@ -119,17 +135,9 @@ def _same_command(job: Job) -> str:
     return "the same command without --force continues" if job.forced else "the same command continues"
 
 
-def _status_text(status: int) -> str:
-    if status == 128 + signal.SIGKILL:
-        return ("killed by signal 9, as the kernel does when memory runs out: see dmesg; a smaller train.micro_batch "
-                "or launch.processes needs less")
-    return f"killed by signal {status - 128}" if status > 128 else f"exit status {status}"
-
-
-def _tell(stream: TextIO, text: str) -> None:
-    """Print while there is somebody to read: a closed terminal or pipe ends no run, and the logs have the story."""
-    with suppress(OSError):
-        print(text, file=stream, flush=True)
+def _how(status: int) -> str:
+    """As srun has it."""
+    return signal.strsignal(status - 128) or "Killed" if status > 128 else f"Exited with exit code {status}"
 
 
 def _gpus() -> int:

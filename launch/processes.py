@@ -1,15 +1,58 @@
-"""Processes that must not outlive the one that started them."""
+"""Processes that this one starts: their output, requests to stop them, and that none outlives it."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import math
 import os
+import re
+import secrets
 import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
+from launch.ports import free_port
+
+POLL_S = 0.1
+BROKEN_S = 12.0
+"""Seconds that the other ranks get once one has ended badly. srun itself would wait longer for one that it cannot
+reach."""
+KILL_S = 40.0
+"""Seconds that processes get that must end at once."""
+SHUTDOWN_S = 600.0
+"""Seconds that processes get to save and end, once they were asked to stop."""
+CHUNK = 65536
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 # Loaded here, not after a fork: only calls that cannot deadlock are made there.
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """The requests to stop (Ctrl-C, SIGTERM, a closed terminal) that come meanwhile: a list that grows."""
+    asked: list[int] = []
+    numbers = [number for number in STOP_SIGNALS
+               if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]  # nohup is respected
+    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_with_parent(signal_number: int, parent: int | None = None) -> None:
@@ -25,29 +68,144 @@ def end_with_parent(signal_number: int, parent: int | None = None) -> None:
         os._exit(1)
 
 
-def kill_tree(root: int) -> None:
-    """SIGKILL `root` and everything below it. The elastic agent's workers are in sessions of their own, so a signal
-    to its process group would miss them."""
-    for process in (root, *descendants(root)):
-        try:
-            os.kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+def kill_group(leader: int) -> None:
+    """SIGKILL a process that was started in a session of its own, and what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
-def descendants(root: int) -> list[int]:
-    """Process ids below `root`, parents before children (empty where there is no /proc)."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name in parentheses may hold anything; the parent's id is the second field after it.
-            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # ended meanwhile
-        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found, frontier = [], [root]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
-    return found
+def tell(target: IO[str], text: str) -> None:
+    """Print while there is somebody to read: a closed terminal or pipe ends no run, and the logs have the story."""
+    with suppress(OSError):
+        print(text, file=target, flush=True)
+
+
+class Lines:
+    """Passes on what comes, to a stream and in whole lines to the log; of a line redrawn in place, the last drawing."""
+
+    def __init__(self, target: IO[str], log: IO[bytes]) -> None:
+        self.target, self.log, self.rest = target, log, b""
+
+    def read(self, source: int, other_end: int) -> None:
+        """Take all that comes from a pipe or pseudo-terminal until those who have its other end have closed it."""
+        os.close(other_end)
+        with suppress(OSError, ValueError):  # how a pseudo-terminal says so; nobody waits for what comes
+            while chunk := os.read(source, CHUNK):
+                self.feed(chunk)
+        if text := self._clean(self.rest):
+            self.log.write(text + b"\n")
+        os.close(source)
+
+    def feed(self, chunk: bytes) -> None:
+        """Take what came."""
+        with suppress(OSError):  # as `tell`
+            self.target.buffer.write(chunk)  # type: ignore[attr-defined]
+            self.target.buffer.flush()  # type: ignore[attr-defined]
+        *lines, self.rest = (self.rest + chunk).split(b"\n")
+        self.log.writelines(self._clean(line) + b"\n" for line in lines)
+        self.rest = self.rest[-CHUNK:]
+
+    @staticmethod
+    def _clean(line: bytes) -> bytes:
+        return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+
+
+class Processes:
+    """Processes of one command.
+
+    Args:
+        stage: what it is called while it is stopped.
+        asked: requests to stop, as they come. The first asks the processes to save and end, the second kills them.
+        ranks: processes under torch.distributed, which meet here; 0: one process without.
+        log: file for the output.
+        shown: whether it is shown as well; where this process has a terminal, those of the command are given one.
+
+    Attributes:
+        failed: ranks that ended badly, with their exit statuses, the first that failed first.
+        killed: whether they had to be killed, since they did not end when they were told to.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stage: str = "",
+                 asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull), *,
+                 shown: bool = False) -> None:
+        self.stage, self.asked = stage, asked
+        if ranks:
+            environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
+                           "MASTER_PORT": str(free_port(os.getpid(), int(environment.get("DROVER_ATTEMPT") or 0))),
+                           "DROVER_STORE_SECRET": secrets.token_hex(32),
+                           "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
+        self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()
+        pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()] if shown else []
+        out, errors = [write for _, write in pipes] or [self._log.fileno()] * 2
+        # No thread of the launcher runs now, so code between fork and exec is safe. Sessions of their own keep the
+        # terminal's Ctrl-C from the processes: it comes from here, once.
+        self._running = dict(enumerate(subprocess.Popen(
+            command, env={**environment, **more}, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
+            start_new_session=True, preexec_fn=partial(_prepare, os.getpid())) for more in own))
+        self._threads = [threading.Thread(target=Lines(stream, self._log).read, args=pipe, daemon=True)
+                         for stream, pipe in zip((sys.stdout, sys.stderr), pipes, strict=False)]
+        for thread in self._threads:
+            thread.start()
+        self.failed: list[tuple[int, int]] = []
+        self.killed = False
+        self._until = math.inf
+
+    def run(self, each: Callable[[], bool] = lambda: True) -> int:
+        """Wait until all have ended; the exit status of the first that failed (128 + n for signal n), or 0. Its end is
+        that of the others.
+
+        each: called all along; ends the processes by answering False.
+        """
+        heard = 0
+        while self._running:
+            time.sleep(POLL_S)
+            ended = {rank: status for rank, process in self._running.items() if (status := process.poll()) is not None}
+            for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):  # what was killed made the others fail
+                del self._running[rank]
+                if status := ended[rank]:
+                    self.failed.append((rank, status if status > 0 else 128 - status))
+                    self._end_within(BROKEN_S)
+            if len(self.asked) > heard:
+                heard = len(self.asked)
+                tell(sys.stderr, f"\nkilling {self.stage}" if heard > 1 else
+                     f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
+                self._end_within(0 if heard > 1 else SHUTDOWN_S)
+            if not each():
+                self._end_within(KILL_S)
+            if time.monotonic() > self._until:
+                self.killed = True
+                for process in self._running.values():
+                    kill_group(process.pid)
+        for thread in self._threads:
+            thread.join(1)  # what they left in the pipes; a lingering grandchild cannot hold us
+        self._log.close()
+        return self.failed[0][1] if self.failed else 0
+
+    def send_signal(self, number: int) -> None:
+        """To all processes."""
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _end_within(self, seconds: float) -> None:
+        """Ask the processes to end, once within that time."""
+        if time.monotonic() + seconds < self._until:
+            self._until = time.monotonic() + seconds
+            # Not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is.
+            self.send_signal(signal.SIGTERM)
+
+
+def _prepare(parent: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until a stage says that it hears them
+    end_with_parent(signal.SIGKILL, parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would inherit that it is ignored
+
+
+def _terminal_pair() -> tuple[int, int]:
+    """A pseudo-terminal as wide as ours, so that the stage draws its live line; it changes no byte."""
+    read, write = os.openpty()
+    tty.setraw(write)
+    with suppress(OSError):  # a terminal without a size: the stage takes its default
+        size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(write, termios.TIOCSWINSZ, size)
+    return read, write

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from launch.plan import Job, Options
-from launch.processes import kill_tree
+from launch.processes import kill_group
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
@@ -77,15 +77,15 @@ def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
     path = [str(REPOSITORY), *plugin_folders(), *([inherited] if inherited else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
-    child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, start_new_session=True,
+                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, errors = child.communicate(json.dumps(request), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {}, f"it took longer than {LIMIT_S:.0f} s"
     finally:
         if child.poll() is None:
-            kill_tree(child.pid)
+            kill_group(child.pid)
             child.wait()
     try:
         answer: dict[str, Any] = json.loads(output.splitlines()[-1])

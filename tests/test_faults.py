@@ -13,12 +13,12 @@ import sys
 import pytest
 import yaml
 
-from launch.processes import kill_tree
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.stages import STAGES
+from pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY, environment, start_stage, write_config
 from tests.cut_off import cut_off_stage
-from tests.stages.training import curve
+from tests.stages.training import curve, kill
 from tests.waiting import HANG_S, wait_for
 
 SAME_BYTES = ("shard", "tokenizer", "encode", "convert", "evaluate")
@@ -95,11 +95,23 @@ def test_kill_9_anywhere_in_the_chain_changes_nothing(tmp_path, corpus, undistur
         process = subprocess.Popen(chain, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
         wait_for(lambda moment=moment, process=process: files(run) >= moment or process.poll() is not None)
-        kill_tree(process.pid)
+        kill(process)
         landed += process.wait() < 0
     assert landed >= kills / 2
     subprocess.run(chain, cwd=REPOSITORY, env=environment(), check=True, capture_output=True, timeout=HANG_S)
     assert_same(config, undisturbed, *STAGES)
+
+
+def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, undisturbed):
+    config = before("train")
+    ended = subprocess.run([sys.executable, "launch/submit.py", "--stage", "train", "--config", str(config),
+                            "--cluster", "local"], env={**environment(), "DROVER_FAULTS": "kill:rank=1,step=7"},
+                           cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=HANG_S)
+    assert ended.returncode == 0 and "killed; starting again" in ended.stderr, ended.stderr
+    assert_same(config, undisturbed, "train")
+    events = [event for event in read_attempts(config.parent / "runs/mini") if event["event"] in ("attempt", "ended")]
+    assert [(event["start"], event.get("status"), event.get("from"), event.get("step")) for event in events] == [
+        (0, None, None, None), (0, "crashed", None, 4), (1, None, 4, None), (1, "done", None, 12)]
 
 
 @pytest.mark.parametrize("stage, limit", [("shard", 20_000), ("tokenizer", 10_000), ("encode", 5_000),

@@ -6,8 +6,8 @@ server a test session (`python -m tests.warm`) pays for it once. For every reque
 be signalled and killed, an exit status. With several ranks the child is an elastic agent in small: it forks the ranks,
 gives them what torchrun gives, ends all when one fails, and passes a request to stop on.
 
-What such a process does not show, and is therefore started cold somewhere in the suite: torch's own agent and that of
-the launcher, variables that libraries read while they are imported (OMP_NUM_THREADS among them), and a hash seed of
+What such a process does not show, and is therefore started cold somewhere in the suite: torch's own agent and the
+launcher, variables that libraries read while they are imported (OMP_NUM_THREADS among them), and a hash seed of
 each process's own.
 
 The server has one thread and never computes: a fork takes along no lock that somebody holds and no pool of threads.

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from launch.processes import end_with_parent
+from launch.plan import local_ranks
+from launch.processes import Processes
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import Scheduler, of_another_job
@@ -133,13 +133,11 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
         return 0
     run = run_in(run_folder.absolute())
     path = prepare(run, step)
-    for command in commands(run.config, path):
-        # What training was made of may have changed since it began: that is for the next who asks for it to mend.
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False,
-                                env={**os.environ, "DROVER_CONTINUES": "1"},
-                                preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid())).returncode
-        if status:
-            return status if status > 0 else 128 - status
+    # What training was made of may have changed since it began: that is for the next who asks for it to mend.
+    environment = {**os.environ, "DROVER_CONTINUES": "1"}
+    for command, ranks in commands(run.config, path):
+        if status := Processes(command, environment, ranks=ranks, shown=True).run():
+            return status
     if not evaluation_record(run_folder, step).exists():
         return 1
     if not keep:
@@ -147,16 +145,12 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
     return 0
 
 
-def commands(config: Config, path: Path) -> list[list[str]]:
-    """The stages of an evaluation; evaluate with a rank per GPU, as on one box."""
+def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
+    """The stages of an evaluation, each with its ranks; evaluate with a rank per GPU, as on one box."""
     from launch.local import find_machine
-    from launch.plan import local_ranks
 
-    ranks, arguments = local_ranks(config, find_machine()), ["--config", str(path)]
-    start = [sys.executable, "-m"] if ranks == 1 else [
-        sys.executable, "-m", "launch.agent", str(path.parent / "agent.log"), "--standalone", "--nproc-per-node",
-        str(ranks), "-m"]
-    return [[sys.executable, "-m", "pipeline.convert", *arguments], [*start, "pipeline.evaluate", *arguments]]
+    return [([sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
+            (("convert", 0), ("evaluate", local_ranks(config, find_machine())))]
 
 
 def clear(run_folder: Path, step: int) -> None:

@@ -285,6 +285,13 @@ class Scheduler:
             _end(process)
 
 
+class NoScheduler(Scheduler):
+    """Where there is no Slurm: it never answers."""
+
+    def _ask(self, *command: str) -> _Answer:
+        return _Answer(None, error="there is no Slurm here")
+
+
 def seconds(text: str) -> int:
     """Slurm's `1-02:03:04`, `02:03:04` or `3:04` in seconds; 0 for anything else."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())

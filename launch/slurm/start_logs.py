@@ -1,4 +1,5 @@
-"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node, or one of a stage without ranks.
+"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; of a stage without ranks, and
+of all ranks on one box, one file.
 
 Slurm puts the rank before each line of a node's file (`srun --label`). It cuts what is longer than PIECE bytes into
 lines of that length, each with the label; no other rank's line can fall into a piece.
@@ -23,9 +24,9 @@ KEPT = 20
 
 
 def rank_log(folder: Path, rank: int, ranks_per_node: int) -> Path:
-    """The file that holds a rank's output; that of a stage without ranks counts as rank 0's."""
+    """The file that holds a rank's output."""
     alone = folder / ONE_PROCESS
-    return alone if rank == 0 and alone.exists() else folder / f"node{rank // ranks_per_node}.log"
+    return alone if alone.exists() else folder / f"node{rank // ranks_per_node}.log"
 
 
 def output(file: IO[bytes], rank: int) -> Iterator[bytes]:

@@ -38,7 +38,7 @@ SILENCE_S = 3.0
 def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | None = None) -> int:
     """Run the stage `name` if it is not done; the process's exit status.
 
-    `body(work)` does the work and calls `work.commit`. Under the elastic agent every rank runs this; rank 0 alone
+    `body(work)` does the work and calls `work.commit`. Every rank of a stage that has ranks runs this; rank 0 alone
     writes. A stage that leaves its body without a commit was asked to stop and will be continued.
     """
     options = parser(name).parse_intermixed_args(arguments)

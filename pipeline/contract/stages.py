@@ -28,7 +28,7 @@ class Stage:
     Attributes:
         needs: stages whose manifests it reads.
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
-        ranks: whether it runs as ranks under torch's elastic agent.
+        ranks: whether it runs as ranks of torch.distributed.
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
             of the outputs of the stages before (`pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`), and whether it hears requests to stop

@@ -76,7 +76,8 @@ class Channel:
 
     def end(self, status: int) -> None:
         """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
-        if self._said or (status and not self._agent and _ended_by_slurm()):
+        # Where Drover's launcher started the ranks, it ends the others of a start in which one fails.
+        if self._said or (status and not self._agent and "DROVER_CHAIN" in os.environ):
             return
         with suppress(RuntimeError):  # where nobody can be reached, why this rank ends counts more
             self._send({"end": status})
@@ -149,11 +150,6 @@ class ToldRun(Run):
                          drift=told["drift"])
         found.__dict__["digest"] = told["digest"]  # of outputs that are not here
         return found
-
-
-def _ended_by_slurm() -> bool:
-    """Whether srun ends the others of a step in which one fails, as it does where the job's runner calls it."""
-    return "SLURM_STEP_ID" in os.environ and "DROVER_CHAIN" in os.environ
 
 
 def asked(arguments: Mapping[str, Any]) -> str:

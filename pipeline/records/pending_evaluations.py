@@ -26,11 +26,12 @@ def evaluation_record(run_folder: Path, step: int) -> Path:
 class PendingEvaluations:
     """Which checkpoints of the run in `run_folder` wait for a result of `launch.evaluate.every_checkpoints`.
 
-    None, where nobody will evaluate them: outside of a chain of jobs.
+    None, where nobody will evaluate them: outside of Slurm's jobs.
     """
 
     def __init__(self, run_folder: Path, config: Config) -> None:
-        every = config.launch.evaluate.every_checkpoints if "DROVER_CHAIN" in os.environ else None
+        submitted = "DROVER_CHAIN" in os.environ and "DROVER_LAUNCHED" not in os.environ
+        every = config.launch.evaluate.every_checkpoints if submitted else None
         self.run_folder, self.last = run_folder, config.train.steps
         self.every_steps = every and every * config.train.checkpoint.every_steps
 

@@ -46,7 +46,7 @@ def data_stages(tmp_path_factory):
 @pytest.fixture
 def ready(house, data_stages):
     """A house in which only train and what follows is to do."""
-    shutil.copytree(data_stages, house.run)
+    shutil.copytree(data_stages, house.run, symlinks=True)
     return house
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import math
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from launch.processes import stop_requests
 from launch.slurm.chain import Chain, ChainJob
-from launch.slurm.job import runner, starts
-from launch.slurm.job.allocation import Allocation
+from launch.slurm.job import runner, slurm_host
 from launch.slurm.job.preflight import Found
+from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import JobInfo
@@ -100,33 +102,42 @@ class Job:
         """
         self.spec, self.slurm.restarts = replace(self.spec, **changes), restart
         with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-            made = self.runner(patch, iter(plan), job, restart, element)
             patch.setattr(runner, "run_preflight", lambda *_: trial or Found({}, ["all is well"]))
             patch.setattr(signal, "signal", self.handlers.__setitem__)
-            return made.run(), said.getvalue()
+            with stop_requests() as asked:
+                return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
 
     def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
-               element: int | None = None) -> runner.Runner:
+               element: int | None = None, asked: list[int] | None = None) -> runner.Runner:
         """The job's runner."""
         for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
             patch.setenv(name, value)
         patch.setattr(runner, "PAUSE_S", 0.0)
-        patch.setattr(starts, "STEP_PAUSE_S", 0.0)
+        patch.setattr(slurm_host, "STEP_PAUSE_S", 0.0)
 
-        def start(command, environment, folder, each, *more):
+        def start(command, environment, folder, each, say=None, sent=()):
             self.commands.append(" ".join(command))
             self.environments.append(environment)
             what = next(plan)
-            return what(each) if callable(what) else self.play(what, folder, element, more)
+            return what(each) if callable(what) else self.play(what, folder, element, sent)
 
-        patch.setattr(starts, "run_step", start)
-        patch.setattr(starts, "run_child", start)
-        here = Allocation(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
-                          element)
-        return runner.Runner(self.spec, here, self.slurm)  # type: ignore[arg-type]
+        def child(command, environment, stage, asked, log):
+            sent: list[int] = []
 
-    def play(self, what: str, folder: Path, element: int | None, more: tuple[Any, ...]) -> StepEnd:
-        """What a start leaves, and how its processes end."""
+            def run(each):
+                each()
+                return start(command, environment, log.parent, each, sent=sent).status
+
+            return SimpleNamespace(run=run, send_signal=sent.append)
+
+        patch.setattr(slurm_host, "run_step", start)
+        patch.setattr(slurm_host, "Processes", child)
+        here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
+                         element, self.slurm)  # type: ignore[arg-type]
+        return runner.Runner(self.spec, here, [] if asked is None else asked, here.lock(self.spec))
+
+    def play(self, what: str, folder: Path, element: int | None, sent: Sequence[int] = ()) -> StepEnd:
+        """What a start leaves, and how its processes end. sent: what a stage without ranks was told."""
         say = partial(write_state, self.stage) if element is None else partial(
             write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
         if what == "no step":
@@ -148,9 +159,7 @@ class Job:
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
         if what == "units":  # a stage without ranks: ended, or warned of the time limit
-            ends, warns = more
-            say("preempted", reason=f"{'SIGTERM' if ends() else 'SIGUSR2' if warns() else '?'}: 3 of 4 units",
-                again=not ends())
+            say("preempted", reason=f"{'SIGUSR2' if signal.SIGUSR2 in sent else '?'}: 3 of 4 units", again=True)
             return StepEnd(130)
         if what == "failed":
             say("failed", reason="the third record is broken")

@@ -2,12 +2,14 @@
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 
-from pipeline.records.hangs import HUNG_STATUS, hang_folder, judge_hang, read_hang
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from pipeline.contract.state import read_attempts
+from pipeline.records.hangs import hang_folder, judge_hang, read_hang
+from tests.conftest import REPOSITORY, environment, run_stage
 from tests.stages.training import curve, train_folder
 from tests.waiting import HANG_S
 
@@ -22,14 +24,14 @@ def patience(config, *settings, ranks, least_s):
 
 
 @pytest.mark.slow
-def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on(fresh):
-    """Under the agent of the launcher, whose exit status is a rank's own."""
+def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_again(fresh):
+    """Under the launcher, which starts it again."""
     settings = [*SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6)]
-    command = stage_command("train", fresh, *settings, ranks=3)
-    command[2:3] = ["launch.agent", str(fresh.parent / "agent.log")]
+    command = [sys.executable, "launch/submit.py", "--stage", "train", "--config", str(fresh), "--cluster", "local",
+               "launch.processes=3", *settings]
     ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": "hang:rank=1,step=6"},
                            check=False, capture_output=True, text=True, timeout=HANG_S)
-    assert ended.returncode == HUNG_STATUS, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert "train hangs on rank 1" in ended.stderr and "after step 5" in ended.stderr
     folder = hang_folder(train_folder(fresh), "local.0.0")
     records = read_hang(folder)
@@ -41,7 +43,8 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on
     found = judge_hang(folder, 3)
     assert found.late == ((1, os.uname().nodename),)
     assert "before_step > hang (pipeline/training/fault_injection.py)" in found.text and "ranks 0, 2" in found.text
-    run_stage("train", fresh, *settings, ranks=3)
+    assert [(event["status"], event["reason"], event["next"]) for event in read_attempts(fresh.parent / "runs/mini")
+            if event["event"] == "ended"] == [("hung", found.text, "restart"), ("done", "done", "leave")]
     assert [record["step"] for record in curve(fresh)] == list(range(1, 13))
 
 

@@ -66,7 +66,7 @@ def channels(monkeypatch, world=3):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.delenv("DROVER_CHAIN", raising=False)
     found = []
     for rank in range(world):
         for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():

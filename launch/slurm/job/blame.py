@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launch.host import Host
 from launch.slurm.chain import read_chain
-from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.start_records import hang_of
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import STRIKES, add_strike, few, named
-from launch.slurm.scheduler import Scheduler
 
 
 class Blame:
     """The nodes that failed starts of one job."""
 
-    def __init__(self, spec: JobSpec, here: Allocation, scheduler: Scheduler, say: Callable[[str], None]) -> None:
-        self._spec, self._here, self._scheduler, self._say = spec, here, scheduler, say
+    def __init__(self, spec: JobSpec, here: Host) -> None:
+        self._spec, self._here, self._say = spec, here, here.say
 
     def strike(self, found: Mapping[str, str], restart: int, start: int, nodes: int | None = None) -> dict[str, int]:
         """Record that nodes failed a start, each with the reason; how often each did within a day.
@@ -56,5 +55,5 @@ class Blame:
         waiting = [job.id for job in chain.jobs if (job.stage, job.kind) == (spec.stage, "link")] \
             if nodes and chain and chain.id == spec.chain and spec.link < spec.links else []
         for job in waiting[spec.link:]:
-            if problem := self._scheduler.leave_out(job, nodes):
+            if problem := self._here.scheduler.leave_out(job, nodes):
                 self._say(f"the waiting job {job} could not be told to leave out {', '.join(nodes)}: {problem}")

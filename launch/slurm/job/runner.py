@@ -1,13 +1,12 @@
-"""What a Slurm job does: it starts the stage in its allocation, judges each end, and starts it again, queues itself
-again, or leaves.
+"""What a job does: it starts the stage where it runs, judges each end, and starts it again, queues itself again, or
+leaves.
 
     python -m launch.slurm.job.runner SPEC.json [SHA256]
 
-It runs once, in the batch step on the first node. Stages with ranks run as a step of srun, the others as its child.
-What it says goes to the job's log; what it does, to `launch/attempts.jsonl`; a stage's output to
-`logs/<stage>/<job>.<start>/` (`launch.slurm.start_logs`). Slurm's signal before the time limit does not concern it:
-that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more, waits for what runs, and
-leaves.
+is a job of Slurm: it runs once, in the batch step on the first node. `launch.local` runs the same for stages on one
+box. What it asks of either is `launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before the time
+limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more,
+waits for what runs, and leaves.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
+from launch.host import Host
+from launch.processes import stop_requests
 from launch.slurm.chain import read_chain
 from launch.slurm.evaluations import Evaluations
-from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import (
     TERMINATED,
@@ -40,6 +39,7 @@ from launch.slurm.job.decisions import (
 )
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.preflight import run_preflight
+from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.start_records import is_committed, last_word, was_killed
 from launch.slurm.job.starts import Starts
 from launch.slurm.jobspec import JobSpec
@@ -60,38 +60,38 @@ TAKEN_OVER = "another start of this job has taken the stage over"
 
 
 class Runner:
-    """One job's work."""
+    """One job's work.
 
-    def __init__(self, spec: JobSpec, allocation: Allocation, scheduler: Scheduler) -> None:
-        self.spec, self.allocation, self.scheduler = spec, allocation, scheduler
-        self.run_folder = Path(spec.run)
-        self.stopping = False
-        self.lock = JobLock(self.run_folder, spec.stage, allocation.job, allocation.restart, self._state_of,
-                            spec.chain)
+    Attributes:
+        asked: the signals that told the job to end. lock: None where the stage's own lock is enough.
+        decision: how the job ended; None if it did nothing.
+    """
+
+    def __init__(self, spec: JobSpec, here: Host, asked: list[int], lock: JobLock | None = None) -> None:
+        self.spec, self.here, self.asked, self.lock = spec, here, asked, lock
+        self.run_folder, self.say, self.scheduler = Path(spec.run), here.say, here.scheduler
+        self.decision: Decision | None = None
         self.locked = False
-        self.blame = Blame(spec, allocation, scheduler, self.say)
-        self.starts = Starts(self, spec, allocation, scheduler, self.blame)
+        self.blame = Blame(spec, here)
+        self.starts = Starts(self, spec, here, self.blame)
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints and spec.stage == "train" else None
         self.terms = Terms(spec.requeue, spec.link < spec.links, spec.max_restarts)
 
-    def say(self, text: str) -> None:
-        """One line of the job's log."""
-        print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
+    @property
+    def stopping(self) -> bool:
+        """Whether the job was told to end."""
+        return bool(self.asked)
 
     def run(self) -> int:
         """Do the job; its exit status."""
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-        spec, here = self.spec, self.allocation
+        spec, here = self.spec, self.here
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
         which += f", part {here.index} of {spec.parts} of {spec.phase or 'it'}" if here.index is not None else ""
         which += f", restart {here.restart}" if here.restart else ""
-        self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}")
+        self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}", quiet=True)
         if (status := self._nothing_to_do()) is not None:
             return status
-        if here.index is None:
+        if self.lock is not None and here.index is None:
             self.lock.acquire(self.say, lambda: self.stopping)
             self.locked = True
         try:
@@ -102,15 +102,15 @@ class Runner:
                 return status
             return self._starts()
         finally:
-            if self.locked:
+            if self.lock is not None and self.locked:
                 self.lock.release()
 
     # ---- before the first start
 
     def _nothing_to_do(self) -> int | None:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
-        spec, again = self.spec, self.spec.link > 1 or self.allocation.restart > 0
-        if self.allocation.index is not None:
+        spec, again = self.spec, self.spec.link > 1 or self.here.restart > 0
+        if self.here.index is not None:
             return None
         state, ours = read_state(spec.folder), self._chain_jobs()
         if again and state and state.job in ours and state.status == "done" and read_manifest(spec.folder) is not None:
@@ -129,13 +129,13 @@ class Runner:
         """Ids of the jobs that this submission made for the stage, this one among them."""
         chain = read_chain(self.run_folder)
         jobs = chain.jobs if chain is not None and chain.id == self.spec.chain else ()
-        return {self.allocation.job, *(job.id for job in jobs if job.stage == self.spec.stage)}
+        return {self.here.job, *(job.id for job in jobs if job.stage == self.spec.stage)}
 
     def _account_for_the_last(self) -> Decision | None:
         """A start of this job that nobody saw the end of: the job was taken from its nodes, one of them died, or the
         runner was killed. A decision if that goes on without bringing anything."""
-        spec, here = self.spec, self.allocation
-        last = here.unfinished(read_attempts(self.run_folder))
+        spec, here = self.spec, self.here
+        last = here.unfinished(read_attempts(self.run_folder), spec.chain)
         if last is None:
             return None
         down = lost(last["nodes"], self.scheduler)
@@ -158,12 +158,12 @@ class Runner:
         spec = self.spec
         if not spec.preflight or not spec.ranks or self.stopping:
             return None
-        here = self.allocation
+        here = self.here
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder.parent, here.name, self.say)
-        environment = self.starts.environment(rendezvous=self.starts.number + 5000)
-        found = run_preflight(spec, folder, environment, self.tick, self.allocation.nodes)
+        environment = self.starts.environment(self.starts.number + 5000)
+        found = run_preflight(spec, folder, environment, self.tick, here.nodes)
         for line in found.told:
             self.say(f"preflight: {line}")
         self.starts.log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
@@ -188,18 +188,18 @@ class Runner:
             outcome = self.starts.start()
             decision = decide(outcome, self.terms)
             if decision.action == "restart" and self.spec.ranks and \
-                    self.scheduler.seconds_left(self.allocation.job) < self._warning_s:
+                    self.scheduler.seconds_left(self.here.job) < self._warning_s:
                 decision = too_late(decision, self.terms)
-            if self.locked and not self.lock.beat(at_once=True):
+            if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)
                 return 1
-            if decision.action in ("restart", "requeue") and not self.allocation.is_current(self.scheduler):
+            if decision.action in ("restart", "requeue") and not self.here.is_current():
                 decision = taken_away(decision)
             self.starts.log_end(decision)
             if decision.action != "restart":
                 return self._end(decision)
             self.starts.tell_last_words()
-            self.say(f"{decision.status}: {decision.reason}; starting again in this allocation")
+            self.say(f"{decision.status}: {decision.reason}; starting again")
             self.starts.number += 1
             self.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)))
         self.say("told to end: nothing more is started")
@@ -213,22 +213,23 @@ class Runner:
     # ---- the end
 
     def _end(self, decision: Decision) -> int:
+        self.decision = decision
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
-            refusal = self.scheduler.requeue(self.allocation.name, patience_s=CONTROLLER_S)
+            refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.terms)
-        if decision.final and self.allocation.index is None:
+        if decision.final and self.here.index is None:
             os.environ.setdefault("DROVER_ATTEMPT", str(self.starts.number))
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self.starts.newest_step(), reason=decision.reason)
         if decision.action == "stop":
             self.starts.tell_last_words()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
-        self.say(f"{self.spec.stage} {how}")
+        self.say(f"{self.spec.stage} {how}", quiet=True)
         if self.evaluations is not None and not self.stopping:
             self.evaluations.finish()
         return decision.exit_status
@@ -239,10 +240,13 @@ class Runner:
         """Called while something runs; False if it must end because the stage is another start's."""
         if self.evaluations is not None and not self.stopping:
             self.evaluations.look()
-        if self.locked and not self.lock.beat():
+        if not self._beat():
             self.say(f"{TAKEN_OVER}: ending what runs here")
             return False
         return True
+
+    def _beat(self, *, at_once: bool = False) -> bool:
+        return self.lock is None or not self.locked or self.lock.beat(at_once=at_once)
 
     def pause(self, seconds: float) -> None:
         """Wait, but not when told to end."""
@@ -251,20 +255,16 @@ class Runner:
             self.tick()
             time.sleep(0.25)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.stopping = True
-
-    def _state_of(self, job: str) -> str | None:
-        found = self.scheduler.jobs([job])
-        return None if found is None else found[job].state
-
 
 def main(arguments: list[str]) -> int:
     """Run the job of the spec in the file that is named."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     try:
-        scheduler = Scheduler()
-        allocation = Allocation.from_environment(os.environ, scheduler)
-        return Runner(JobSpec.load(Path(arguments[0]), *arguments[1:]), allocation, scheduler).run()
+        here = SlurmHost.from_environment(os.environ, Scheduler())
+        spec = JobSpec.load(Path(arguments[0]), *arguments[1:])
+        with stop_requests() as asked:
+            return Runner(spec, here, asked, here.lock(spec)).run()
     except (UserError, OSError) as error:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
         return 1

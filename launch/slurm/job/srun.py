@@ -1,35 +1,27 @@
-"""The processes of a start: a step of ranks through srun, or one child; and what srun said of their end."""
+"""A step of ranks through srun, and what is known of the end of ranks from what srun said."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from launch.processes import end_with_parent, kill_tree
+from launch.processes import BROKEN_S, KILL_S, Processes
 from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.start_logs import ONE_PROCESS, last_lines, rank_log
+from launch.slurm.start_logs import last_lines, rank_log
 
-POLL_S = 0.25
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
-BROKEN_S = 12.0
-"""Seconds that the others get once one has ended badly; srun itself would wait longer for one that it cannot reach."""
 MAKE_S = 30.0
 """Seconds after which a srun that has started no task is ended, to be called again: a controller that has just come
 back may let it wait for room that is there."""
-KILL_S = 40.0
-"""Seconds until a step that is to be killed is given up."""
-_ENDED = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
+_ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: (?:Node failure on (?P<node>\S+)|Task launch for .* failed on node (?P<other>\S+):)",
                    re.MULTILINE)
 _VANISHED = re.compile(r"missing step on node (?P<index>\d+)")
@@ -65,7 +57,8 @@ class TaskEnd:
 class StepEnd:
     """How a step ended.
 
-    status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr.
+    status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr, or a line for each
+        rank that ended badly, as srun would write it.
     given_up: srun had started no task for so long that it was ended.
     abandoned: srun itself did not end and was killed: Slurm may still run its tasks.
     """
@@ -147,41 +140,22 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
              say: Callable[[str], None]) -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
     log = folder / "srun.err"
-    with open(log, "wb") as stderr, open(log, errors="replace") as reader:
-        process = _start(command, environment, stdout=None, stderr=stderr)
-        began, said, broken, made, given_up, abandoned = time.monotonic(), "", 0.0, False, False, False
-        while (status := process.poll()) is None:
+    log.write_bytes(b"")
+    with open(log, errors="replace") as reader:
+        began, said, broken, made, given_up = time.monotonic(), "", 0.0, False, False
+
+        def goes_on() -> bool:
+            nonlocal said, broken, made, given_up
             said = _heard(reader, said, say)
             broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
             made = made or any(folder.glob("node*.log"))
-            given_up = not made and time.monotonic() - began > MAKE_S
-            if not each() or given_up or (broken and time.monotonic() - broken > BROKEN_S):
-                status, abandoned = _end(process)  # srun answers SIGTERM by killing its tasks at once
-                break
-            time.sleep(POLL_S)
+            given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
+            return each() and not given_up and not (broken and time.monotonic() - broken > BROKEN_S)
+
+        srun = Processes(command, environment, log=log)  # which answers SIGTERM by killing its tasks at once
+        status = srun.run(goes_on)
         said = _heard(reader, said, say)
-    return StepEnd(status if status >= 0 else 128 - status, said, given_up, abandoned)
-
-
-def run_child(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-              ends: Callable[[], bool], warns: Callable[[], bool] = lambda: False) -> StepEnd:
-    """Run a stage without ranks to its end; once `ends` says so it is told to end, once `warns` does, that the time
-    limit is near."""
-    told = warned = False
-    with open(folder / ONE_PROCESS, "wb") as output:
-        process = _start(command, environment, stdout=output, stderr=output, blocked=(signal.SIGUSR1, signal.SIGUSR2))
-        while (status := process.poll()) is None:
-            if ends() and not told:
-                told = True
-                process.terminate()
-            if not warned and warns():
-                warned = True
-                process.send_signal(signal.SIGUSR2)
-            if not each():
-                status, _ = _end(process)  # its processes are on this node, and have ended
-                break
-            time.sleep(POLL_S)
-    return StepEnd(status if status >= 0 else 128 - status)
+    return StepEnd(status, said, given_up, srun.killed)
 
 
 def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
@@ -196,25 +170,3 @@ def _heard(reader: TextIO, said: str, say: Callable[[str], None]) -> str:
     for line in filter(str.strip, new.splitlines()):
         say(line)
     return said + new
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], *, stdout: object,
-           stderr: object, blocked: Sequence[signal.Signals] = ()) -> subprocess.Popen[bytes]:
-    """blocked: signals that wait until the process says that it hears them."""
-    return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=stdout,  # type: ignore[call-overload]
-                            stderr=stderr, preexec_fn=partial(_prepare, os.getpid(), blocked))
-
-
-def _prepare(parent: int, blocked: Sequence[signal.Signals]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    end_with_parent(signal.SIGKILL, parent)
-
-
-def _end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """End a process; its status, and whether it had to be killed with what is below it."""
-    process.terminate()
-    try:
-        return process.wait(KILL_S), False
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        return process.wait(), True

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from launch.slurm.job.allocation import Allocation
+from launch.host import Host, Job
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import Decision, Outcome, fruitless
-from launch.slurm.job.srun import StepEnd, last_words, run_child, run_step, srun_command
+from launch.slurm.job.srun import StepEnd, last_words
 from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
-from launch.slurm.job.time_limit import TimeLimit
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.state import log_attempt, read_attempts
 
-STEP_TRIES = 4
-"""Calls of srun until a step that cannot be made is given up."""
-STEP_PAUSE_S = 5.0
 KEPT_FAILED = 5
 """Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
-
-
-class Job(Protocol):
-    """What starts know of the job that makes them.
-
-    Attributes:
-        stopping: whether it was told to end.
-    """
-
-    stopping: bool
-
-    def say(self, text: str) -> None:
-        """One line of the job's log."""
-
-    def tick(self) -> bool:
-        """Called while something runs; False if it must end because the stage is another start's."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait, but not when told to end."""
 
 
 class Starts:
@@ -52,10 +28,10 @@ class Starts:
         last: folder of the logs, and end, of the last one.
     """
 
-    def __init__(self, job: Job, spec: JobSpec, allocation: Allocation, scheduler: Scheduler, blame: Blame) -> None:
-        self.job, self.spec, self.allocation, self.scheduler, self.blame = job, spec, allocation, scheduler, blame
+    def __init__(self, job: Job, spec: JobSpec, here: Host, blame: Blame) -> None:
+        self.job, self.spec, self.here, self.blame = job, spec, here, blame
         self.run_folder = Path(spec.run)
-        self.number = allocation.next_start(read_attempts(self.run_folder), self.logs)
+        self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
         self.last: tuple[Path, StepEnd] | None = None
 
     @property
@@ -70,38 +46,23 @@ class Starts:
         point_latest(folder)
         self._prune()
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
-        self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.allocation.nodes), **{
+        self.log("attempt", ranks=self.spec.ranks or 1, nodes=list(self.here.nodes), **{
             "from": self.newest_step()})
-        self.job.say(f"start {self.number}: {self._count()}, output in {folder}")
-        command = [*self.spec.wrap, *self.spec.command, *self.allocation.part(self.spec.parts, self.spec.phase)]
-        if not self.spec.ranks:
-            limit = TimeLimit(self.scheduler, self.allocation.name, self.spec.signal_s)
-            end = run_child(command, self.environment(), folder, self.job.tick, lambda: self.job.stopping,
-                            lambda: self.spec.warned and limit.is_near())
-        else:
-            end = self._step(folder, command)
+        self.here.say(f"start {self.number}: {self._count()}, output in {folder}", quiet=True)
+        command = [*self.spec.wrap, *self.spec.command, *self.here.part(self.spec.parts, self.spec.phase)]
+        end = self.here.start(self.spec, command, self.environment(self.number), folder, self.job)
         self.last = (folder, end)
         return self._judge(folder, end)
-
-    def _step(self, folder: Path, command: list[str]) -> StepEnd:
-        srun = srun_command(self.spec, folder, command, stage=self.spec.stage)
-        for number in range(1, STEP_TRIES + 1):
-            end = run_step(srun, self.environment(rendezvous=self.number), folder, self.job.tick, self.job.say)
-            if end.started or end.abandoned or self.job.stopping or number == STEP_TRIES \
-                    or not self.allocation.is_current(self.scheduler):
-                break
-            self.job.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
-            self.job.pause(STEP_PAUSE_S * number)
-        return end
 
     def _prune(self) -> None:
         failed = [f"{event['job']}.{event['start']}" for event in read_attempts(self.run_folder)
                   if event["event"] == "ended" and event["stage"] == self.spec.stage
                   and event["status"] in ("crashed", "hung", "failed")]
-        prune(self.logs, self.allocation.name, self.job.say, failed[-KEPT_FAILED:])
+        prune(self.logs, self.here.name, self.here.say, failed[-KEPT_FAILED:])
 
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
-        here, events = self.allocation, read_attempts(self.run_folder)
+        here, events = self.here, read_attempts(self.run_folder)
+        mine = {"event": "attempt", "stage": self.spec.stage, "job": here.name, "chain": self.spec.chain}.items()
         self.blame.strike(dict.fromkeys(end.lost, "went down"), here.restart, self.number)
         crash = {**self.names(self.number), "event": "ended", "status": "crashed", "step": self.newest_step()}
         return Outcome(
@@ -109,7 +70,7 @@ class Starts:
             committed=is_committed(self.spec, here), status=end.status, refused=end.refused,
             hang=self.blame.late(self.number),
             cause=self._cause(folder, end), lost=bool(end.lost), started=end.started, abandoned=end.abandoned,
-            stopping=self.job.stopping, again=self.number > 0,
+            stopping=bool(self.job.asked), again=sum(mine <= event.items() for event in events) > 1,
             fruitless=fruitless([*events, crash], self.spec.stage, self.spec.chain, self.apart))
 
     def _cause(self, folder: Path, end: StepEnd) -> str:
@@ -128,19 +89,19 @@ class Starts:
     @property
     def apart(self) -> str | None:
         """Whose starts are counted together: an array's element is on its own, links of a chain are not."""
-        return None if self.allocation.index is None else self.allocation.name
+        return None if self.here.index is None else self.here.name
 
     def tell_last_words(self) -> None:
         """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
         for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
-            print(f"  {line}", flush=True)
+            self.here.say(f"  {line}", quiet=True)
 
-    def environment(self, rendezvous: int | None = None) -> dict[str, str]:
-        """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
+    def environment(self, number: int) -> dict[str, str]:
+        """Of a stage's process in start `number`. What the submission says goes before what the job's shell happened to
+        have."""
         return {**os.environ, **self.spec.environment, "DROVER_ATTEMPT": str(self.number),
                 "DROVER_CHAIN": self.spec.chain,
-                **(self.allocation.rendezvous(self.spec, rendezvous, self.scheduler)
-                   if rendezvous is not None else {})}
+                **(self.here.rendezvous(self.spec, number) if self.spec.ranks else {})}
 
     def newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -148,7 +109,7 @@ class Starts:
 
     def names(self, start: int) -> dict[str, Any]:
         """What a record says of which start it is."""
-        return {"stage": self.spec.stage, "job": self.allocation.name, "restart": self.allocation.restart,
+        return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart,
                 "start": start, "chain": self.spec.chain}
 
     def log(self, event: str, **details: Any) -> None:
@@ -156,7 +117,7 @@ class Starts:
         try:
             log_attempt(self.run_folder, event, **self.names(self.number), **details)
         except OSError as error:  # a full disk ends no run by the log of it
-            self.job.say(f"`{event}` could not be logged: {error}")
+            self.here.say(f"`{event}` could not be logged: {error}")
 
     def log_end(self, decision: Decision) -> None:
         """Record the end of this start."""
@@ -164,7 +125,7 @@ class Starts:
                   next=decision.action)
 
     def _name(self) -> str:
-        return f"{self.allocation.name}.{self.number}"
+        return f"{self.here.name}.{self.number}"
 
     def _count(self) -> str:
         spec = self.spec

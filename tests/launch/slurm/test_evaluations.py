@@ -194,7 +194,7 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     played = {"well": [["true"], [sys.executable, "-c", done]], "in convert": [["false"], ["true"]],
               "by a signal": [["sh", "-c", "kill -9 $$"]], "without a result": [["true"], ["true"]]}[ends]
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setattr(evaluations, "commands", lambda config, path: played)
+    monkeypatch.setattr(evaluations, "commands", lambda config, path: [(command, 0) for command in played])
     source, linked = (place / "checkpoints/step-00000020" for place in (job.run / "train", folder / "train"))
     assert evaluate(job.run, 20, keep=ends == "without a result") == status
     config = load_config(folder / "config.yaml")
@@ -233,8 +233,6 @@ def test_an_evaluation_imports_the_plugins_that_its_user_named(job, monkeypatch,
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stages_of_an_evaluation(processes):
     path = Path("/evaluations/step/config.yaml")
-    end, agent = ["--config", str(path)], ["launch.agent", f"{path.parent}/agent.log", "--standalone",
-                                           "--nproc-per-node", "2", "-m"]
     assert commands(Config(launch=LaunchConfig(processes=processes)), path) == [
-        [sys.executable, "-m", "pipeline.convert", *end],
-        [sys.executable, "-m", *(agent if processes == 2 else []), "pipeline.evaluate", *end]]
+        ([sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)], ranks)
+        for stage, ranks in (("convert", 0), ("evaluate", processes))]

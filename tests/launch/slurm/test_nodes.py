@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import signal
 import socket
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm.job import time_limit
-from launch.slurm.job.allocation import PORTS, Allocation, free_port
+from launch.ports import PORTS, free_port
+from launch.slurm.job import slurm_host
+from launch.slurm.job.slurm_host import SlurmHost
+from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import NODES, add_strike, address, excluded, few, lost, named, spared, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import append_line
@@ -84,15 +88,23 @@ def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     assert slurm.scheduler().seconds_left("12") == left
 
 
-def test_a_job_is_warned_once_its_time_is_nearly_up(monkeypatch):
+def test_a_job_is_warned_once_when_its_time_is_nearly_up(tmp_path, monkeypatch):
     """Slurm is asked when it should be so, and every ten minutes: a limit may be changed."""
-    clock, slurm, asked, near = [0.0], Slurm(), [], []
-    monkeypatch.setattr(time_limit.time, "monotonic", lambda: clock[0])
+    clock, slurm, asked, sent = [0.0], Slurm(), [], []
+    monkeypatch.setattr(slurm_host.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(slurm, "seconds_left", lambda job: asked.append(clock[0]) or 2000 - clock[0])
-    limit = time_limit.TimeLimit(slurm, "12", 100)
-    for clock[0] in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0):
-        near.append(limit.is_near())
-    assert near == [False] * 7 + [True] and asked == [0, 600, 1200, 1800, 1900]
+
+    def run(tick):
+        for clock[0] in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0, 1999.0):
+            assert tick()
+        return 0
+
+    monkeypatch.setattr(slurm_host, "Processes", lambda *_, **__: SimpleNamespace(
+        run=run, send_signal=lambda number: sent.append((clock[0], number))))
+    job = SimpleNamespace(asked=[], tick=lambda: True)
+    spec = JobSpec(str(tmp_path), "trial-shard", "shard", (), "c", warned=True, signal_s=100)
+    assert SlurmHost("12", "12", 0, ("n1",), None, slurm).start(spec, [], {}, tmp_path, job).status == 0
+    assert sent == [(1900, signal.SIGUSR2)] and asked == [0, 600, 1200, 1800, 1900]
 
 
 def test_addresses():
@@ -117,20 +129,21 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
 
 
 def test_starts_are_counted_over_restarts(tmp_path):
-    here = Allocation("12", "12", 1, ("n1",))
-    attempts = [{"event": event, "job": job, "start": start} for event, job, start in (
+    here = SlurmHost("12", "12", 1, ("n1",), None, Slurm())
+    of = {"stage": tmp_path.name, "chain": "c"}
+    attempts = [{"event": event, "job": job, "start": start, **of} for event, job, start in (
         ("attempt", "12", 0), ("ended", "12", 0), ("attempt", "11", 7), ("attempt", "12", 1), ("ended", "12", 1),
         ("job", "12", 2), ("preflight", "12", 2))]
     assert here.next_start(attempts, tmp_path) == 2
-    assert [here.unfinished(attempts[:count]) for count in (4, 5, 6, 7)] == [attempts[3], None, attempts[5], None]
+    assert [here.unfinished(attempts[:count], "c") for count in (4, 5, 6, 7)] == [attempts[3], None, attempts[5], None]
     (tmp_path / "12.4").mkdir()
     (tmp_path / "latest").symlink_to("12.4")
     assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
 
 
 def test_an_element_of_an_array():
-    here = Allocation.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                        "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}))
+    here = SlurmHost.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
+                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}))
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
     assert here.part(8) == ["--part", "3/8"]
 
@@ -139,4 +152,4 @@ def test_an_element_of_an_array():
     ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("unknown", 0, True), (None, 0, True)])
 def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
     slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)
-    assert Allocation("12", "12", 1, ("n1",)).is_current(slurm) == current
+    assert SlurmHost("12", "12", 1, ("n1",), None, slurm).is_current() == current

@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from launch.slurm.job import preflight
-from launch.slurm.job.allocation import Allocation
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.node_trial import Problem, Report
 from launch.slurm.job.preflight import Arrivals, allowed_s, judge
+from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import excluded, few, strikes
@@ -109,9 +109,8 @@ def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
     assert not after(1000)[2], "all have reported: they measure, for as long as they are allowed to"
 
 
-def test_who_was_late_when_training_hung(job):
+def test_who_was_late_when_training_hung(job, capsys):
     """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
-    said = []
     job.spec = replace(job.spec, links=2, ranks=4)
     chain_of(job, "12", "13")
 
@@ -122,24 +121,24 @@ def test_who_was_late_when_training_hung(job):
         return blame(nodes).late(start)
 
     def blame(nodes):
-        return Blame(job.spec, Allocation("12", "12", 0, tuple(nodes_of(nodes))), job.slurm, said.append)
+        return Blame(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
 
-    assert blame(4).late(0) == "" and not said
+    assert blame(4).late(0) == "" and not capsys.readouterr().out
     assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
-    assert "was late when training hung (strike 1 within a day)" in said[0]
+    assert "was late when training hung (strike 1 within a day)" in capsys.readouterr().out
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
     assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n0003": 2}, "of two nodes it is not the nodes"
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, count):
-    said = []
+def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     nodes, most = nodes_of(count), few(count)
-    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"), Allocation("12", "12", 0, tuple(nodes)),
-                  Scheduler(), said.append)
+    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"),
+                  SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
     assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
-    assert blame.strike(more, 0, 1) == {} and "has a cause in common: none of them gets a strike" in said[-1]
+    assert blame.strike(more, 0, 1) == {}
+    assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
     assert blame.strike(down, 0, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm.job import joblock, runner, starts
+from launch.slurm.job import joblock, runner, slurm_host, starts
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
@@ -55,9 +55,7 @@ def test_logs_of_old_starts_are_removed_but_for_those_of_the_last_failures(job):
 
 
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
-    """The signals before the time limit do not concern it."""
     def waits(each):
-        assert job.handlers[signal.SIGUSR1] == job.handlers[signal.SIGUSR2] == signal.SIG_IGN
         job.handlers[signal.SIGTERM](signal.SIGTERM, None)
         assert each(), "it waits for its step"
         return StepEnd(143)
@@ -80,7 +78,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     ("asked", {"links": 2}, {"refusal": "no"}, 0, [("preempted", "requeue")], 1, "the next job of the chain goes on"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
     ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0,
-     "crashed: rank 1 on n2: killed; starting again in this allocation"),
+     "crashed: rank 1 on n2: killed; starting again"),
     ("crash work", {"ranks": 0, "nodes": 1}, {"left_s": 9}, 0, [RESTART, DONE], 0, "  rank 0: this rank says why"),
     ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
@@ -106,7 +104,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
     there = job.runner(monkeypatch, iter(["asked"]))
 
     def requeue(id, patience_s):
-        there.stopping = True
+        there.asked.append(signal.SIGTERM)
         return "killed"
 
     monkeypatch.setattr(job.slurm, "requeue", requeue)
@@ -114,7 +112,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
 
 
 def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
-    status, log = job.go(*["no step"] * starts.STEP_TRIES)
+    status, log = job.go(*["no step"] * slurm_host.STEP_TRIES)
     assert status == 0 and job.ends() == [("crashed", "requeue")] and log.count("trying again") == 3
     status, log = job.go("no step", "work", restart=1)
     assert status == 0 and "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
@@ -253,12 +251,16 @@ def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
     assert there.evaluations is None
     there.evaluations = SimpleNamespace(look=partial(asked.append, "look"), finish=partial(asked.append, "finish"))
     assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
-    there.stopping = True
+    there.asked.append(signal.SIGTERM)
     assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]
     job.spec = make_job(job.folder / "other", every_checkpoints=1).spec
     assert job.runner(monkeypatch, iter([])).evaluations is not None
 
 
 def test_outside_of_slurm_it_says_so(capsys, monkeypatch):
+    """The signals before the time limit do not concern it."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert runner.main(["/nowhere"]) == 1 and "is what a Slurm job runs" in capsys.readouterr().out
+    assert handlers[signal.SIGUSR1] == handlers[signal.SIGUSR2] == signal.SIG_IGN

@@ -1,17 +1,12 @@
-"""The processes of a start: what srun's words mean, when a step is ended, what a stage without ranks is told."""
-
-import os
-import subprocess
-import sys
+"""A step of ranks: what srun's words mean, and when it is ended."""
 
 import pytest
 
+from launch import processes
 from launch.slurm.job import srun
-from launch.slurm.job.srun import StepEnd, run_child, run_step
-from pipeline.contract.stages import REPOSITORY
-from tests.launch.fake_house import runs
+from launch.slurm.job.srun import StepEnd, run_step
 from tests.launch.fake_job import KILLED, NO_STEP
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S
 
 LOST = "srun: error: Node failure on n3\nsrun: error: Task launch for StepId=1.0 failed on node n4: Socket timed out\n"
 VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io error with missing step on node 1\n"
@@ -45,38 +40,10 @@ def test_what_srun_said(end, cause, facts):
     ("trap '' TERM; touch node1.log; sleep 3600 & wait; wait", "KILL_S", True, {"status": 137, "abandoned": True})])
 def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expected):
     """When it must not go on, has started no task, or one of its tasks has ended badly; one that stays is abandoned."""
-    for name in ("MAKE_S", "BROKEN_S", "KILL_S"):
-        monkeypatch.setattr(srun, name, 0.2 if name == limit else HANG_S)
+    for module, name in ((srun, "MAKE_S"), (srun, "BROKEN_S"), (processes, "KILL_S")):
+        monkeypatch.setattr(module, name, 0.2 if name == limit else HANG_S)
     said = []
     end = run_step(["env", "-C", str(tmp_path), "sh", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path,
                    lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), said.append)
     assert end == StepEnd(**{"said": "".join(f"{line}\n" for line in said), **expected})
     assert len(said) == (limit == "BROKEN_S")
-
-
-@pytest.mark.parametrize(("each", "ends", "warns", "status"), [
-    (True, False, False, 137), (True, True, False, 5), (True, False, True, 6), (False, False, False, 5)])
-def test_a_stage_without_ranks_is_told_once_to_end_or_of_the_time_limit(tmp_path, each, ends, warns, status):
-    """It blocks the warning until it hears it."""
-    script = "import os, signal, sys, time; print('out', flush=True); print('err', file=sys.stderr, flush=True); " \
-             "signal.signal(15, lambda *_: os._exit(5)); signal.signal(12, lambda *_: os._exit(6)); " \
-             "open('ready', 'w'); signal.pthread_sigmask(signal.SIG_SETMASK, []); " \
-             f"{'time.sleep(3600)' if ends or warns or not each else 'os.kill(os.getpid(), 9)'}"
-    command = ["env", "-C", str(tmp_path), sys.executable, "-c", script]
-    ready = (tmp_path / "ready").exists
-    end = run_child(command, {"PATH": "/usr/bin:/bin"}, tmp_path, lambda: each or not ready(),
-                    lambda: ends and ready(), lambda: warns)
-    assert end == StepEnd(status)
-    assert (tmp_path / "output.log").read_text() == "out\nerr\n"
-
-
-def test_what_a_runner_started_ends_with_it(tmp_path):
-    note = tmp_path / "pid"
-    code = "import os, sys; from pathlib import Path; from launch.slurm.job.srun import run_child; run_child(['sh', " \
-           "'-c', 'echo $$ > pid; exec sleep 3600'], os.environ, Path(), lambda: True, lambda: False)"
-    runner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    wait_for(lambda: note.exists() and note.read_text())
-    runner.kill()
-    runner.wait()
-    wait_for(lambda: not runs(note), lambda: "the process outlived the runner")

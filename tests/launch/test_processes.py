@@ -1,0 +1,103 @@
+"""Processes that the launcher starts: requests to stop, ends of ranks, output, orphans."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from launch import processes
+from launch.processes import Lines, Processes, stop_requests
+from pipeline.contract.stages import REPOSITORY
+from tests.launch.fake_house import runs
+from tests.waiting import HANG_S, wait_for
+
+ENDS_AT_TERM = "signal.signal(15, lambda *_: os._exit(5))"
+WARNED = "signal.signal(12, lambda *_: os._exit(6)); signal.pthread_sigmask(signal.SIG_SETMASK, [])"
+STUBBORN = "signal.signal(15, signal.SIG_IGN); below = subprocess.Popen(['sleep', '3600']); " \
+           "open('below', 'w').write(str(below.pid))"
+
+
+def script(setup):
+    """A process that is `ready` after its setup, and stays."""
+    return [sys.executable, "-c", f"import os, signal, subprocess, sys, time; {setup}; "
+            "open(f'ready{os.environ.get(\"RANK\", 0)}', 'w').close(); time.sleep(3600)"]
+
+
+@pytest.mark.parametrize(("setup", "requests", "limit", "status", "said"), [
+    (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
+    (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
+    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, ""), (WARNED, "warned", "", 6, "")])
+def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status, said):
+    """The first asks it to save; the second, or time, kills it with what is below it. It hears a warning of the time
+    limit once it does not block it any more."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("SHUTDOWN_S", "KILL_S"):
+        monkeypatch.setattr(processes, name, 0.2 if name == limit else HANG_S)
+    ready, asked = Path("ready0").exists, []
+
+    def each():
+        asked.extend([signal.SIGINT] * (ready() and requests in (1, 2) and len(asked) < requests))
+        if requests == "warned":
+            stage.send_signal(signal.SIGUSR2)
+        return not (ready() and requests == "tick")
+
+    with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:
+        stage = Processes(script(setup), os.environ, "x", asked, log=Path("log"))
+        assert stage.run(each) == status and said in errors.buffer.getvalue().decode()
+    assert stage.killed == (status == 137)
+    wait_for(lambda: not runs(Path("below")))
+
+
+@pytest.mark.parametrize(("setup", "status", "failed"), [
+    ("os.environ['RANK'] == '1' and os._exit(7)", 7, {(1, 7), (0, 143), (2, 143)}),
+    ("os.environ['RANK'] == '1' and os.kill(os.getpid(), 9)", 137, {(1, 137), (0, 143), (2, 143)})])
+def test_the_first_rank_that_fails_ends_the_others(tmp_path, monkeypatch, setup, status, failed):
+    monkeypatch.chdir(tmp_path)
+    waits = "[time.sleep(0.01) for _ in iter(lambda: len([f for f in os.listdir() if f.startswith('here')]), 3)]"
+    ranks = Processes(script(f"open('here' + os.environ['RANK'], 'w').close(); {waits}; {setup}"), os.environ, ranks=3)
+    assert ranks.run() == status and set(ranks.failed) == failed and ranks.failed[0][0] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_requests_are_noted(number):
+    before = signal.getsignal(number)
+    with stop_requests() as asked:
+        signal.raise_signal(number)
+        assert asked == [number]
+    assert signal.getsignal(number) == before
+
+
+def test_after_nohup_a_closed_terminal_is_no_request():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_requests() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert not asked
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_lines_keep_the_last_drawing_of_a_live_line():
+    log, shown, (read, write) = io.BytesIO(), io.TextIOWrapper(io.BytesIO()), os.pipe()
+    chunks = (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest")
+    for chunk in chunks:
+        os.write(write, chunk)
+    Lines(shown, log).read(read, write)
+    assert log.getvalue() == b"done 3/3\nnext\nrest\n" and shown.buffer.getvalue() == b"".join(chunks)
+
+
+def test_what_the_launcher_started_ends_with_it(tmp_path):
+    note = tmp_path / "pid"
+    code = "import os; from launch.processes import Processes; " \
+           "Processes(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ).run()"
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
+                                env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    wait_for(lambda: note.exists() and note.read_text())
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not runs(note), lambda: "the process outlived the launcher")
