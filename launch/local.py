@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import TextIO
 
 from launch.checks import refuse_stale
@@ -20,6 +21,7 @@ from pipeline.console import duration
 from pipeline.contract.entry import INTERRUPTED
 from pipeline.contract.run import Run
 from pipeline.contract.stages import REPOSITORY
+from pipeline.signed import SECRET
 
 SHUTDOWN_S = 600
 """How long ranks may take to save a checkpoint and end (torch's own default is 30 s)."""
@@ -87,7 +89,7 @@ def _start(job: Job, log: Path) -> Child:
         # stage has finished is on disk, and nothing else counts.
         return Child(job.command, environment, log, stop=signal.SIGTERM, orphaned=signal.SIGKILL,
                      patience_s=PATIENCE_S)
-    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_S)
+    environment |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S), SECRET: token_hex(32)}
     python, *rest = job.command
     command = [python, "-m", "launch.agent", str(log), *rest[rest.index("torch.distributed.run") + 1:]]
     # The agent passes SIGTERM on and waits for its workers, so nothing needs to be sent after it.

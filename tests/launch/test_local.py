@@ -36,6 +36,9 @@ def test_a_chain(ready):
     assert re.match(r"==== \d{4}-\d\d-\d\d .* pipeline\.train --config config\.yaml\n", log)
     assert "train rank 0 of 2" in log
     assert ready.started() == ["convert-0", "train-0", "train-1"]
+    secret, = {(ready.pids / f"train-{rank}.secret").read_text() for rank in range(2)}
+    assert len(secret) == 64, "with which the ranks sign"
+    assert not [path for path in ready.work.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
 # ---- what follows from a stage's end, with ends that are played

@@ -11,6 +11,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
+from pipeline.signed import SECRET, MessageError
 from pipeline.training.data.opening import SHOWN, refuse_cut_shards
 from pipeline.training.rank_agreement import Member, RankAgreement, with_code
 from tests.conftest import run_stage
@@ -93,6 +94,14 @@ def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
     with pytest.raises(UserError, match="Rank 1 does not understand what rank 0 told it, so it runs other code"):
         others[0].listen("train")
+
+
+def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch):
+    first, second = channels(monkeypatch, 2)
+    first._send({"end": 0})
+    monkeypatch.setenv(SECRET, "which rank 0 did not have")
+    with pytest.raises(MessageError, match=f"The message told .* has another {SECRET}"):
+        second.listen("train")
 
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):

@@ -6,12 +6,14 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
 from launch.slurm.scheduler import UNKNOWN, Scheduler
 from pipeline.errors import UserError
+from pipeline.signed import SECRET
 
 PORTS = range(20000, 30000)
 """Below the ports that the kernel hands out by itself (32768 and up)."""
@@ -74,9 +76,10 @@ class Allocation:
         return job.state in RUNNING and job.restarts == self.restart
 
     def rendezvous(self, spec: JobSpec, number: int, scheduler: Scheduler) -> dict[str, str]:
-        """Where the ranks of a step meet. Each start gets a port of its own: the last one's may still be closing."""
+        """Where the ranks of a step meet, and the secret with which they sign what they tell each other there. Each
+        start gets a port of its own: the last one's may still be closing."""
         return {"MASTER_ADDR": address(self.nodes[0], scheduler), "MASTER_PORT": str(free_port(int(self.job), number)),
-                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node)}
+                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 
 
 _held: list[socket.socket] = []

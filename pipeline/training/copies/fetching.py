@@ -13,6 +13,7 @@ from pipeline.errors import UserError, is_full_disk
 from pipeline.files import sync
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import MARKER, checkpoint_name
+from pipeline.training.async_saver import raised, tried
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.copies.beside import take_up
 
@@ -71,7 +72,7 @@ def _fetch(copies: CopiedCheckpoints, checkpoints: Checkpoints, ranks: Ranks, st
             fetch(copies.store, f"{prefix_of(step)}{RECORDS}", beside, records)
 
     try:
-        _raise_first(ranks.gather(_tried(mine, temporary)))
+        _raise_first(ranks.gather(tried(mine, temporary)))
         _told(ranks, lambda: _publish(temporary, beside, final, train_folder, say))
     finally:
         if ranks.leads:
@@ -104,23 +105,8 @@ def _refuse_full_disk(folder: Path, needed: int, step: int) -> None:
 
 def _told(ranks: Ranks, action: Callable[[], T]) -> T:
     """What `action` gives on rank 0, or raises there, on every rank."""
-    found = _tried(action, None) if ranks.leads else None
-    found = ranks.same(found)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _tried(action: Callable[[], T], folder: Path | None) -> T | Exception:
-    """What `action` gives, or why it failed, in a form that other ranks can be sent."""
-    try:
-        return action()
-    except UserError as error:
-        return error
-    except OSError as error:
-        return OSError(error.errno or 0, error.strerror or str(error), str(error.filename or folder or ""))
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        return RuntimeError(f"{type(error).__name__}: {error}")
+    found: T | Exception = ranks.same(tried(action) if ranks.leads else None)
+    return raised(found)
 
 
 def _raise_first(found: Sequence[Any]) -> None:
