@@ -1,8 +1,7 @@
 """What ranks tell each other, as bytes: plain values, numpy arrays, and the records and errors of one table.
 
-A message is the length of a JSON text, that text, and the content of its bytes and arrays. In the text an object is a
-dict whose keys are texts, and a list is [kind, ...] for all that JSON does not know. Whoever reads makes nothing else
-of it, whoever has written it.
+A message is the length of a JSON text, that text, and the content of its bytes and arrays. An object {"!kind": [...]}
+in the text stands for what JSON does not know. `decode` makes nothing else, whoever has written the message.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import io
 import json
 import math
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def decode(message: bytes, sender: str) -> Any:
     try:
         parts = io.BytesIO(message)
         text = _read(parts, *_LENGTH.unpack(parts.read(_LENGTH.size)))
-        value = _value(json.loads(text.decode("utf-8", "surrogatepass")), parts)
+        value = json.loads(text.decode("utf-8", "surrogatepass"), object_hook=partial(_value, parts))
         if parts.read(1):
             raise ValueError("there is more than the message says")
         return value
@@ -79,56 +79,54 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
-        return ["nan", struct.pack("<d", value).hex()] if math.isnan(value) else value
+        return {"!nan": [struct.pack("<d", value).hex()]} if math.isnan(value) else value
     if kind in (list, tuple):
-        return [kind.__name__, *(_plain(one, parts) for one in value)]
+        held = [_plain(one, parts) for one in value]
+        return held if kind is list else {"!tuple": held}
     if kind is dict:
-        if all(type(key) is str for key in value):
+        if all(type(key) is str and key[:1] != "!" for key in value):
             return {key: _plain(one, parts) for key, one in value.items()}
-        return ["dict", *([_plain(key, parts), _plain(one, parts)] for key, one in value.items())]
+        return {"!dict": [[_plain(key, parts), _plain(one, parts)] for key, one in value.items()]}
     if isinstance(value, Path):
-        return ["path", str(value)]
+        return {"!path": [str(value)]}
     if kind is bytes:
         parts.append(value)
-        return ["bytes", len(value)]
+        return {"!bytes": [len(value)]}
     if kind is np.ndarray and value.dtype.kind in _NUMBERS:
         parts.append(value.tobytes())
-        return ["array", value.dtype.str, value.nbytes, *value.shape]
+        return {"!array": [value.nbytes, value.dtype.str, *value.shape]}
     if isinstance(value, np.generic) and type(value.item()) is not kind:
         return _plain(value.item(), parts)
     if isinstance(value, Exception):
         error = portable(value)
         given = [error.errno, error.strerror, error.filename] if isinstance(error, OSError) else [str(error)]
-        return ["made", "OSError" if isinstance(error, OSError) else type(error).__name__, *given]
+        return {f"!{'OSError' if isinstance(error, OSError) else type(error).__name__}": given}
     if MADE.get(kind.__name__) == kind.__module__:
-        return ["made", kind.__name__, *(_plain(getattr(value, name), parts) for name in kind.__match_args__)]
+        return {f"!{kind.__name__}": [_plain(getattr(value, name), parts) for name in kind.__match_args__]}
     raise TypeError(f"{kind.__module__}.{kind.__name__} is nothing that ranks tell each other; is it missing in MADE?")
 
 
-def _value(plain: Any, parts: io.BytesIO) -> Any:
-    """The value of which `_plain` made this."""
-    match plain:
-        case dict():
-            return {key: _value(one, parts) for key, one in plain.items()}
-        case ["list", *given]:
-            return [_value(one, parts) for one in given]
-        case ["tuple", *given]:
-            return tuple(_value(one, parts) for one in given)
-        case ["dict", *pairs]:
-            return {_value(key, parts): _value(one, parts) for key, one in pairs}
-        case ["nan", str(bits)]:
-            return struct.unpack("<d", bytes.fromhex(bits))[0]
-        case ["path", str(path)]:
-            return Path(path)
-        case ["bytes", int(size)]:
-            return _read(parts, size)
-        case ["array", str(dtype), int(size), *shape] if np.dtype(dtype).kind in _NUMBERS:
-            return np.frombuffer(bytearray(_read(parts, size)), dtype).reshape(shape)
-        case ["made", str(name), *given]:
-            return getattr(importlib.import_module(MADE[name]), name)(*[_value(one, parts) for one in given])
-        case list():
-            raise ValueError(f"a list that begins with {str(plain[:1])[:40]}")
-    return plain
+def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
+    """What an object of the text stands for; what it holds is made by now."""
+    name = next(iter(found), "")
+    if name[:1] != "!":
+        return found
+    given = found[name]
+    match name[1:]:
+        case "tuple":
+            return tuple(given)
+        case "dict":
+            return dict(given)
+        case "nan":
+            return struct.unpack("<d", bytes.fromhex(*given))[0]
+        case "path":
+            return Path(*given)
+        case "bytes":
+            return _read(parts, *given)
+        case "array" if np.dtype(given[1]).kind in _NUMBERS:
+            return np.frombuffer(bytearray(_read(parts, given[0])), given[1]).reshape(given[2:])
+        case kind:
+            return getattr(importlib.import_module(MADE[kind]), kind)(*given)
 
 
 def _read(parts: io.BytesIO, size: int) -> bytes:

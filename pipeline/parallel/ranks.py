@@ -78,18 +78,18 @@ class Ranks:
     def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
         """What `function` gives on rank 0, on every rank; without `share` None on the others.
 
-        Raises UserError, on every rank, where it does on rank 0.
+        Raises UserError and OSError, on every rank, where it does on rank 0.
         """
-        value, problem = None, None
+        value = None
         if self.leads:
             try:
                 value = function()
-            except UserError as error:
-                problem = error
-        given, problem = self.same((value if share else None, problem))
-        if problem is not None:
-            raise problem
-        return given if share else value
+            except (UserError, OSError) as error:
+                value = error
+        told = self.same(value if share or isinstance(value, Exception) else None)
+        if isinstance(told, Exception):
+            raise told
+        return told if share else value
 
 
 def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:
