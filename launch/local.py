@@ -20,8 +20,8 @@ from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.entry import INTERRUPTED
 from pipeline.contract.run import Run
+from pipeline.contract.signed import SECRET
 from pipeline.contract.stages import REPOSITORY
-from pipeline.signed import SECRET
 
 SHUTDOWN_S = 600
 """How long ranks may take to save a checkpoint and end (torch's own default is 30 s)."""

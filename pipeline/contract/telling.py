@@ -22,11 +22,11 @@ from pipeline.config.plugins import load_plugins
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
+from pipeline.contract.signed import sign, verified
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.files import sha256_json
-from pipeline.signed import sign, verified
 
 CONNECT = timedelta(minutes=30)
 """How long a rank looks for rank 0's store: ranks of one start come minutes apart."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.signed import MessageError
 from pipeline.errors import UserError
-from pipeline.signed import MessageError
 
 MADE = {"Index": "pipeline.formats.shard_index", "Entry": "pipeline.formats.shard_index",
         "Run": "pipeline.formats.shard_index", "Job": "pipeline.training.copies.copier",

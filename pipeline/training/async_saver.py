@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.training import CheckpointConfig
+from pipeline.contract.signed import MessageError
 from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
@@ -26,7 +27,6 @@ from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.messages import portable
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
-from pipeline.signed import MessageError
 from pipeline.training.checkpoint import Checkpoints
 
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from pipeline.contract.signed import SECRET, MessageError, sign
 from pipeline.errors import UserError
 from pipeline.parallel import host_channel
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.messages import encode
 from pipeline.parallel.ranks import Ranks
-from pipeline.signed import SECRET, MessageError, sign
 
 
 def sockets():

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.contract.signed import MessageError
 from pipeline.copies.transfer import DamagedCopyError
 from pipeline.data.chosen_documents import Chosen
 from pipeline.data.sampling.shard_checks import Damage
@@ -24,7 +25,6 @@ from pipeline.evaluation.bits_per_byte import HeldoutText
 from pipeline.formats.shard_index import Entry, Index, Run
 from pipeline.parallel.messages import MADE, decode, encode
 from pipeline.records.rollbacks import Rollback
-from pipeline.signed import MessageError
 from pipeline.training.copies.copier import Job
 
 COUNTS = np.arange(6, dtype=np.int64)

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.signed import SECRET, MessageError
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
-from pipeline.signed import SECRET, MessageError
 from pipeline.training.data.opening import SHOWN, refuse_cut_shards
 from pipeline.training.rank_agreement import Member, RankAgreement, with_code
 from tests.conftest import run_stage

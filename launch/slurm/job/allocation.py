@@ -12,8 +12,8 @@ from typing import Any
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
 from launch.slurm.scheduler import UNKNOWN, Scheduler
+from pipeline.contract.signed import SECRET
 from pipeline.errors import UserError
-from pipeline.signed import SECRET
 
 PORTS = range(20000, 30000)
 """Below the ports that the kernel hands out by itself (32768 and up)."""

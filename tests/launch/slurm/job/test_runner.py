@@ -14,8 +14,8 @@ from launch.slurm.job import joblock, runner, starts
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
+from pipeline.contract.signed import SECRET
 from pipeline.files import read_json, read_lines
-from pipeline.signed import SECRET
 from tests.launch.fake_job import chain_of, make_job
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
