@@ -92,7 +92,7 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
     if kind is bytes:
         parts.append(value)
         return {"!bytes": [len(value)]}
-    if kind is np.ndarray and value.dtype.kind in _NUMBERS:
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
         parts.append(value.tobytes())
         return {"!array": [value.nbytes, value.dtype.str, *value.shape]}
     if isinstance(value, np.generic) and type(value.item()) is not kind:
