@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.ports import free_port
+from pipeline.contract.signed import SECRET
 
 POLL_S = 0.1
 BROKEN_S = 12.0
@@ -132,7 +133,7 @@ class Processes:
         if ranks:
             environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
                            "MASTER_PORT": str(free_port(os.getpid(), int(environment.get("DROVER_ATTEMPT") or 0))),
-                           "DROVER_STORE_SECRET": secrets.token_hex(32),
+                           SECRET: secrets.token_hex(32),
                            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
         self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()

@@ -32,6 +32,19 @@ def test_imports_never_run_upwards(path):
     assert ours <= FLOORS.get(floor, {"model", "pipeline", "launch", "tools"})
 
 
+UNPICKLES = re.compile(r"pickle\.(load|Unpickler)|from pickle|\.\w*(gather|scatter|broadcast|send|recv)_object|"
+                       r"^torch\.load\((?!.*weights_only=True)")
+
+
+def test_nothing_unpickles_what_others_have_written():
+    """Nor has torch do it. A stage's worker looks whether an error of its own can be sent to its parent."""
+    found = {(str(path.relative_to(REPOSITORY)), match[0])
+             for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Attribute | ast.Call | ast.ImportFrom)
+             and (match := UNPICKLES.search(ast.unparse(node)))}
+    assert found == {("pipeline/contract/workers.py", "pickle.load")}
+
+
 def room_of(file):
     """What a newcomer sees as one place: model, launch, a folder of pipeline, a file beside those folders."""
     return "/".join(file.parts[:2]) if file.parts[0] == "pipeline" else file.parts[0]

@@ -23,6 +23,7 @@ from typing import Any
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
+from pipeline.contract.signed import sign, verified
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
@@ -92,13 +93,14 @@ class Channel:
 
         Raises:
             RuntimeError: rank 0 is gone.
+            MessageError: it was not rank 0 that said it.
         """
         self._connect()
         wait_s = FIRST_LOOK_S
         while not self.store.check([_KEY]):  # not one long wait: a signal must be heard meanwhile
             time.sleep(wait_s)
             wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
-        said = json.loads(zlib.decompress(self.store.get(_KEY)))
+        said = json.loads(zlib.decompress(verified(_KEY, self.store.get(_KEY))))
         if "end" in said:
             self.store.add(_HEARD, 1)
             return Ended(said["end"])
@@ -118,7 +120,7 @@ class Channel:
     def _send(self, what: Mapping[str, Any]) -> None:
         self._said = True
         self._connect()
-        self.store.set(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass")))
+        self.store.set(_KEY, sign(_KEY, zlib.compress(json.dumps(what).encode("utf-8", "surrogatepass"))))
 
     def _connect(self) -> None:
         if self.store is None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -21,6 +20,7 @@ from model.generation.writer import stream
 from model.llama import Llama
 from pipeline.errors import UserError
 from pipeline.evaluation.placing import Placed
+from pipeline.parallel.ranks import gathered
 from pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
@@ -227,7 +227,7 @@ class HarnessModel(TemplateLM):
                 raise
             problem = error
         told = problem if problem is None or isinstance(problem, UserError) else RuntimeError(
-            f"{type(problem).__name__} on rank {rank}: {problem}")  # others' errors cannot always be sent
+            f"{type(problem).__name__} on rank {rank}: {problem}")
         parts = self.everywhere((made, told))
         if problem is not None:
             raise problem
@@ -237,10 +237,5 @@ class HarnessModel(TemplateLM):
         return [parts[number % world][0][number // world] for number in range(len(work))]
 
     def everywhere(self, value: Any) -> list[Any]:
-        """A picklable value of every rank, in rank order, on every rank."""
-        _, world = self.share
-        if world == 1:
-            return [value]
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, value)
-        return parts
+        """A value of every rank, in rank order, on every rank."""
+        return [value] if self.share[1] == 1 else gathered(value, self._device)

@@ -66,7 +66,7 @@ class TaskRunner:
             if self.model.placed.broken:
                 raise
             reason = _reason(error)
-        outcomes = self.model.everywhere((result, reason))
+        outcomes = self.model.everywhere((None if self.model.share[0] else result, reason))
         for _, reason in outcomes:
             if reason is not None:
                 raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")

@@ -9,10 +9,7 @@ no rank holds what all have said, and the store keeps nothing of them.
 
 from __future__ import annotations
 
-import importlib
-import io
 import itertools
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,6 +17,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from pipeline.contract.signed import sign, verified
+from pipeline.parallel.messages import decode, encode
 from pipeline.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -27,10 +26,6 @@ ARITY = 8
 """A rank of the tree hears so many: those of a node, most often."""
 MOST_BYTES = 4 << 20
 """Of a message that is sent in one; torch's store takes 8 MiB."""
-
-TOLD = {("pipeline.formats.shard_index", "Index"), ("pipeline.formats.shard_index", "Entry"),
-        ("pipeline.formats.shard_index", "Run"), ("pipeline.training.copies.copier", "Job")}
-"""What ranks tell each other beside plain values and errors."""
 
 _numbers = itertools.count()
 
@@ -43,6 +38,7 @@ class HostChannel:
     Raises:
         DistError: a rank was not heard for as long as `ranks.patience`, or the store is gone. Nothing more comes
             through the channel then.
+        MessageError: what stands in the store was not told by a rank of this start.
     """
 
     def __init__(self, ranks: Ranks, store: Any = None) -> None:
@@ -50,11 +46,12 @@ class HostChannel:
         if ranks.world > 1:
             # A connection of its own: who waits for an answer keeps the others of a connection from asking.
             found: Any = store or _get_default_store()
-            self._store: Any = dist.PrefixStore(f"drover/hosts{next(_numbers)}", found.clone())
+            self._name = f"drover/hosts{next(_numbers)}"
+            self._store: Any = dist.PrefixStore(self._name, found.clone())
             self._store.set_timeout(ranks.patience)
 
     def same(self, value: T) -> T:
-        """Rank 0's value, on every rank: plain, of TOLD, or an error."""
+        """Rank 0's value, on every rank. What values may be: `messages`."""
         if self.ranks.world == 1:
             return value
         self._done += 1
@@ -68,8 +65,7 @@ class HostChannel:
     def joined(self, value: T, join: Callable[[Sequence[T]], T]) -> T | None:
         """The values of all ranks as one, on rank 0; None elsewhere.
 
-        join: of the values of neighbouring ranks, in order; values and results are as those of `same`. It must not
-            raise: others wait for what comes of it.
+        join: of the values of neighbouring ranks, in order. It must not raise: others wait for what comes of it.
         """
         if self.ranks.world == 1:
             return join([value])
@@ -89,13 +85,13 @@ class HostChannel:
 
     def _say(self, name: str, value: Any) -> list[str]:
         """Leave a value in the store; its keys there."""
-        data = zlib.compress(pickle.dumps(value), 1)
+        data = zlib.compress(encode(value), 1)
         parts = [data[at:at + MOST_BYTES] for at in range(0, len(data), MOST_BYTES)]
         keys = [name, *(f"{name}+{number}" for number in range(1, len(parts)))]
         try:
             for key, part in zip(keys[1:], parts[1:], strict=True):
-                self._store.set(key, part)
-            self._store.set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: who waits, waits for this one
+                self._set(key, part)
+            self._set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: who waits, waits for this one
         except dist.DistError as error:
             raise type(error)(f"Rank {self.ranks.rank} could not leave a message in the channel of the hosts, which "
                               f"saves of checkpoints use and whose store rank 0 has: {error}") from error
@@ -104,29 +100,19 @@ class HostChannel:
     def _hear(self, name: str, rank: int, *, forget: bool = False) -> Any:
         """What a rank has left; forget: nobody else will ask for it."""
         try:
-            first = self._store.get(name)
+            first = self._get(name)
             count = int.from_bytes(first[:4], "little")
             keys = [name, *(f"{name}+{number}" for number in range(1, count))]
-            parts = [first[4:], *(self._store.get(key) for key in keys[1:])]
+            parts = [first[4:], *map(self._get, keys[1:])]
             for key in keys if forget else ():
                 self._store.delete_key(key)
         except dist.DistError as error:
             raise type(error)(f"Rank {self.ranks.rank} waited for rank {rank} in the channel of the hosts, which saves "
                               f"of checkpoints use, in vain: {error}") from error
-        return _Reader(io.BytesIO(zlib.decompress(b"".join(parts)))).load()
+        return decode(zlib.decompress(b"".join(parts)), f"rank {rank}")
 
+    def _set(self, key: str, content: bytes) -> None:
+        self._store.set(key, sign(f"{self._name}/{key}", content))
 
-class _Reader(pickle.Unpickler):
-    """Makes values, TOLD and errors of what is in the store, and calls nothing else: whoever reaches the port of the
-    store can write there."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """See pickle.Unpickler."""
-        if (module, name) in TOLD:
-            return super().find_class(module, name)
-        if module in ("builtins", "pipeline.errors"):
-            found = vars(importlib.import_module(module)).get(name)
-            if isinstance(found, type) and issubclass(found, Exception):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that ranks tell each other: it is missing in "
-                                     f"TOLD, or somebody else has written into their store")
+    def _get(self, key: str) -> bytes:
+        return verified(f"{self._name}/{key}", self._store.get(key))

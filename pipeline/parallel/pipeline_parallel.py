@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model.llama import Llama
 from pipeline.config.parallel import ParallelConfig
 from pipeline.parallel.grid import Grid
+from pipeline.parallel.ranks import gathered
 
 
 class Stage(Llama):
@@ -62,8 +63,7 @@ class PipelinedModel(nn.Module):
 
     def of_all(self, lists: Iterable[list[str]]) -> list[str]:
         """What all stages say, in their order, of a list for each stage of this rank. A collective of the pipeline."""
-        held: list[Any] = [None] * self.grid.pipeline
-        dist.all_gather_object(held, dict(zip(self.numbers, lists, strict=True)), group=self.group)
+        held = gathered(dict(zip(self.numbers, lists, strict=True)), self.grid.ranks.device, self.group)
         ranks = [self.parallel.stage_rank(number) for number in range(self.parallel.stages)]
         return [text for number, rank in enumerate(ranks) for text in held[rank][number]]
 

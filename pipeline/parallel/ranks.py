@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pipeline.errors import UserError
 from pipeline.parallel.host_memory import keep_freed_memory
+from pipeline.parallel.messages import decode, encode
 
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
@@ -54,16 +55,12 @@ class Ranks:
         return sums
 
     def gather(self, value: Any) -> list[Any]:
-        """A picklable value of every rank, in rank order, on every rank."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+        """A value of every rank, in rank order, on every rank. What values may be: `messages`."""
+        return gathered(value, self.device)
 
     def collect(self, value: Any) -> list[Any]:
-        """A picklable value of every rank, in rank order, on rank 0; nothing elsewhere."""
-        found: list[Any] = [None] * self.world if self.leads else []
-        dist.gather_object(value, found if self.leads else None, dst=0)
-        return found
+        """A value of every rank, in rank order, on rank 0; nothing elsewhere."""
+        return gathered(value, self.device, everywhere=False)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -71,25 +68,53 @@ class Ranks:
 
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        mine = encode(value) if self.leads else b""
+        length = torch.tensor([len(mine)], device=self.device)
+        dist.broadcast(length, src=0)
+        told = _tensor(mine, self.device) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
+        dist.broadcast(told, src=0)
+        return value if self.leads else decode(_bytes(told), "rank 0")
 
     def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
-        """What `function` gives on rank 0, a picklable value, on every rank; without `share` None on the others.
+        """What `function` gives on rank 0, on every rank; without `share` None on the others.
 
-        Raises UserError, on every rank, where it does on rank 0.
+        Raises UserError and OSError, on every rank, where it does on rank 0.
         """
-        value, problem = None, None
+        value = None
         if self.leads:
             try:
                 value = function()
-            except UserError as error:
-                problem = error
-        given, problem = self.same((value if share else None, problem))
-        if problem is not None:
-            raise problem
-        return given if share else value
+            except (UserError, OSError) as error:
+                value = error
+        told = self.same(value if share or isinstance(value, Exception) else None)
+        if isinstance(told, Exception):
+            raise told
+        return told if share else value
+
+
+def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:
+    """A value of every rank of a group (None: of all), in rank order; without `everywhere` on rank 0, nothing
+    elsewhere. device: that of the group's tensors."""
+    mine, rank = encode(value), dist.get_rank(group)
+    lengths = torch.empty((dist.get_world_size(group), 1), dtype=torch.int64, device=device)
+    dist.all_gather([*lengths], torch.tensor([len(mine)], device=device), group=group)
+    sizes = lengths.view(-1).tolist()
+    told = _tensor(mine.ljust(max(sizes), b"\0"), device)
+    heard = told.new_empty((len(sizes) if everywhere or rank == 0 else 0, len(told)))
+    if everywhere:
+        dist.all_gather([*heard], told, group=group)
+    else:
+        dist.gather(told, [*heard] if rank == 0 else None, dst=0)
+    parts = zip(heard.cpu(), sizes, strict=False)
+    return [decode(_bytes(part[:size]), f"rank {number}") for number, (part, size) in enumerate(parts)]
+
+
+def _tensor(content: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def allow_open_files() -> None:

@@ -7,7 +7,6 @@ stop with its reason.
 
 from __future__ import annotations
 
-import errno
 import shutil
 import threading
 import time
@@ -20,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.training import CheckpointConfig
+from pipeline.contract.signed import MessageError
 from pipeline.errors import UserError, is_full_disk
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 from pipeline.parallel.host_channel import HostChannel
+from pipeline.parallel.messages import portable
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.training.checkpoint import Checkpoints
@@ -160,7 +161,7 @@ class AsyncSaver:
                 began = time.perf_counter()
                 try:
                     path = self._attempt(state, progress)
-                except dist.DistError:  # a rank that is not heard: it is gone, or about to give up too
+                except (dist.DistError, MessageError):  # the ranks hear each other no more
                     raise
                 except Exception as error:
                     self._note_failure(error, progress, attempt)
@@ -186,13 +187,13 @@ class AsyncSaver:
         ranks, checkpoints, channel = self.ranks, self.checkpoints, self.channel
         final = checkpoints.path(progress.step)
         temporary = final.with_name(f"{final.name}.tmp")
-        room = _tried(lambda: checkpoints.make_room(temporary), temporary) if ranks.leads else None
+        room = tried(lambda: checkpoints.make_room(temporary), temporary) if ranks.leads else None
         raised(channel.same(room))
-        part = _tried(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
+        part = tried(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
         index = channel.joined(part, _joined)
         problem = None
         if index is not None:  # on rank 0
-            published = _tried(lambda: self._publish(temporary, raised(index), progress), temporary)
+            published = tried(lambda: self._publish(temporary, raised(index), progress), temporary)
             if isinstance(published, Exception):
                 shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
                 problem = published
@@ -225,12 +226,12 @@ class AsyncSaver:
         return self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
 
 
-def _tried(action: Callable[[], T], temporary: Path) -> T | Exception:
-    """What `action` gives, or why it failed, as other ranks are told."""
+def tried(action: Callable[[], T], place: object = "") -> T | Exception:
+    """What `action` gives, or why it failed, as other ranks are told. place: see `portable`."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001 - raised on every rank
-        return _picklable(error, temporary)
+        return portable(error, place)
 
 
 def raised(found: T | Exception) -> T:
@@ -246,17 +247,3 @@ def _joined(parts: Sequence[Index | Exception]) -> Index | Exception:
         return Index.joined([raised(part) for part in parts])
     except Exception as error:  # noqa: BLE001 - handed on
         return error
-
-
-def _picklable(error: Exception, temporary: Path) -> Exception:
-    """What other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its text.
-
-    temporary: where it was written, for an OSError that does not say.
-    """
-    if isinstance(error, OSError):
-        return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or temporary))
-    if isinstance(error, UserError):
-        return error if type(error).__module__ == UserError.__module__ else UserError(str(error))
-    if type(error) is RuntimeError:  # told by another rank already
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -136,7 +136,7 @@ def node_name() -> str:
 def _describe_this(ranks: Ranks, work: Work) -> Member:
     meant, first = os.environ.get("DROVER_RANKS"), os.environ.get("LOCAL_RANK", "0") == "0"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
-    return Member(node=node_name(), device=ranks.device_name, torch=torch.__version__,
+    return Member(node=node_name(), device=ranks.device_name, torch=str(torch.__version__),
                   python=platform.python_version(), nccl=nccl,
                   code=sha256_json(code_hashes(STAGES[work.name], work.config)) if first else "",
                   config=sha256_json([config_hash(work.config), work.asked]), chain=os.environ.get("DROVER_CHAIN", ""),

@@ -30,6 +30,7 @@ def work(work):
     manner = os.environ.get("FAKE_" + NAME, "")
     pids = Path(os.environ["FAKE_PIDS"])
     (pids / f"{{NAME}}-{{RANK}}").write_text(str(os.getpid()))
+    (pids / f"{{NAME}}-{{RANK}}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
     print(f"{{NAME}} rank {{RANK}} of {{os.environ.get('WORLD_SIZE', '-')}} "
           f"threads {{os.environ.get('OMP_NUM_THREADS', '-')}} terminal {{sys.stdout.isatty()}}", flush=True)
     if manner == "silent":

@@ -1,6 +1,8 @@
 """What each rank does in the tests of the hosts' channel."""
 
 import os
+import re
+import zlib
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -10,9 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from pipeline.contract.signed import SECRET, MessageError, sign
 from pipeline.errors import UserError
 from pipeline.parallel import host_channel
 from pipeline.parallel.host_channel import HostChannel
+from pipeline.parallel.messages import encode
 from pipeline.parallel.ranks import Ranks
 
 
@@ -57,6 +61,31 @@ def never_heard(ranks):
     return {"said": said}
 
 
+def signed(ranks):
+    """What rank 0 makes of what rank 1 puts into the store: with another secret, with its own, and with none."""
+    channel, found, kept = HostChannel(ranks), {}, b""
+    with mock.patch.dict(os.environ, {SECRET: "of the start"}):
+        for number, how in enumerate(("no secret", "another", "the same", "again", "unsigned", "another attempt"), 1):
+            key = f"{number}.1"
+            if ranks.leads:
+                try:
+                    found[how] = str(channel.joined(1, sum))
+                except MessageError as error:
+                    found[how] = re.sub(r"hosts\d+", "hostsN", str(error).partition(". Either")[0])
+            elif how == "again":
+                channel._store.set(key, kept)
+            elif how == "unsigned":
+                channel._store.set(key, zlib.compress(encode(4)))
+            else:
+                other = {"no secret": {SECRET: ""}, "another": {SECRET: "of another start"},
+                         "another attempt": {"TORCHELASTIC_RESTART_COUNT": "7"}}.get(how, {})
+                with mock.patch.dict(os.environ, other):
+                    kept = sign(f"{channel._name}/{key}", (1).to_bytes(4, "little") + zlib.compress(encode(4)))
+                channel._store.set(key, kept)
+    ranks.barrier()
+    return found
+
+
 @contextmanager
 def counted():
     """The names of torch's collectives that are called over all ranks; FSDP2's are of groups of the mesh."""
@@ -68,8 +97,7 @@ def counted():
                 called.append(name)
             return collective(*given, **named)
         return call
-    names = ("all_reduce", "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "new_group",
-             "broadcast", "all_gather", "gather", "send", "recv")
+    names = ("all_reduce", "barrier", "new_group", "broadcast", "all_gather", "gather", "send", "recv")
     with mock.patch.multiple(dist, **{name: calling(name, getattr(dist, name)) for name in names}):
         yield called
 

@@ -1,14 +1,8 @@
 """The channel of the hosts: a tree through the store, without a socket from every rank to every other."""
 
-import os
-import pickle
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from pipeline import errors
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
 from tests.parallel.groups import end_groups, run_case
@@ -50,28 +44,13 @@ def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(parallel, tmp_path
     assert "tok_embeddings.weight: " in found["differ"] and "since step 2" in found["differ"]
 
 
-class Hostile:
-    """Unpickled by anything that executes what it is told, it makes a file."""
-
-    def __init__(self, path, call):
-        self.told = (call, (str(path), "w"))
-
-    def __reduce__(self):
-        return self.told
-
-
-@pytest.mark.parametrize("call", [open, os.mkfifo, errors.listed], ids=["open", "mkfifo", "a function beside errors"])
-def test_what_somebody_else_wrote_into_the_store_is_not_executed(tmp_path, call):
-    store = dist.HashStore()
-    pair = [HostChannel(Ranks(rank, 2, torch.device("cpu")), SimpleNamespace(clone=lambda: store)) for rank in (0, 1)]
-    for channel in pair:
-        channel._store = store
-    assert pair[0].same(OSError(28, "full", "x")).errno == 28
-    assert isinstance(heard := pair[1].same(None), OSError) and (heard.errno, heard.filename) == (28, "x")
-    pair[0]._say("2", Hostile(tmp_path / "executed", call))
-    with pytest.raises(pickle.UnpicklingError, match="is nothing that ranks tell each other"):
-        pair[1].same(None)
-    assert not (tmp_path / "executed").exists()
+def test_who_has_not_the_secret_of_the_start_is_not_heard():
+    """Nor is what the others have said, once more in another place."""
+    found = run_case(2, "channel", {"body": "tests.parallel.channel_case:signed"})
+    refused = {how: f"The message drover/hostsN/{number}.1 in the ranks' store is refused: its signature is wrong"
+               for number, how in enumerate(("no secret", "another", "the same", "again", "unsigned",
+                                             "another attempt"), 1)}
+    assert found == {**refused, "the same": "5"}
 
 
 def test_one_rank_alone_needs_no_store():

@@ -337,14 +337,14 @@ def waits(ranks, seconds, parallel):
 
 def whole(ranks, mine):
     """Whole tensors in float64 of the pieces that all ranks hold, by name, on rank 0; NaN where nobody holds one."""
-    copied = {name: [(piece.offset, piece.shape, piece.tensor.detach().double().clone()) for piece in pieces]
+    copied = {name: [(piece.offset, piece.shape, piece.tensor.detach().double().numpy()) for piece in pieces]
               for name, pieces in mine.items()}
     found = {}
     for name, pieces in ((name, pieces) for part in ranks.collect(copied) for name, pieces in part.items()):
         for offset, shape, tensor in pieces:
-            place = found.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            place = found.setdefault(name, np.full(shape, np.nan))
             place[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
-    return {name: tensor.numpy() for name, tensor in sorted(found.items())}
+    return dict(sorted(found.items()))
 
 
 def digest(tensors):

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.signed import SECRET, MessageError
 from pipeline.contract.telling import Channel, Ended, asked
 from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
@@ -103,6 +104,14 @@ def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(mon
                  "fingerprint": {}, "drift": None})
     assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
     assert not (tmp_path / "of_rank_0.ran").exists()
+
+
+def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch):
+    first, second = channels(monkeypatch, 2)
+    first._send({"end": 0})
+    monkeypatch.setenv(SECRET, "which rank 0 did not have")
+    with pytest.raises(MessageError, match=f"The message told .* has another {SECRET}"):
+        second.listen("train")
 
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):

@@ -81,7 +81,7 @@ def _by_gloo(store: Any, rank: int, world: int) -> Any:
     group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world, PATIENCE)
 
     def everywhere() -> None:
-        """As all_gather_object does: sizes, then contents."""
+        """Sizes, then contents."""
         group.allgather([[torch.zeros(1) for _ in range(world)]], [torch.zeros(1)]).wait()
         group.allgather([[torch.zeros(64) for _ in range(world)]], [torch.zeros(64)]).wait()
 

@@ -4,7 +4,6 @@ written, and read by one of them. The tensors themselves are not there."""
 from __future__ import annotations
 
 import hashlib
-import pickle
 import tempfile
 import time
 import zlib
@@ -16,6 +15,7 @@ from pipeline.formats.huggingface import parameter_shapes
 from pipeline.formats.shard_index import Entry, Index, run_of
 from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
 from pipeline.parallel.host_channel import ARITY
+from pipeline.parallel.messages import encode
 from tools.at_scale.layouts import Owned, saved_by_fsdp, saved_by_zero
 
 STATES = ("model", "exp_avg", "exp_avg_sq")
@@ -57,7 +57,7 @@ class Tree:
         starts = range(first, min(first + size, self.ranks), size // ARITY)
         parts = [self.joined(start, size // ARITY) for start in starts]
         if first == 0:  # what rank 0 hears
-            self.message = max(self.message, *(len(zlib.compress(pickle.dumps(part), 1)) for part in parts[1:]))
+            self.message = max(self.message, *(len(zlib.compress(encode(part), 1)) for part in parts[1:]))
         began = time.perf_counter()
         found = Index.joined(parts)
         if first == 0:

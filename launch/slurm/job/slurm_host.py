@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from secrets import token_hex
 
 from launch.host import Host, Job
 from launch.ports import free_port
@@ -18,6 +19,7 @@ from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import ONE_PROCESS
+from pipeline.contract.signed import SECRET
 from pipeline.errors import UserError
 
 STEP_TRIES = 4
@@ -81,7 +83,7 @@ class SlurmHost(Host):
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
     def rendezvous(self, spec: JobSpec, number: int) -> dict[str, str]:
-        """On the first node."""
+        """On the first node. Ranks sign what they leave in their store with the secret."""
         return {"MASTER_ADDR": address(self.nodes[0], self.scheduler),
                 "MASTER_PORT": str(free_port(int(self.job), number)),
-                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node)}
+                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
 from pipeline.copies.transfer import DamagedCopyError, fetch
@@ -13,10 +13,10 @@ from pipeline.errors import UserError, is_full_disk
 from pipeline.files import sync
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import MARKER, checkpoint_name
+from pipeline.training.async_saver import tried
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.copies.beside import take_up
 
-T = TypeVar("T")
 TAKEN_UP = "records.tmp"
 """In the train folder: what goes on with a checkpoint, while it is fetched."""
 
@@ -60,7 +60,7 @@ def _fetch(copies: CopiedCheckpoints, checkpoints: Checkpoints, ranks: Ranks, st
             f"({sum(record['bytes'] for record in files) / 1e6:,.1f} MB in {len(files)} files)")
         return files
 
-    files: list[dict[str, Any]] = _told(ranks, ready)
+    files: list[dict[str, Any]] = ranks.by_leader(ready)
     records = [{**record, "path": record["path"].removeprefix(RECORDS)} for record in files
                if record["path"].startswith(RECORDS)]
     tensors = [record for record in files if not record["path"].startswith(RECORDS)]
@@ -71,8 +71,8 @@ def _fetch(copies: CopiedCheckpoints, checkpoints: Checkpoints, ranks: Ranks, st
             fetch(copies.store, f"{prefix_of(step)}{RECORDS}", beside, records)
 
     try:
-        _raise_first(ranks.gather(_tried(mine, temporary)))
-        _told(ranks, lambda: _publish(temporary, beside, final, train_folder, say))
+        _raise_first(ranks.gather(tried(mine, temporary)))
+        ranks.by_leader(lambda: _publish(temporary, beside, final, train_folder, say))
     finally:
         if ranks.leads:
             for folder in (temporary, beside):
@@ -100,27 +100,6 @@ def _refuse_full_disk(folder: Path, needed: int, step: int) -> None:
         raise UserError(f"The copy of {checkpoint_name(step)} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
                         f"free where {folder} is: the disk is too full to fetch it. Free some space, and run the same "
                         f"command again.")
-
-
-def _told(ranks: Ranks, action: Callable[[], T]) -> T:
-    """What `action` gives on rank 0, or raises there, on every rank."""
-    found = _tried(action, None) if ranks.leads else None
-    found = ranks.same(found)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _tried(action: Callable[[], T], folder: Path | None) -> T | Exception:
-    """What `action` gives, or why it failed, in a form that other ranks can be sent."""
-    try:
-        return action()
-    except UserError as error:
-        return error
-    except OSError as error:
-        return OSError(error.errno or 0, error.strerror or str(error), str(error.filename or folder or ""))
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _raise_first(found: Sequence[Any]) -> None:

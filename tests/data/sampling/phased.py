@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +15,7 @@ from pipeline.data.sampling.packed_data import PackedData, PhasePackings, length
 from pipeline.data.sampling.packing_plan import Alone, Planning, make
 from pipeline.data.sampling.phased_data import PhasedData
 from pipeline.data.shard_table import OpenShards, Shards
+from pipeline.parallel.messages import decode, encode
 from tests.token_shards import SOURCES
 
 LENGTHS = (8, 12, 16, 24)
@@ -108,7 +108,7 @@ def by_three_ranks(function):
         def gather(self, value):
             boxes[self.rank] = value
             barrier.wait(60)
-            found = pickle.loads(pickle.dumps(boxes))  # as ranks do: what comes back is another object
+            found = decode(encode(boxes), "a rank")
             barrier.wait(60)
             return found
 

@@ -14,6 +14,7 @@ from launch.slurm.job import joblock, runner, slurm_host, starts
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
+from pipeline.contract.signed import SECRET
 from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
@@ -36,6 +37,10 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
         "localhost", "2", "1", "c"]
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    secrets = {first[SECRET], second[SECRET]}
+    assert [*map(len, secrets)] == [64, 64] and SECRET not in os.environ, "each start has one of its own"
+    assert not [path for path in job.run.rglob("*") if path.is_file() and any(
+        secret in path.read_text() for secret in secrets)]
 
 
 def test_logs_of_old_starts_are_removed_but_for_those_of_the_last_failures(job):

@@ -1,0 +1,135 @@
+"""What ranks tell each other, as bytes: plain values, numpy arrays, and the records and errors of one table.
+
+A message is the length of a JSON text, that text, and the content of its bytes and arrays. An object {"!kind": [...]}
+in the text stands for what JSON does not know. `decode` makes nothing else, whoever has written the message.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import json
+import math
+import struct
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.contract.signed import MessageError
+from pipeline.errors import UserError
+
+MADE = {"Index": "pipeline.formats.shard_index", "Entry": "pipeline.formats.shard_index",
+        "Run": "pipeline.formats.shard_index", "Job": "pipeline.training.copies.copier",
+        "Rollback": "pipeline.records.rollbacks", "Damage": "pipeline.data.sampling.shard_checks",
+        "ShardTable": "pipeline.data.shard_table", "Chosen": "pipeline.data.chosen_documents",
+        "HeldoutText": "pipeline.evaluation.bits_per_byte", "DamagedCopyError": "pipeline.copies.transfer",
+        "UserError": "pipeline.errors", "OSError": "builtins", "RuntimeError": "builtins"}
+"""The classes of records and errors that ranks tell each other, and the module of each."""
+_LENGTH, _NUMBERS = struct.Struct("<Q"), "biuf"
+
+
+def encode(value: Any) -> bytes:
+    """A value as bytes. An error is told as `portable` has it, a number of numpy's as Python's.
+
+    Raises:
+        TypeError: the value is, or holds, something that ranks do not tell each other.
+    """
+    parts = list[bytes]()
+    text = json.dumps(_plain(value, parts), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+
+
+def decode(message: bytes, sender: str) -> Any:
+    """The value that `encode` made bytes of.
+
+    Raises:
+        MessageError: it did not make these.
+    """
+    try:
+        parts = io.BytesIO(message)
+        text = _read(parts, *_LENGTH.unpack(parts.read(_LENGTH.size)))
+        value = json.loads(text.decode("utf-8", "surrogatepass"), object_hook=partial(_value, parts))
+        if parts.read(1):
+            raise ValueError("there is more than the message says")
+        return value
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error) as error:
+        raise MessageError(f"What {sender} has told is no message between ranks ({type(error).__name__}: {error}). "
+                           f"Either it runs other code, or somebody else has written it.") from error
+
+
+def portable(error: Exception, place: object = "") -> Exception:
+    """An error as other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its
+    text.
+
+    place: where it happened, for an OSError that does not say.
+    """
+    if isinstance(error, OSError):
+        return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or place))
+    if MADE.get(type(error).__name__) == type(error).__module__:
+        return error
+    return UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _plain(value: Any, parts: list[bytes]) -> Any:
+    """What JSON holds of a value; the rest goes to `parts`."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"!nan": [struct.pack("<d", value).hex()]} if math.isnan(value) else value
+    if kind in (list, tuple):
+        held = [_plain(one, parts) for one in value]
+        return held if kind is list else {"!tuple": held}
+    if kind is dict:
+        if all(type(key) is str and key[:1] != "!" for key in value):
+            return {key: _plain(one, parts) for key, one in value.items()}
+        return {"!dict": [[_plain(key, parts), _plain(one, parts)] for key, one in value.items()]}
+    if isinstance(value, Path):
+        return {"!path": [str(value)]}
+    if kind is bytes:
+        parts.append(value)
+        return {"!bytes": [len(value)]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
+        parts.append(value.tobytes())
+        return {"!array": [value.nbytes, value.dtype.str, *value.shape]}
+    if isinstance(value, np.generic) and type(value.item()) is not kind:
+        return _plain(value.item(), parts)
+    if isinstance(value, Exception):
+        error = portable(value)
+        given = [error.errno, error.strerror, error.filename] if isinstance(error, OSError) else [str(error)]
+        return {f"!{'OSError' if isinstance(error, OSError) else type(error).__name__}": given}
+    if MADE.get(kind.__name__) == kind.__module__:
+        return {f"!{kind.__name__}": [_plain(getattr(value, name), parts) for name in kind.__match_args__]}
+    raise TypeError(f"{kind.__module__}.{kind.__name__} is nothing that ranks tell each other; is it missing in MADE?")
+
+
+def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
+    """What an object of the text stands for; what it holds is made by now."""
+    name = next(iter(found), "")
+    if name[:1] != "!":
+        return found
+    given = found[name]
+    match name[1:]:
+        case "tuple":
+            return tuple(given)
+        case "dict":
+            return dict(given)
+        case "nan":
+            return struct.unpack("<d", bytes.fromhex(*given))[0]
+        case "path":
+            return Path(*given)
+        case "bytes":
+            return _read(parts, *given)
+        case "array" if np.dtype(given[1]).kind in _NUMBERS:
+            return np.frombuffer(bytearray(_read(parts, given[0])), given[1]).reshape(given[2:])
+        case kind:
+            return getattr(importlib.import_module(MADE[kind]), kind)(*given)
+
+
+def _read(parts: io.BytesIO, size: int) -> bytes:
+    if len(found := parts.read(size)) != size:
+        raise ValueError(f"of {size} bytes there are {len(found)}")
+    return found

@@ -1,0 +1,129 @@
+"""What ranks tell each other arrives as it was told, and nothing else is made of what somebody else has written."""
+
+import json
+import math
+import pickle
+import struct
+from collections import namedtuple
+from dataclasses import is_dataclass
+from errno import ENOENT, ENOSPC
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.contract.signed import MessageError
+from pipeline.copies.transfer import DamagedCopyError
+from pipeline.data.chosen_documents import Chosen
+from pipeline.data.sampling.shard_checks import Damage
+from pipeline.data.shard_table import ShardTable
+from pipeline.errors import UnusableInputError, UserError
+from pipeline.evaluation.bits_per_byte import HeldoutText
+from pipeline.formats.shard_index import Entry, Index, Run
+from pipeline.parallel.messages import MADE, decode, encode
+from pipeline.records.rollbacks import Rollback
+from pipeline.training.copies.copier import Job
+
+COUNTS = np.arange(6, dtype=np.int64)
+NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
+"""Negative, and with a payload, as processors make them."""
+TOLD = {
+    "records": [
+        Index(({"path": "rank-0", "bytes": 2 ** 60},),
+              {"w": Entry("F32", (4, 2), (Run(0, (0,), (4,), ((2, 1, (4,)),)),))}),
+        Job(3, 0.1, ({"path": "a", "sha256": "0"},)), Rollback(7, 5, ((1, 2), (9, 12)), "ab", "a spike"),
+        Damage("torn", None), Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
+        ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), b"\0\xff/", COUNTS, COUNTS.astype(np.int32),
+                   (("train", "web", "uint16"),)),
+        HeldoutText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
+    "errors": [UserError("a\nb"), DamagedCopyError("c"), RuntimeError("d"), OSError(ENOSPC, "full", "/x"), None],
+    "steps": {3: np.array([True, False]), (1, None): Path("/runs/\udcff"), "x": {"": [], "!tuple": [()]}},
+    "numbers": (-0.0, 5e-324, 0.1, math.inf, -math.inf, NAN, -2 ** 63, 2 ** 100, True, 1, 1.0),
+    "arrays": [np.float32([NAN, 1]), np.array(2.5), COUNTS.astype(">u8").reshape(3, 1, 2)],
+}
+
+
+def exact(value):
+    """A value with all that tells it from others: its types, and the bits of its numbers."""
+    if isinstance(value, dict):
+        return [dict, *((exact(key), exact(one)) for key, one in value.items())]
+    if is_dataclass(value):
+        return [type(value), exact(vars(value))]
+    if isinstance(value, list | tuple):
+        return [type(value), *map(exact, value)]
+    if isinstance(value, np.ndarray):
+        return [value.dtype, value.shape, value.tobytes(), value.flags.writeable]
+    if isinstance(value, Exception):
+        return [type(value), str(value), getattr(value, "errno", None)]
+    return [type(value), struct.pack("<d", value) if isinstance(value, float) else value]
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_all_that_ranks_tell_each_other_arrives_as_it_was(kind):
+    assert exact(decode(encode(TOLD[kind]), "rank 1")) == exact(TOLD[kind])
+
+
+def test_the_table_names_nothing_else():
+    index = TOLD["records"][0]
+    told = [*TOLD["records"], *TOLD["errors"][:-1], index.tensors["w"], index.tensors["w"].runs[0]]
+    assert {type(one).__name__: type(one).__module__ for one in told} == MADE
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.binary() | st.text(
+    st.characters(exclude_categories=()))
+keys = st.none() | st.integers() | st.sampled_from(["", "a", "!tuple"]) | st.tuples(st.text(max_size=3), st.integers())
+
+
+@given(st.recursive(plain, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner)))
+def test_plain_values_arrive_to_the_last_bit(value):
+    assert exact(decode(encode(value), "rank 1")) == exact(value)
+
+
+@pytest.mark.parametrize(("told", "heard"), [
+    (UnusableInputError("a"), UserError("a")), (ValueError("b"), RuntimeError("ValueError: b")),
+    (FileNotFoundError(ENOENT, "gone", "x"), OSError(ENOENT, "gone", "x")), (OSError("c"), OSError(5, "c", "")),
+    (np.float64(0.1), 0.1), (np.int32(3), 3), (np.bool_(True), True)])
+def test_other_errors_and_numbers_arrive_as_the_nearest(told, heard):
+    assert exact(decode(encode(told), "rank 1")) == exact(heard)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), print, np.array([None]), namedtuple("Run", "file")(1),
+                                   torch.ones(1), torch.Size([1])], ids=lambda value: type(value).__name__)
+def test_nothing_else_is_told(value):
+    with pytest.raises(TypeError, match=f"{type(value).__name__} is nothing that ranks tell each other"):
+        encode([value])
+
+
+class Hostile:
+    """Unpickled by anything that executes what it is told, it makes a file."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+def message(plain, content=b""):
+    """As `encode` puts it together."""
+    text = (plain if isinstance(plain, str) else json.dumps(plain)).encode()
+    return struct.pack("<Q", len(text)) + text + content
+
+
+@pytest.mark.parametrize("hostile", {
+    "a pickle": pickle.dumps(Hostile()), "nothing": b"", "a length without end": b"\xff" * 8 + b"1",
+    "no JSON": message("[1,"), "no UTF-8": struct.pack("<Q", 1) + b"\xff",
+    "deep": message("[" * 10 ** 6), "deep tuples": message('{"!tuple":[' * 10 ** 5 + "]}" * 10 ** 5),
+    "long bytes": message({"!bytes": [2 ** 62]}, b"x"), "bytes of no length": message({"!bytes": [-1]}, b"x"),
+    "more than told": message(1, b"x"), "a large array": message({"!array": [8, "<f8", 2 ** 40]}, bytes(8)),
+    "an array of objects": message({"!array": [8, "|O", 1]}, bytes(8)), "a long number": message("1" * 10_000),
+    "a class of Python's": message({"!Popen": [["touch", "executed"]]}),
+    "a function": message({"!exec": ["open('executed', 'w')"]}), "no record": message({"!Index": [1, 2, 3]}),
+    "a key that is a list": message({"!dict": [[[], 1]]}), "no kind": message({"!": []}),
+    "nothing to hold": message({"!tuple": 3}),
+    "half a number": message({"!nan": ["00"]})}.items(), ids=lambda pair: pair[0])
+def test_what_somebody_else_has_written_is_refused_and_not_executed(hostile, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MessageError, match="What rank 3 has told is no message between ranks"):
+        decode(hostile[1], "rank 3")
+    assert not list(tmp_path.iterdir())
