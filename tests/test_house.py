@@ -164,6 +164,12 @@ def imported_by(*command, cwd):
     return result.returncode, result.stdout + "\n".join(said), modules
 
 
+def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
+    drawing = (REPOSITORY / "docs/architecture.md").read_text().split("```")[1]
+    drawn = re.findall(r"^ *.*? ((?:launch|pipeline)/\S+\.py)", drawing, re.MULTILINE)
+    assert all((REPOSITORY / name).is_file() for name in drawn) and len(set(drawn)) <= 12
+
+
 def test_every_program_has_a_wrong_argument_here():
     programs = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__") for path in FILES
                 if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
