@@ -118,27 +118,17 @@ def logs(run_folder: Path, stage: str, rank: int | None = None, follow: bool = F
 
 def _file(run_folder: Path, stage: str, rank: int, start: str | None) -> Path | None:
     """The file that the rank's output is in; None if there is none."""
-    source = run_folder / "logs" / stage / start if start is not None else newest_log(run_folder, stage)
-    if source is not None and source.is_dir():
-        began = _attempt(run_folder, source.name) if rank else {}
-        source = rank_log(source, rank, began["ranks"] // len(began["nodes"]) if began else 1)
-    elif rank:
-        return None
-    return source if source is not None and source.exists() else None
+    # `latest` may lead elsewhere a moment later.
+    folder = (run_folder / "logs" / stage / (start or "latest")).resolve()
+    began = _attempt(run_folder, folder.name) if rank else {}
+    path = rank_log(folder, rank, began["ranks"] // len(began["nodes"]) if began else 1)
+    return path if path.exists() else None
 
 
 def _attempt(run_folder: Path, start: str) -> dict[str, Any]:
     """What is recorded of the beginning of a start; {} if nothing is."""
     return next((event for event in read_attempts(run_folder) if event["event"] == "attempt"
                  and f"{event['job']}.{event['start']}" == start), {})
-
-
-def newest_log(folder: Path, stage: str) -> Path | None:
-    """The stage's newest log in a run: the folder of its last job, or the local launcher's file."""
-    found = [path for path in (folder / "logs" / stage / "latest", folder / "logs" / f"{stage}.log") if path.exists()]
-    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
-    # `latest` may point elsewhere a moment later.
-    return newest and newest.with_name(newest.resolve().name)
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
@@ -158,7 +148,7 @@ def _absent(run_folder: Path, stage: str, rank: int, start: str | None) -> str:
     jobs = [job.log for job in files.jobs(stage) if job.log and Path(job.log.replace("%a", "0")).is_file()]
     if jobs:
         return f"{text} The stage itself has not started; its job says: {jobs[-1]}"
-    others = [name for name in STAGES if newest_log(run_folder, name)]
+    others = [name for name in STAGES if (run_folder / "logs" / name / "latest").exists()]
     return f"{text} There are logs of: {', '.join(others) or 'no stage'}."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
@@ -134,16 +133,6 @@ def test_log_of_a_job_of_one_process(run, capsys):
     path = run.log("shard/11_2.0/output.log", "7: is no rank here\n")
     assert logs(run.folder, "shard", start="11_2.0") == 0
     assert capsys.readouterr().out == f"==> {path} <==\n7: is no rank here\n"
-
-
-def test_log_of_a_local_run(run, capsys):
-    path = run.log("train.log", "of this box\n")
-    assert logs(run.folder, "train") == 0
-    assert capsys.readouterr().out == f"==> {path} <==\nof this box\n"
-    two_starts(run)
-    os.utime(path, (time.time() + 60,) * 2)
-    logs(run.folder, "train")
-    assert "of this box" in capsys.readouterr().out, "the newest of both"
 
 
 @pytest.mark.parametrize("arguments, said", [
