@@ -29,6 +29,10 @@ class UnusableInputError(UserError):
     """
 
 
+class OtherVersionError(UserError):
+    """A record was written by another version of Drover."""
+
+
 class NotRehearsedError(UserError):
     """A step could not be rehearsed, which says nothing about whether it can be taken."""
 

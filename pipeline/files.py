@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; and records that carry their own hash."""
+"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; records that carry their own hash; and
+records that are read as what they should be, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -9,11 +10,18 @@ import os
 import platform
 import shutil
 import string
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from itertools import islice
-from pathlib import Path
-from typing import IO, Any, Literal
+from pathlib import Path, PurePosixPath
+from types import NoneType, UnionType
+from typing import IO, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from pipeline.errors import OtherVersionError, UserError
+
+Kind = TypeVar("Kind")
 
 
 @contextmanager
@@ -84,9 +92,16 @@ def write_note(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; raises FileNotFoundError or json.JSONDecodeError."""
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    """The value of a JSON file. OSError if it cannot be read, ValueError if it is no JSON in UTF-8."""
+    return parsed_json(path.read_bytes())
+
+
+def parsed_json(data: bytes) -> Any:
+    """The value of JSON in UTF-8; ValueError if it is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -97,25 +112,28 @@ def append_line(path: Path, value: Any) -> None:
         file.write((b"\n" if torn else b"") + json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
 
-def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[dict[str, Any]]:
     """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
 
+    kind: what a line should be (`typed`), a TypedDict.
     appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over.
 
     Raises:
-        ValueError: another line is no JSON: the file is damaged.
+        UserError: another line is no such record: the file is damaged.
     """
     if not path.is_file():
         return
-    with open(path, encoding="utf-8", errors="replace" if appended else "strict") as file:
-        for line in file:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            whole = line.endswith(b"\n")
             try:
-                value = json.loads(line)
-            except ValueError:
-                if appended or not line.endswith("\n"):
-                    continue
-                raise
-            if line.endswith("\n"):
+                value = typed(parsed_json(line), kind)
+            except ValueError as error:
+                if whole and not appended:
+                    raise UserError(f"Line {number} of {path} is damaged: {error}. Take the file from a copy of the "
+                                    f"run, or remove the line.") from None
+                continue
+            if whole:
                 yield value
 
 
@@ -229,6 +247,109 @@ def read_sealed(path: Path) -> Any:
     if isinstance(value, dict):
         value.pop(SEAL, None)
     return value
+
+
+def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", version: int | None = None) -> Kind | None:
+    """The record in a JSON file, without its seal; None if there is no file.
+
+    Args:
+        kind: a dataclass or TypedDict (`typed`).
+        mend: what helps if the file is damaged.
+        version: what `format` should be in it.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else: OtherVersionError for another `format`.
+    """
+    try:
+        value = read_sealed(path)
+        if version is not None and isinstance(value, dict) and value.get("format") != version:
+            raise OtherVersionError(f"{path} was written by another version of Drover (format "
+                                    f"{str(value.get('format'))[:20]}, this one reads {version}). {mend}")
+        found: Kind = typed(value, kind)
+        return found
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. {mend}") from None
+
+
+def typed(value: Any, kind: Any, place: str = "") -> Any:
+    """A value of JSON as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
+
+    Numbers are finite and fit into 64 bits. What `Annotated` holds besides the type is called with the value, and may
+    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. `place`: of the value, for the
+    message.
+
+    Raises:
+        ValueError: it is something else; says where and what.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (kind in (str, bool, NoneType) and type(value) is kind) or (
+            kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63):
+        return value
+    if origin is Annotated:
+        found = typed(value, inner[0], place)
+        for check in inner[1:]:
+            check(found)
+        return found
+    if origin in (Union, UnionType):
+        for one in inner:
+            with suppress(ValueError):
+                return typed(value, one, place)
+    elif origin is Literal and value in inner:
+        return value
+    elif origin is list and isinstance(value, list):
+        return [typed(item, inner[0], f"{place}.{number}") for number, item in enumerate(value)]
+    elif origin is tuple and isinstance(value, list) and len(value) in (len(inner), *[len(value)] * (... in inner)):
+        kinds = [inner[0]] * len(value) if ... in inner else inner
+        return tuple(typed(item, one, f"{place}.{number}")
+                     for number, (item, one) in enumerate(zip(value, kinds, strict=True)))
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(item, inner[1], f"{place}.{key}") for key, item in value.items()}
+    elif (is_dataclass(kind) or is_typeddict(kind)) and isinstance(value, dict):
+        kinds, needed = _fields(kind)
+        wrong = sorted(needed - value.keys()) or (sorted(value.keys() - kinds.keys()) if is_dataclass(kind) else [])
+        if wrong:
+            raise ValueError(f"{f'{place[1:]} ' if place else 'it '}{'lacks' if needed - value.keys() else 'has'} "
+                             f"{wrong[0][:100]!r}")
+        found = {key: typed(item, kinds.get(key, Any), f"{place}.{key}") for key, item in value.items()}
+        return kind(**found) if is_dataclass(kind) else found
+    shown = repr(value)
+    raise ValueError(f"{place[1:] or 'it'} is {shown[:40]}{'...' if len(shown) > 40 else ''}")
+
+
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The types of a dataclass's or TypedDict's fields by name, and the names of those that must be there."""
+    kinds = get_type_hints(kind, include_extras=True)
+    if not is_dataclass(kind):
+        return kinds, kind.__required_keys__
+    return kinds, frozenset(field.name for field in fields(kind)
+                            if field.default is MISSING and field.default_factory is MISSING)
+
+
+def is_inside(text: str) -> None:
+    """ValueError unless a path leads to something inside the folder that it is relative to."""
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in text:
+        raise ValueError(f"{text[:100]!r} is no path inside the folder")
+
+
+def is_count(number: float) -> None:
+    """ValueError for a number below 0."""
+    if number < 0:
+        raise ValueError(f"{number} is below 0")
+
+
+def like(kind: Any) -> Callable[[Any], Any]:
+    """For `Annotated`: that a value of JSON is of a kind (`typed`), which its type need not say."""
+    return lambda value: typed(value, kind)
+
+
+Inside = Annotated[str, is_inside]
+Count = Annotated[int, is_count]
 
 
 def seal_of(path: Path) -> Sealed:

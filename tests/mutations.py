@@ -211,21 +211,21 @@ class _Watch:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on or event in self.allowed:
             return
-        if event in FORBIDDEN or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING):
+        if event in FORBIDDEN or (event == "open" and arguments[0] != os.devnull and isinstance(arguments[2], int) and arguments[2] & WRITING):
             self.seen.append(f"{event}{arguments[:2]!r}"[:300])
 
 
 def tried(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range) -> list[str]:
     """What is wrong with how a reader takes these cases. change: makes one of it in the folder, told its number."""
     found: list[str] = []
-    left = cases
+    left, kept = cases, _contents(folder)
     while left:
         reading, writing = os.pipe()
         if not (child := os.fork()):
             os.close(reading)
             with os.fdopen(writing, "w") as pipe:
                 try:
-                    _try(reader, folder, change, left, pipe)
+                    _try(reader, folder, change, left, kept, pipe)
                 except BaseException:  # noqa: BLE001 - the parent shows it
                     pipe.write(traceback.format_exc())
             os._exit(0)
@@ -237,22 +237,25 @@ def tried(reader: Reader, folder: Path, change: Callable[[Path, int], str], case
         begun = [int(text) for text in told if text.isdigit()]
         assert begun, f"{reader.name} does not read what is whole: {last}"
         if last != "end":
+            _restore(folder, kept)
             found.append(f"{reader.name} {begun[-1]}: the process ended ({status}) {last[-500:]}")
         left = range(0) if last == "end" else range(begun[-1] + 1, left.stop)
     return found
 
 
-def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range, pipe: Any) -> None:
+def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range,
+         kept: dict[Path, bytes], pipe: Any) -> None:
     sys.dont_write_bytecode = True
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
     reader.read(folder)  # what it imports does not count
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    kept, watch = _contents(folder), _Watch(reader.allowed)
+    watch = _Watch(reader.allowed)
     for number in cases:
         pipe.write(f"{number}\0")
         pipe.flush()

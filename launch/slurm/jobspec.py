@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.slurm.trust import content_of
-from pipeline.files import read_json, write_json
+from pipeline.errors import UserError
+from pipeline.files import read_record, write_json
 
 
 @dataclass(frozen=True)
@@ -77,5 +78,6 @@ class JobSpec:
     @classmethod
     def load(cls, path: Path) -> JobSpec:
         """Read what `save` wrote."""
-        values = read_json(path)
-        return cls(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
+        if (spec := read_record(path, cls, "Submit the same command again.")) is None:
+            raise UserError(f"{path} is missing. Submit the same command again.")
+        return spec

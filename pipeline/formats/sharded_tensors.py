@@ -20,13 +20,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.files import Count, Inside, atomic_file, parsed_json, typed
 from pipeline.formats.shard_index import Entry, Index, Rectangle, Run, check_cover, overlapping, run_of
 from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, Layout, TensorFile, write_tensors
 
@@ -127,6 +127,24 @@ def read_index(folder: Path) -> bytes | None:
         return None
 
 
+def _is_run(values: list[Any]) -> None:
+    """ValueError unless this is what `write_index` writes of a run."""
+    typed(values[:3], tuple[Count, tuple[Count, ...], tuple[Count, ...]])
+    typed(values[3:], list[tuple[Count, int, tuple[int, ...]]])
+
+
+class _Stored(TypedDict):
+    dtype: str
+    shape: tuple[Count, ...]
+    pieces: list[Annotated[list[Any], _is_run]]
+
+
+class _Content(TypedDict):
+    version: int
+    files: list[Inside]
+    tensors: dict[str, _Stored]
+
+
 class CheckpointReader:
     """Reads rectangles of the tensors of a checkpoint's folder, from whatever pieces they lie in.
 
@@ -143,13 +161,13 @@ class CheckpointReader:
         self.folder, self._mend = folder, mend
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
-            content = json.loads((folder / INDEX).read_bytes() if index is None else index)
-            self._files: list[str] = content["files"]
-            self._tensors: dict[str, dict[str, Any]] = content["tensors"]
-            version = content["version"]
+            content = parsed_json((folder / INDEX).read_bytes() if index is None else index)
+            version = content.get("version") if isinstance(content, dict) else None
+            content = typed(content, _Content)
+            self._files, self._tensors = content["files"], content["tensors"]
             if any(Path(name).name != name for name in self._files):
                 raise ValueError("it names a file that is not beside it")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
         if version not in (1, _VERSION):
             raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads forms 1 and {_VERSION}."

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from pipeline.errors import UserError
+from pipeline.contract.manifest import Outputs
+from pipeline.errors import OtherVersionError, UserError
+from pipeline.files import like, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
@@ -64,7 +65,21 @@ def complete_checkpoints(train: Path) -> list[Path]:
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
 
 
-def read_marker(path: Path) -> dict[str, Any]:
+class _Marked(TypedDict):
+    format: int
+    progress: Annotated[dict[str, Any], like(TrainingProgress)]
+    files: Outputs
+
+
+class Marker(_Marked, total=False):
+    """A checkpoint's marker: its progress, the records of its files, and how it was made."""
+
+    config: dict[str, dict[str, Any]]
+    code: dict[str, str]
+    world_size: int
+
+
+def read_marker(path: Path) -> Marker:
     """The marker of a checkpoint; UserError if the checkpoint is not complete."""
     marker = whole_marker(path)
     if marker is None:
@@ -73,15 +88,12 @@ def read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def whole_marker(path: Path) -> dict[str, Any] | None:
+def whole_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version's form."""
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        if (form := marker.get("format", 1)) != FORMAT:
-            raise UserError(f"{path} is a checkpoint of form {form}; this Drover reads form {FORMAT}. Go on with the "
-                            f"version that wrote it (COMPLETE.json names its code), or start again with --force, which "
-                            f"sets it aside.")
-        TrainingProgress(**marker["progress"])
-        return marker if isinstance(marker["files"], list) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_record(path / MARKER, Marker, "Go on with the version that wrote it (COMPLETE.json names its code), "
+                           "or start again with --force, which sets it aside.", FORMAT)
+    except OtherVersionError:
+        raise
+    except UserError:
         return None

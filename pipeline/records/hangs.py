@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.console import spelled
-from pipeline.files import read_json, write_sealed
+from pipeline.errors import UserError
+from pipeline.files import read_record, write_sealed
 from pipeline.records.rank_files import rank_files
 
 HUNG_STATUS = 14
@@ -62,6 +64,14 @@ class HungRank:
 
 
 @dataclass(frozen=True)
+class Places:
+    """The node of each rank of a start."""
+
+    attempt: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Hang:
     """Who is late, as (rank, node; None where it is not known), and a sentence or two for people."""
 
@@ -82,7 +92,7 @@ def hang_folder(train_folder: Path, key: str | None = None) -> Path:
 
 def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
     """Note on which node each rank of this start runs: a rank that hangs altogether cannot say so itself."""
-    write_sealed(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
+    write_sealed(train_folder / PLACES, asdict(Places(attempt_key(), tuple(nodes))))
 
 
 def count_records(folder: Path) -> int:
@@ -94,11 +104,9 @@ def read_hang(folder: Path) -> list[HungRank]:
     """What the ranks of one start wrote, in their order; a torn file counts as none."""
     found = []
     for path in rank_files(folder, "rank*.json"):
-        try:
-            record = read_json(path)
-            found.append(HungRank(**{**record, "stack": tuple(record["stack"])}))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
+        with suppress(UserError):
+            if record := read_record(path, HungRank):
+                found.append(record)
     return sorted(found, key=lambda record: record.rank)
 
 
@@ -171,8 +179,7 @@ def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
 
 def _places(folder: Path) -> dict[int, str]:
     """Nodes of the ranks as that start noted them."""
-    try:
-        record = read_json(folder.parent.parent / PLACES)
-        return dict(enumerate(record["nodes"])) if record["attempt"] == folder.name else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    with suppress(UserError):
+        record = read_record(folder.parent.parent / PLACES, Places)
+        return dict(enumerate(record.nodes)) if record and record.attempt == folder.name else {}
+    return {}

@@ -28,7 +28,7 @@ class SentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
         try:
             self.processor = processor = SentencePieceProcessor(model_proto=path.read_bytes())
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{path} is not a sentencepiece model ({error}). If it holds lines of base64 and numbers, "
                             f"take tokenizer.kind=tiktoken.") from None
         self.used = len(processor)

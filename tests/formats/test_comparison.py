@@ -144,7 +144,7 @@ def believed(**values):
     """A wrong config.json that our reader takes for right."""
     def plant(folder, monkeypatch):
         reconfigured(**values)(folder, monkeypatch)
-        monkeypatch.setattr(huggingface, "shape_of", lambda content: CONFIG)
+        monkeypatch.setattr(comparison, "read_shape", lambda path: CONFIG)
     return plant
 
 

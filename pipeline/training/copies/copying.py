@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from uuid import uuid4
 from pipeline.contract.manifest import differences
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED
+from pipeline.contract.start_record import STARTED, read_start
 from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import RUN, Lock, RunRecord
 from pipeline.copies.transfer import DamagedCopyError
@@ -266,8 +267,9 @@ class Copying:
         mine = self.work.drift
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in mine), *mine]
         if drift != mine:
-            path = self.work.folder / STARTED
-            write_sealed(path, {**read_json(path), "drift": drift})
+            started = read_start(self.work.folder)
+            assert started is not None, "the stage was begun"
+            write_sealed(self.work.folder / STARTED, asdict(replace(started, drift=drift)))
         return drift
 
     def _without_set_aside(self, steps: list[int]) -> list[int]:
