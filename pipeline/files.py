@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import reprlib
 import shutil
 import string
 from collections.abc import Callable, Iterable, Iterator
@@ -309,15 +310,14 @@ def typed(value: Any, kind: Any, place: str = "") -> Any:
     elif origin is dict and isinstance(value, dict):
         return {key: typed(item, inner[1], f"{place}.{key}") for key, item in value.items()}
     elif (is_dataclass(kind) or is_typeddict(kind)) and isinstance(value, dict):
-        kinds, needed = _fields(kind)
-        wrong = sorted(needed - value.keys()) or (sorted(value.keys() - kinds.keys()) if is_dataclass(kind) else [])
-        if wrong:
-            raise ValueError(f"{f'{place[1:]} ' if place else 'it '}{'lacks' if needed - value.keys() else 'has'} "
-                             f"{wrong[0][:100]!r}")
-        found = {key: typed(item, kinds.get(key, Any), f"{place}.{key}") for key, item in value.items()}
-        return kind(**found) if is_dataclass(kind) else found
-    shown = repr(value)
-    raise ValueError(f"{place[1:] or 'it'} is {shown[:40]}{'...' if len(shown) > 40 else ''}")
+        by_name, needed = _fields(kind)
+        for name in sorted(needed - value.keys()):
+            raise ValueError(f"{place[1:] or 'it'} has no {name}")
+        for name in sorted(value.keys() - by_name.keys() if is_dataclass(kind) else ()):
+            raise ValueError(f"{place[1:] or 'it'} has {reprlib.repr(name)}, which is not known")
+        result = {key: typed(item, by_name.get(key, Any), f"{place}.{key}") for key, item in value.items()}
+        return result if is_typeddict(kind) else kind(**result)
+    raise ValueError(f"{place[1:] or 'it'} is {reprlib.repr(value)}")
 
 
 @cache

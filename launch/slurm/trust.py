@@ -42,9 +42,10 @@ def submission_problems(run: Path, spec: Path, spec_sha256: str, pickle: str = "
     """
     try:
         values = json.loads(spec.read_bytes())
-    except (OSError, ValueError) as error:
+        content = content_of(values)
+    except (OSError, ValueError, RecursionError) as error:
         return [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
-    if content_of(values) != spec_sha256:
+    if content != spec_sha256:
         return [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
     found: list[str] = []
     if values["check_owners"]:

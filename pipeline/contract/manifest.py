@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from pipeline.files import Count, Inside, like, read_record, sha256_json, write_sealed
+from pipeline.errors import UserError
+from pipeline.files import Count, Inside, like, read_record, sha256_json, typed, write_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -137,6 +139,15 @@ class Manifest:
             if size != record["bytes"]:
                 found.append(f"{path} has {size} bytes instead of {record['bytes']}")
         return found
+
+
+def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
+    """UserError unless an output record in the manifest of a stage is of a kind (`typed`)."""
+    try:
+        typed(record, kind)
+    except ValueError as error:
+        raise UserError(f"The manifest of the stage {stage} is damaged: of {record['path']}, {error}. Run the stage "
+                        f"again with --force.") from None
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, Literal, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.token_shards import TokenShard
+from pipeline.contract.manifest import check_record
+from pipeline.data.token_shards import KEY_BYTES, TokenShard
+from pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
 """Fields of an output record that are whole numbers, in the order of the columns."""
@@ -28,6 +30,35 @@ Opener = Callable[[int, dict[str, Any], int], TokenShard]
 """Makes the shard in a row of a table, given its record and the bytes that its documents' places may take."""
 OFFSETS_BYTES = 1 << 26
 """Memory for the places at which documents begin, of all shards that are kept."""
+
+
+class _Columns(TypedDict):
+    path: str
+    sha256: Annotated[str, bytes.fromhex]
+    split: str
+    source: str
+    dtype: Literal["uint16", "uint32"]
+    bytes: Count
+    docs: Count
+    tokens: Count
+    data_offset: Count
+    offsets_offset: Count
+    bytes_offset: Count
+    keys_offset: Count
+
+
+def _fits(record: _Columns) -> None:
+    """ValueError unless all columns end within the file."""
+    docs, size = record["docs"], np.dtype(record["dtype"]).itemsize
+    ends = {"data_offset": size * record["tokens"], "offsets_offset": 8 * (docs + 1) * (docs > 0),
+            "bytes_offset": 8 * docs, "keys_offset": KEY_BYTES * docs}
+    beyond = [name for name, length in ends.items() if record[name] + length > record["bytes"]]  # type: ignore[literal-required]
+    if beyond or len(record["sha256"]) != 64:
+        raise ValueError(f"{(beyond or ['sha256'])[0]} does not fit")
+
+
+TokenRecord = Annotated[_Columns, _fits]
+"""What of a shard's output record is read by."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +81,9 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns."""
+        """The output records of an encode stage as columns; UserError if they speak of what no file holds."""
+        for record in records:
+            check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         paths = [record["path"].encode() for record in records]

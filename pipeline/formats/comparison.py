@@ -16,9 +16,9 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
+from pipeline.config.shapes import read_shape
 from pipeline.errors import UserError, listed
 from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
-from pipeline.config.shapes import read_shape
 from pipeline.formats.huggingface import read_tensors
 
 FACTOR = 10.0

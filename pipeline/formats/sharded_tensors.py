@@ -127,6 +127,11 @@ def read_index(folder: Path) -> bytes | None:
         return None
 
 
+def _is_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise ValueError(f"{name[:20]!r} is no element type")
+
+
 def _is_run(values: list[Any]) -> None:
     """ValueError unless this is what `write_index` writes of a run."""
     typed(values[:3], tuple[Count, tuple[Count, ...], tuple[Count, ...]])
@@ -134,7 +139,7 @@ def _is_run(values: list[Any]) -> None:
 
 
 class _Stored(TypedDict):
-    dtype: str
+    dtype: Annotated[str, _is_dtype]
     shape: tuple[Count, ...]
     pieces: list[Annotated[list[Any], _is_run]]
 

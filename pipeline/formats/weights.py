@@ -51,7 +51,8 @@ class CheckpointWeights(Weights):
                 rows, = self._reader.shape(f"{MODEL}tok_embeddings.weight")[:1]
                 config = shape_from({**marker["config"]["model"], "vocab_size": rows})
             except (ValueError, LookupError) as error:
-                raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint.") from None
+                raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint."
+                                ) from None
         else:
             self._reader = CheckpointReader(path, mend="Make it again.")
         super().__init__(path, config)

@@ -79,7 +79,7 @@ class Marker(_Marked, total=False):
     world_size: int
 
 
-def read_marker(path: Path) -> Marker:
+def read_marker(path: Path) -> dict[str, Any]:
     """The marker of a checkpoint; UserError if the checkpoint is not complete."""
     marker = whole_marker(path)
     if marker is None:
@@ -88,11 +88,12 @@ def read_marker(path: Path) -> Marker:
     return marker
 
 
-def whole_marker(path: Path) -> Marker | None:
+def whole_marker(path: Path) -> dict[str, Any] | None:
     """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version's form."""
     try:
-        return read_record(path / MARKER, Marker, "Go on with the version that wrote it (COMPLETE.json names its code), "
-                           "or start again with --force, which sets it aside.", FORMAT)
+        marker = read_record(path / MARKER, Marker, "Go on with the version that wrote it (COMPLETE.json names its "
+                             "code), or start again with --force, which sets it aside.", FORMAT)
+        return None if marker is None else dict(marker)
     except OtherVersionError:
         raise
     except UserError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pipeline.errors import UserError
 from pipeline.files import Count, Inside, read_record, sha256_file, write_json
@@ -105,12 +105,12 @@ class Vocabulary(TypedDict):
     special_tokens: dict[str, Count]
 
 
-def vocabulary_record(folder: Path) -> Vocabulary:
+def vocabulary_record(folder: Path) -> dict[str, Any]:
     """What `vocabulary.json` in a finished tokenizer stage's folder says. UserError where it cannot be read."""
     record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
     if record is None:
         raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
-    return record
+    return dict(record)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -125,7 +125,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is {'not the file' if path.is_file() else 'missing, not the one'} that "
                         f"{folder / RECORD} was written for. Run --stage tokenizer --force to make it again.")
     names = {token: name for name, token in record["special_tokens"].items()}
-    if path is None and record["kind"] != "byte" or not {record["bos_id"], record["eos_id"]} <= names.keys():
+    if (path is None and record["kind"] != "byte") or not {record["bos_id"], record["eos_id"]} <= names.keys():
         raise UserError(f"{folder / RECORD} is damaged: it names no file, BOS or EOS. Run --stage tokenizer --force.")
     return open_tokenizer(record["kind"], path, (names[record["bos_id"]], names[record["eos_id"]]))
 

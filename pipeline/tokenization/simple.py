@@ -15,7 +15,6 @@ from pipeline.files import read_record, sha256_file, write_json
 from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, byte_piece, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 
-
 MEND = "Run --stage tokenizer with --force."
 
 
