@@ -280,11 +280,8 @@ def typed(value: Any, kind: Any, place: str = "") -> Any:
     """A value of JSON as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
 
     Numbers are finite and fit into 64 bits. What `Annotated` holds besides the type is called with the value, and may
-    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. `place`: of the value, for the
-    message.
-
-    Raises:
-        ValueError: it is something else; says where and what.
+    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. ValueError, naming the place,
+    if it is something else.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or (kind in (str, bool, NoneType) and type(value) is kind) or (

@@ -40,7 +40,6 @@ class TextRecord(TypedDict):
 
     source: str
     docs: Count
-    text_bytes: Count
 
 
 def shard_records(manifest: Manifest, split: str, source: str | None = None) -> list[dict[str, Any]]:

@@ -29,7 +29,8 @@ class Weights(ABC):
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
-        if problems := config.problems():
+        problems = config.problems() or (["vocab_size is not stated."] if config.vocab_size is None else [])
+        if problems:
             raise UserError(f"The weights in {path} have a shape that cannot be built: {problems[0]}")
         self.shapes = parameter_shapes(config)
 

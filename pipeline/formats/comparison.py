@@ -36,9 +36,8 @@ def compare_config(folder: Path, config: ModelConfig) -> None:
     """UserError naming every value in which config.json, read back, is not the network that was trained."""
     try:
         found = read_shape(folder / "config.json")
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        raise UserError(f"The config.json in {folder} cannot be read back: {str(error).rstrip('.')}. "
-                        f"{_DEFECT}") from error
+    except UserError as error:
+        raise UserError(f"{error} {_DEFECT}") from None
     wrong = [f"{name} is {getattr(found, name)!r}; trained with {getattr(config, name)!r}" for name in SHAPE
              if getattr(found, name) != getattr(config, name)]
     if wrong:

@@ -173,7 +173,8 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The weights of such a folder as our (name, tensor) pairs, one at a time; nothing is checked for being there."""
+    """The weights of such a folder as our (name, tensor) pairs, one at a time; unlike by `read_folder`, nothing is
+    checked for being there."""
     from safetensors import safe_open
 
     index = path / "model.safetensors.index.json"

@@ -199,7 +199,8 @@ def test_links_of_training(run):
 
 
 def test_units_of_encode_are_counted_against_the_text_shards(run):
-    run.done("shard", outputs=[{"path": f"train/{n}.tar", "docs": 3} for n in range(7)] + [{"path": "rejected.jsonl"}])
+    run.done("shard", outputs=[{"path": path, "bytes": 1, "sha256": ""}
+                                for path in (*(f"train/{n}.tar" for n in range(7)), "rejected.jsonl")])
     run.begun("encode")
     run.units("encode", "encode", 5)
     run.units("encode", "parts", 2)
