@@ -45,15 +45,15 @@ class Reader:
     """Something that reads files.
 
     make: writes whole ones into a folder. read: reads them; returns, or raises UserError. files: which of them are
-    mutated. raises: what else it may raise. cases: how many others have for each of its cases. allowed: what of
-    FORBIDDEN it may do.
+    mutated. known: changes that once went wrong, each of one file. cost: how many cases others have for each of its
+    own. allowed: what it may do of what readers must not.
     """
 
     name: str
     make: Callable[[Path], Any]
     read: Callable[[Path], Any]
     files: tuple[str, ...] = ("*",)
-    raises: tuple[type[Exception], ...] = ()
+    known: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()
     cost: int = 1
     allowed: tuple[str, ...] = ()
 
@@ -81,15 +81,15 @@ def mutate(path: Path, chance: Random) -> str:
     return "content"
 
 
-def set_in(path: Path, dotted: str, value: Any) -> None:
-    """Replace, in a JSON file, what stands at a dotted path."""
-    tree = json.loads(path.read_bytes())
-    *keys, last = (int(key) if key.isdigit() else key for key in dotted.split("."))
-    node = tree
-    for key in keys:
-        node = node[key]
-    node[last] = value
-    path.write_bytes(_dumped(tree))
+def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
+    """A change of JSON: another value at a place."""
+    def change(whole: bytes) -> bytes:
+        tree = node = json.loads(whole)
+        for key in keys[:-1]:
+            node = node[key]
+        node[keys[-1]] = value
+        return _dumped(tree)
+    return change
 
 
 def _put_otherwise(path: Path, chance: Random) -> str:
@@ -193,8 +193,8 @@ def _tar(whole: bytes, chance: Random) -> bytes:
         return _bytes(whole, chance)
     data, at = bytearray(whole), chance.choice(starts)
     start, stop = chance.choice([(0, 100), (100, 108), (124, 136), (124, 136), (156, 157), (157, 257), (345, 500)])
-    odd = chance.choice([b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001", b"0", b"x", b"L", b"K", b"1",
-                         b"2", b"S", b"g", b"../../x.json", b"/x.json", b"\0", chance.randbytes(12)])
+    odd = chance.choice([b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001", b"0", b"x", b"L", b"K",
+                         b"1", b"2", b"S", b"g", b"../../x.json", b"/x.json", b"\0", chance.randbytes(12)])
     data[at + start:at + stop] = odd[:stop - start].ljust(stop - start, b"\0")
     total = tarfile.calc_chksums(bytes(data[at:at + 512]))[0]
     data[at + 148:at + 156] = b"%06o\0 " % total
@@ -211,7 +211,8 @@ class _Watch:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on or event in self.allowed:
             return
-        if event in FORBIDDEN or (event == "open" and arguments[0] != os.devnull and isinstance(arguments[2], int) and arguments[2] & WRITING):
+        if event in FORBIDDEN or (event == "open" and arguments[0] != os.devnull and isinstance(arguments[2], int)
+                                  and arguments[2] & WRITING):
             self.seen.append(f"{event}{arguments[:2]!r}"[:300])
 
 
@@ -250,7 +251,6 @@ def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
     reader.read(folder)  # what it imports does not count
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
@@ -264,7 +264,7 @@ def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases
         try:
             watch.on = True
             reader.read(folder)
-        except (UserError, *reader.raises) as error:
+        except UserError as error:
             if not str(error):
                 watch.seen.append("an error without words")
         except BaseException as error:  # noqa: BLE001 - all of that is what is looked for
@@ -285,6 +285,9 @@ def _contents(folder: Path) -> dict[Path, bytes]:
 
 
 def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
+    for path in set(folder.rglob("*")) - kept.keys():
+        if not path.is_dir():
+            path.unlink()
     for path, data in kept.items():
         if path.is_symlink() or not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
             if path.is_dir() and not path.is_symlink():
@@ -293,9 +296,14 @@ def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
             path.write_bytes(data)
 
 
-def by_number(reader: Reader, seed: int = 0) -> Callable[[Path, int], str]:
-    """The mutations of a reader's files, by number."""
+def by_number(reader: Reader, seed: int) -> Callable[[Path, int], str]:
+    """The changes of a reader's files by number: first those that are known, then mutations."""
     def change(folder: Path, number: int) -> str:
+        if number < len(reader.known):
+            name, known = reader.known[number]
+            path, = folder.glob(name)
+            path.write_bytes(known(path.read_bytes()))
+            return f"{name}, known"
         chance = Random(f"{reader.name} {seed} {number}")
         files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
         path = chance.choice(files)

@@ -5,13 +5,13 @@ Files may be replaced, cut or absent while they are read: what cannot be read no
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import yaml
 
 from launch.slurm.chain import Chain, ChainJob, read_chain
 from launch.slurm.evaluations import owed
+from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import NODES, excluded
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
@@ -30,7 +31,8 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import STOP, StageState, read_attempts, read_state
 from pipeline.errors import UserError
-from pipeline.files import read_lines
+from pipeline.files import parsed_json, read_lines, typed
+from pipeline.records.metrics import Event, Line
 from pipeline.records.pending_evaluations import EVALUATIONS, evaluation_folder
 
 TAIL_BYTES = 64 * 1024
@@ -224,20 +226,21 @@ def _origin(run_folder: Path, settings: dict[str, Any], stage: str) -> Path | No
 
 
 def _training(folder: Path, settings: dict[str, Any]) -> Training | None:
-    records = [record for record in _tail(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
+    records = _tail(folder / "metrics.jsonl", Line)
     if not records:
         return None
-    last, times = records[-1], [record["step_s"] for record in records[-RECENT:] if _is_number(record.get("step_s"))]
+    last, times = records[-1], [record["step_s"] for record in records[-RECENT:] if "step_s" in record]
     rate = sum(times) / len(times) if times else None
-    begun = [event for event in _tail(folder / "events.jsonl") if event.get("event") in ("start", "resume")]
-    if begun and (steps := last["step"] - int(begun[-1].get("step") or 0)) >= 10:
+    begun = [event for event in _tail(folder / "events.jsonl", Event) if event.get("event") in ("start", "resume")]
+    if begun and (steps := last["step"] - begun[-1].get("step", 0)) >= 10:
         # As training itself reckons: also what lies between the steps, checkpoints and looks at held-out text.
         wall = _written(folder / "metrics.jsonl") - when(str(begun[-1].get("time")))
         rate = wall / steps if wall > 0 else rate
     rate = _quietly(lambda: _of_coming_steps(rate, settings, last["step"], begun), rate)
     share = last.get("goodput")
     share = share.get("share") if isinstance(share, dict) else share
-    return Training(last["step"], _setting(settings, "train", "steps"), rate, _float(last.get("loss")),
+    steps = _setting(settings, "train", "steps")
+    return Training(last["step"], steps if isinstance(steps, int) else None, rate, _float(last.get("loss")),
                     _float(last.get("tokens_per_s")), _float(share))
 
 
@@ -250,7 +253,7 @@ def _of_coming_steps(rate: float | None, settings: dict[str, Any], step: int, be
         return rate
     plan = PhasePlan.of(TrainConfig.model_validate(
         {key: given[key] for key in ("phases", "steps", "sequence_length", "batch_tokens", "micro_batch")}))
-    first = int(begun[-1].get("step") or 0) if begun else 0
+    first = begun[-1].get("step", 0) if begun else 0
     if not first < step < plan.steps:
         return rate
     done = (plan.tokens_at(step) - plan.tokens_at(first)) / (step - first)
@@ -267,7 +270,8 @@ def _parts(folder: Path, chain: Chain | None, stage: str) -> tuple[dict[str, fro
             total = max(total, int(match[3]))
     for job in chain.jobs if chain else ():
         if job.stage == stage and job.kind == "array":
-            total = int(_read(Path(job.spec)).get("parts") or 0) or max(total, (job.elements or (0,))[-1] + 1)
+            spec = _quietly(partial(JobSpec.load, Path(job.spec)), None)
+            total = (spec.parts if spec else 0) or max(total, (job.elements or (0,))[-1] + 1)
     return {phase: frozenset(done) for phase, done in phases.items()}, total
 
 
@@ -328,8 +332,8 @@ def _alive(folder: Path, stage: str) -> bool | None:
     return f"pipeline.{stage}".encode() in command or f"pipeline/{stage}.py".encode() in command
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a JSON-lines file."""
+def _tail(path: Path, kind: Any) -> list[dict[str, Any]]:
+    """The last whole lines of a JSON-lines file, as far as they are of a kind (`typed`)."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -337,7 +341,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0:-1]
     except OSError:
         return []
-    return [record for line in lines if (record := _object(line))]
+    return [record for line in lines if (record := _object(line, kind))]
 
 
 def _objects(read: Callable[[], Iterable[Any]]) -> list[dict[str, Any]]:
@@ -345,9 +349,9 @@ def _objects(read: Callable[[], Iterable[Any]]) -> list[dict[str, Any]]:
     return [value for value in found if isinstance(value, dict)]
 
 
-def _object(text: bytes) -> dict[str, Any]:
-    value = _quietly(lambda: json.loads(text), None)
-    return value if isinstance(value, dict) else {}
+def _object(text: bytes, kind: Any = dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _quietly(lambda: typed(parsed_json(text), kind), {})
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -383,10 +387,6 @@ def _written(path: Path) -> float:
 def _step(text: str) -> int:
     found = re.findall(r"step-?(\d+)", text)
     return int(found[-1]) if found else 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _float(value: Any) -> float | None:

@@ -33,6 +33,8 @@ from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, 
 INDEX = "index.json"
 _VERSION = 2
 """Of the index. 1 had an entry for each piece, which are runs of one piece here: both are read."""
+_MOST_PIECES = 1 << 24
+"""Of a tensor in one run."""
 _OPEN_FILES = 128
 """Files that a reader keeps open; systems allow 1,024 or more in all."""
 
@@ -135,7 +137,16 @@ def _is_dtype(name: str) -> None:
 def _is_run(values: list[Any]) -> None:
     """ValueError unless this is what `write_index` writes of a run."""
     typed(values[:3], tuple[Count, tuple[Count, ...], tuple[Count, ...]])
-    typed(values[3:], list[tuple[Count, int, tuple[int, ...]]])
+    steps = typed(values[3:], list[tuple[Count, int, tuple[int, ...]]])
+    if math.prod(count for count, _, _ in steps) > _MOST_PIECES or \
+            {len(step) for _, _, step in steps} | {len(values[2])} != {len(values[1])}:
+        raise ValueError(f"{str(values)[:100]} are no pieces")
+
+
+def _is_stored(entry: _Stored) -> None:
+    """ValueError unless pieces are rectangles of the tensor, or parts of it laid out flat."""
+    if any(len(run[1]) not in (1, len(entry["shape"])) for run in entry["pieces"]):
+        raise ValueError(f"the pieces of a tensor of {list(entry['shape'])} have another number of dimensions")
 
 
 class _Stored(TypedDict):
@@ -147,7 +158,7 @@ class _Stored(TypedDict):
 class _Content(TypedDict):
     version: int
     files: list[Inside]
-    tensors: dict[str, _Stored]
+    tensors: dict[str, Annotated[_Stored, _is_stored]]
 
 
 class CheckpointReader:
@@ -250,6 +261,8 @@ class CheckpointReader:
 
     def _file(self, number: int) -> TensorFile:
         if number not in self._open:
+            if not 0 <= number < len(self._files):
+                raise DamagedFileError(f"{INDEX} speaks of the file {number} of {len(self._files)}")
             if len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
             self._open[number] = TensorFile(self.folder / self._files[number])

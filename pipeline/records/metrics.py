@@ -31,6 +31,7 @@ class Line(_Line, total=False):
     plan_changes: Count
     rollbacks: Count
     time: float
+    step_s: float
     train_s: float
     look_s: float
     stall_s: float
