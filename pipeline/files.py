@@ -330,7 +330,8 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 def is_inside(text: str) -> None:
     """ValueError unless a path leads to something inside the folder that it is relative to."""
     path = PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in text:
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if path.is_absolute() or ".." in path.parts or not 0 < longest < 256 or len(text) > 4000 or "\0" in text:
         raise ValueError(f"{text[:100]!r} is no path inside the folder")
 
 

@@ -396,7 +396,8 @@ READERS = (
     Reader("characters", _vocabulary("char"), _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
         ("characters.json", put("characters", value=["a"])), ("characters.json", put("characters", value="aa")))),
     Reader("vocabulary", _vocabulary("char"), _read_finished_vocabulary, known=(
-        ("vocabulary.json", put("file", value=None)), ("vocabulary.json", put("bos_id", value=1 << 40)))),
+        ("vocabulary.json", put("file", value="x" * 5000)), ("vocabulary.json", put("file", value=None)),
+        ("vocabulary.json", put("bos_id", value=1 << 40)))),
     Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
     Reader("tasks", write_task, _read_tasks, cost=3, known=(
         ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"), ("planted.yaml", lambda whole: b"[" * 5000))),

@@ -57,7 +57,7 @@ def step_of(path: Path) -> int:
 
 def named_after_steps(folder: Path) -> list[Path]:
     """What is named after a step in `folder`, in order; nothing that is being written or was set aside."""
-    return sorted(folder.glob("step-????????"))
+    return sorted(folder.glob("step-" + 8 * "[0-9]"))
 
 
 def complete_checkpoints(train: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import RUN, Lock, RunRecord
 from pipeline.copies.transfer import DamagedCopyError
 from pipeline.errors import UserError, listed
-from pipeline.files import read_json, sha256_file, write_sealed
+from pipeline.files import read_record, sha256_file, write_sealed
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import (
     CHECKPOINTS,
@@ -196,7 +196,7 @@ class Copying:
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         record = RunRecord(store)
-        known, own = read_json(folder / HERE) if (folder / HERE).is_file() else None, _mark(folder)
+        known, own = read_record(folder / HERE, dict[str, Any]), _mark(folder)
         copied = known is not None and known.get("folder") != own
         try:
             self._refuse_other_run(record.content, known, copied)
