@@ -148,7 +148,7 @@ def _changed(tree: Any, chance: Random) -> Any:
         case 5 | 6 if isinstance(value, int | float):
             node[key] = chance.choice([-value, value + 1, value - 1, value * 1000, str(value), bool(value), 1 << 60])
         case 5 | 6 if isinstance(value, str):
-            node[key] = chance.choice([value[:-1], value * 2, value.encode().hex(), f"../{value}", f"{value}\0",
+            node[key] = chance.choice([value[:-1], value * 2, ascii(value), f"../{value}", f"{value}\0",
                                        value[:1] * 70_000])
         case _:
             node[key] = chance.choice(VALUES)

@@ -128,6 +128,9 @@ class Attempt(_Event, total=False):
     next: str
     reason: str
     seconds: float
+    restart: int
+    start: int
+    nodes: list[str]
 
 
 def now() -> str:

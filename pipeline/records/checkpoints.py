@@ -65,6 +65,11 @@ def complete_checkpoints(train: Path) -> list[Path]:
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
 
 
+class _Config(TypedDict, total=False):
+    model: dict[str, Any]
+    train: dict[str, Any]
+
+
 class _Marked(TypedDict):
     format: int
     progress: Annotated[dict[str, Any], like(TrainingProgress)]
@@ -74,7 +79,7 @@ class _Marked(TypedDict):
 class Marker(_Marked, total=False):
     """A checkpoint's marker: its progress, the records of its files, and how it was made."""
 
-    config: dict[str, dict[str, Any]]
+    config: _Config
     code: dict[str, str]
     world_size: int
 
