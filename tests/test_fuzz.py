@@ -391,7 +391,8 @@ READERS = (
     Reader("sentencepiece bpe", _vocabulary("bpe"), _read_vocabulary("sentencepiece", "tokenizer.model"), ("*.model",),
            cost=3),
     Reader("sentencepiece unigram", _vocabulary("unigram"), _read_vocabulary("sentencepiece", "tokenizer.model"),
-           ("*.model",), cost=3),
+           ("*.model",), cost=3, known=(
+        ("tokenizer.model", lambda whole: whole.replace("漢".encode(), b"\xff\xfe\xfd")),)),
     Reader("tiktoken", _vocabulary("tiktoken"), _read_vocabulary("tiktoken", "tokenizer.model"), ("*.model",)),
     Reader("characters", _vocabulary("char"), _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
         ("characters.json", put("characters", value=["a"])), ("characters.json", put("characters", value="aa")))),
