@@ -8,19 +8,18 @@ import hashlib
 import json
 import os
 import platform
-import reprlib
 import shutil
 import string
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path, PurePosixPath
-from types import NoneType, UnionType
-from typing import IO, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
 from pipeline.errors import OtherVersionError, UserError
+from pipeline.typed import Count as Count
+from pipeline.typed import Inside, typed
+from pipeline.typed import like as like
 
 Kind = TypeVar("Kind")
 
@@ -181,6 +180,17 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
             "sha256": sha256_file(path), **counts}
 
 
+class Output(TypedDict):
+    """What is always there of the record of an output file."""
+
+    path: Inside
+    bytes: Count
+    sha256: str
+
+
+Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
+
+
 def remove_temporary(folder: Path) -> int:
     """Delete what killed writers left behind (files and folders `*.tmp`) under `folder`; returns how many went."""
     leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
@@ -274,80 +284,6 @@ def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", vers
         raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}. {mend}") from None
-
-
-def typed(value: Any, kind: Any, place: str = "") -> Any:
-    """A value of JSON as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
-
-    Numbers are finite and fit into 64 bits. What `Annotated` holds besides the type is called with the value, and may
-    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. ValueError, naming the place,
-    if it is something else.
-    """
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any or (kind in (str, bool, NoneType) and type(value) is kind) or (
-            kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63):
-        return value
-    if origin is Annotated:
-        found = typed(value, inner[0], place)
-        for check in inner[1:]:
-            check(found)
-        return found
-    if origin in (Union, UnionType):
-        for one in inner:
-            with suppress(ValueError):
-                return typed(value, one, place)
-    elif origin is Literal and value in inner:
-        return value
-    elif origin is list and isinstance(value, list):
-        return [typed(item, inner[0], f"{place}.{number}") for number, item in enumerate(value)]
-    elif origin is tuple and isinstance(value, list) and len(value) in (len(inner), *[len(value)] * (... in inner)):
-        kinds = [inner[0]] * len(value) if ... in inner else inner
-        return tuple(typed(item, one, f"{place}.{number}")
-                     for number, (item, one) in enumerate(zip(value, kinds, strict=True)))
-    elif origin is dict and isinstance(value, dict):
-        return {key: typed(item, inner[1], f"{place}.{key}") for key, item in value.items()}
-    elif (is_dataclass(kind) or is_typeddict(kind)) and isinstance(value, dict):
-        by_name, needed = _fields(kind)
-        for name in sorted(needed - value.keys()):
-            raise ValueError(f"{place[1:] or 'it'} has no {name}")
-        for name in sorted(value.keys() - by_name.keys() if is_dataclass(kind) else ()):
-            raise ValueError(f"{place[1:] or 'it'} has {reprlib.repr(name)}, which is not known")
-        result = {key: typed(item, by_name.get(key, Any), f"{place}.{key}") for key, item in value.items()}
-        return result if is_typeddict(kind) else kind(**result)
-    raise ValueError(f"{place[1:] or 'it'} is {reprlib.repr(value)}")
-
-
-@cache
-def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The types of a dataclass's or TypedDict's fields by name, and the names of those that must be there."""
-    kinds = get_type_hints(kind, include_extras=True)
-    if not is_dataclass(kind):
-        return kinds, kind.__required_keys__
-    return kinds, frozenset(field.name for field in fields(kind)
-                            if field.default is MISSING and field.default_factory is MISSING)
-
-
-def is_inside(text: str) -> None:
-    """ValueError unless a path leads to something inside the folder that it is relative to."""
-    path = PurePosixPath(text)
-    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
-    if path.is_absolute() or ".." in path.parts or not 0 < longest < 256 or len(text) > 4000 or "\0" in text:
-        raise ValueError(f"{text[:100]!r} is no path inside the folder")
-
-
-def is_count(number: float) -> None:
-    """ValueError for a number below 0."""
-    if number < 0:
-        raise ValueError(f"{number} is below 0")
-
-
-def like(kind: Any) -> Callable[[Any], Any]:
-    """For `Annotated`: that a value of JSON is of a kind (`typed`), which its type need not say."""
-    return lambda value: typed(value, kind)
-
-
-Inside = Annotated[str, is_inside]
-Count = Annotated[int, is_count]
 
 
 def seal_of(path: Path) -> Sealed:

@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from pipeline.errors import UserError
-from pipeline.files import Count, Inside, like, read_record, sha256_json, typed, write_sealed
+from pipeline.files import Count, Outputs, like, read_record, sha256_json, typed, write_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-
-class Output(TypedDict):
-    """What is always there of the record of an output file."""
-
-    path: Inside
-    bytes: Count
-    sha256: str
 
 
 class OutsideFile(TypedDict):
@@ -51,7 +43,6 @@ class Fingerprint(TypedDict, total=False):
     listing: str
 
 
-Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
 OutsideFiles = Annotated[list[dict[str, Any]], like(list[OutsideFile])]
 Drifts = Annotated[list[dict[str, Any]], like(list[Drift])]
 Identity = Annotated[dict[str, Any], like(Fingerprint)]

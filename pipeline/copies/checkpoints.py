@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from pipeline.contract.manifest import Outputs
 from pipeline.copies.transfer import DamagedCopyError
-from pipeline.files import Count, parsed_json, typed
+from pipeline.files import Count, Outputs, parsed_json, typed
 from pipeline.records.checkpoints import checkpoint_name
 from pipeline.stores.store import Missing, Store
 

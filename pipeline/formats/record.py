@@ -16,8 +16,7 @@ from typing import Annotated, Any, TypedDict
 
 from model.config import ModelConfig
 from pipeline.config.shapes import shape_from
-from pipeline.contract.manifest import Outputs
-from pipeline.files import read_record
+from pipeline.files import Outputs, read_record
 
 RECORD = "weights.json"
 FORMAT = 1

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from pipeline.contract.manifest import Outputs
 from pipeline.errors import OtherVersionError, UserError
-from pipeline.files import like, read_record
+from pipeline.files import Outputs, like, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
