@@ -401,7 +401,9 @@ READERS = (
         ("vocabulary.json", put("bos_id", value=1 << 40)))),
     Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
     Reader("tasks", write_task, _read_tasks, cost=3, known=(
-        ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"), ("planted.yaml", lambda whole: b"[" * 5000))),
+        ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"),
+        ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: {data_files: /}\n"),
+        ("planted.yaml", lambda whole: b"[" * 5000))),
 )
 CASES = 60
 

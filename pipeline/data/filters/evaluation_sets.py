@@ -143,6 +143,8 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
             matches = sorted(path.parent.glob(str(pattern))) if "*" in str(pattern) else [path.parent / str(pattern)]
             if not matches:
                 raise UserError(f"The task {path} reads {pattern}, but no file matches.")
+            if "\0" in str(pattern) or not all(map(file_format, matches)):
+                raise UserError(f"The task {path} reads {str(pattern)!r}, which is no file of items by its name.")
             found += matches
     return list(dict.fromkeys(found))
 
