@@ -21,8 +21,7 @@ from typing import Any
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
 from launch.slurm.scheduler import Scheduler
-from pipeline.console import printable
-from pipeline.errors import UserError
+from pipeline.errors import UserError, printable
 
 EPILOG = """\
 examples:

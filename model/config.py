@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 _MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
 
+MOST_LAYERS, MOST_WIDTH = 4096, 1 << 20
+_MOST = {"layers": MOST_LAYERS, "vocab_size": 1 << 28, "context_length": 1 << 28, "rope_theta": 1e30}
+"""The largest sizes that a network is built with, beyond all that are computed: a damaged file may name any."""
+
+
 def _added(default: Any) -> Any:
     """A field that came later; its default computes what was computed before (pipeline/config/section.py)."""
     return Field(default, json_schema_extra={"added": True})
@@ -173,9 +178,11 @@ class ModelConfig(BaseModel):
                     "no_rope_layer_interval")
         found = []
         for name in sizes + optional:
-            value = getattr(self, name)
+            value, most = getattr(self, name), _MOST.get(name, MOST_WIDTH)
             if value is not None and value <= 0:
                 found.append(f"{name} must be above 0, not {value}.")
+            elif value is not None and value > most:
+                found.append(f"{name} must be at most {most:,}, not {value:,}.")
         if self.dim > 0 and self.heads > 0:
             if self.head_dim is None and self.dim % self.heads:
                 found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim says how "

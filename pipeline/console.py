@@ -32,11 +32,6 @@ def readable(size: float) -> str:
     return f"{size:.3g} PB"
 
 
-def printable(text: str) -> str:
-    """Text of a file that anybody may have written, for a terminal: what a terminal would obey is shown instead."""
-    return "".join(one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}" for one in text)
-
-
 class ProgressBar:
     """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
 

@@ -29,8 +29,17 @@ class UnusableInputError(UserError):
     """
 
 
+class OtherVersionError(UserError):
+    """A record was written by another version of Drover."""
+
+
 class NotRehearsedError(UserError):
     """A step could not be rehearsed, which says nothing about whether it can be taken."""
+
+
+def printable(text: str) -> str:
+    """Text of a file that anybody may have written, for a terminal: what a terminal would obey is shown instead."""
+    return "".join(one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}" for one in text)
 
 
 def raised_at(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; and records that carry their own hash."""
+"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; records that carry their own hash; and
+records that are read as what they should be, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
+
+from pipeline.errors import OtherVersionError, UserError
+from pipeline.typed import Count as Count
+from pipeline.typed import Inside, typed
+from pipeline.typed import like as like
+
+Kind = TypeVar("Kind")
 
 
 @contextmanager
@@ -84,9 +92,16 @@ def write_note(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; raises FileNotFoundError or json.JSONDecodeError."""
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    """The value of a JSON file. OSError if it cannot be read, ValueError if it is no JSON in UTF-8."""
+    return parsed_json(path.read_bytes())
+
+
+def parsed_json(data: bytes) -> Any:
+    """The value of JSON in UTF-8; ValueError if it is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -97,26 +112,29 @@ def append_line(path: Path, value: Any) -> None:
         file.write((b"\n" if torn else b"") + json.dumps(value, ensure_ascii=False).encode() + b"\n")
 
 
-def read_lines(path: Path, *, appended: bool = False) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
     """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
 
+    kind: what a line should be (`typed`): a TypedDict or a dataclass.
     appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over, and
-        what else is no object.
+        what else is no such record.
 
     Raises:
-        ValueError: another line is no JSON: the file is damaged.
+        UserError: another line is no such record: the file is damaged.
     """
     if not path.is_file():
         return
-    with open(path, encoding="utf-8", errors="replace" if appended else "strict") as file:
-        for line in file:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            whole = line.endswith(b"\n")
             try:
-                value = json.loads(line)
-            except ValueError:
-                if appended or not line.endswith("\n"):
-                    continue
-                raise
-            if line.endswith("\n") and (not appended or isinstance(value, dict)):
+                value = typed(parsed_json(line), kind)
+            except ValueError as error:
+                if whole and not appended:
+                    raise UserError(f"Line {number} of {path} is damaged: {error}. Take the file from a copy of the "
+                                    f"run, or remove the line.") from None
+                continue
+            if whole:
                 yield value
 
 
@@ -161,6 +179,17 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
     """
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size,
             "sha256": sha256_file(path), **counts}
+
+
+class Output(TypedDict):
+    """What is always there of the record of an output file."""
+
+    path: Inside
+    bytes: Count
+    sha256: str
+
+
+Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
 
 
 def remove_temporary(folder: Path) -> int:
@@ -230,6 +259,32 @@ def read_sealed(path: Path) -> Any:
     if isinstance(value, dict):
         value.pop(SEAL, None)
     return value
+
+
+def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", version: int | None = None) -> Kind | None:
+    """The record in a JSON file, without its seal; None if there is no file.
+
+    Args:
+        kind: a dataclass or TypedDict (`typed`).
+        mend: what helps if the file is damaged.
+        version: what `format` should be in it.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else: OtherVersionError for another `format`.
+    """
+    try:
+        value = read_sealed(path)
+        if version is not None and isinstance(value, dict) and value.get("format") != version:
+            raise OtherVersionError(f"{path} was written by another version of Drover (format "
+                                    f"{str(value.get('format'))[:20]}, this one reads {version}). {mend}")
+        found: Kind = typed(value, kind)
+        return found
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. {mend}") from None
 
 
 def seal_of(path: Path) -> Sealed:

@@ -10,7 +10,7 @@ from pipeline.contract.run import run_in
 from pipeline.errors import UserError
 from pipeline.files import read_json
 from pipeline.formats.base import Weights
-from pipeline.formats.record import read_record
+from pipeline.formats.record import weights_record
 from pipeline.records.generation_settings import IDS, read_settings, settings_file
 from pipeline.tokenization.base import Tokenizer
 from pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
@@ -45,7 +45,7 @@ def beside(weights: Weights) -> Beside:
     if weights.form == "hf":
         settings = read_json(folder / "config.json")
         ids = {name: settings[name] for name in IDS if settings.get(name) is not None}
-    elif (record := read_record(folder)) is not None:
+    elif (record := weights_record(folder)) is not None:
         ids = record["token_ids"]
     elif weights.form == "drover":
         return _of_run(folder, weights.config.context_length)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm.scheduler import JobInfo
-from pipeline.files import read_json, write_json
+from pipeline.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
+MEND = "Remove it: what was submitted goes on, but is not shown any more."
 
 
 def token(chain: str, job: str = "") -> str:
@@ -68,15 +69,13 @@ class Chain:
 
 def read_chain(run_folder: Path) -> Chain | None:
     """The newest submission of a run; None if nothing was submitted."""
-    try:
-        return _chain(read_json(run_folder / CHAIN))
-    except FileNotFoundError:
-        return None
+    return read_record(run_folder / CHAIN, Chain, MEND)
 
 
 def read_chains(run_folder: Path) -> list[Chain]:
     """All submissions of a run, oldest first."""
-    earlier = [_chain(read_json(path)) for path in sorted((run_folder / EARLIER).glob("*.json"))]
+    found = (read_record(path, Chain, MEND) for path in sorted((run_folder / EARLIER).glob("*.json")))
+    earlier = [chain for chain in found if chain]
     newest = read_chain(run_folder)
     return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
 
@@ -95,12 +94,6 @@ def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
         newest, earlier = run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"
         chain = read_chain(run_folder)
         path = newest if chain is not None and chain.id == chain_id else earlier
-        chain = _chain(read_json(path))
+        chain = read_record(path, Chain, MEND)
+        assert chain is not None, f"{path} is not there"
         write_json(path, asdict(Chain(**{**vars(chain), "jobs": (*chain.jobs, job)})))
-
-
-def _chain(values: dict[str, Any]) -> Chain:
-    jobs = tuple(ChainJob(**{**job, "dependencies": tuple(job["dependencies"]),
-                             "elements": None if job["elements"] is None else tuple(job["elements"])})
-                 for job in values["jobs"])
-    return Chain(**{**values, "command": tuple(values["command"]), "jobs": jobs})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.slurm.trust import content_of
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_record, write_json
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ class JobSpec:
         """Read what `save` wrote.
 
         Raises:
-            UserError: the content does not have the hash `sha256`.
+            UserError: it is missing or damaged, or its content does not have the hash `sha256`.
         """
-        values = read_json(path)
-        if sha256 and content_of(values) != sha256:
-            raise UserError(f"{path}, what the job has to do, is not what was submitted. Submit the command again.")
-        return cls(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
+        spec = read_record(path, cls, "Submit the same command again.")
+        if spec is None or (sha256 and spec.sha256 != sha256):
+            raise UserError(f"{path}, what the job has to do, is {'not what was submitted' if spec else 'missing'}. "
+                            f"Submit the same command again.")
+        return spec

@@ -49,9 +49,10 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
     """
     try:
         values = json.loads(spec.read_bytes())
-    except (OSError, ValueError) as error:
+        content = content_of(values)
+    except (OSError, ValueError, RecursionError) as error:
         return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
-    if content_of(values) != spec_sha256:
+    if content != spec_sha256:
         return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
     code, group = Path(values["code"]), values["trusted_group"]
     found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in values["files"].items()

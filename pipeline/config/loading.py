@@ -195,11 +195,11 @@ def _validated(values: Values, path: str | Path) -> Config:
 
 
 def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Values:
+    own = read_yaml(path, named_by)
     resolved = path.resolve()
     if resolved in seen:
         chain = " -> ".join(str(step) for step in (*seen, resolved))
         raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
-    own = read_yaml(path, named_by)
     named_by = f"`base:` in {own.place(('base',))}"
     bases = own.tree.pop("base", [])
     if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):

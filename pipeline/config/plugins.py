@@ -17,8 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.console import printable
-from pipeline.errors import UserError
+from pipeline.errors import UserError, printable
 
 _LOADED: dict[str, Path] = {}
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig, RopeScaling, YarnScaling
+from pydantic import ValidationError
+
+from model.config import MOST_LAYERS, ModelConfig, RopeScaling, YarnScaling
 from pipeline.config.yaml_source import read_yaml
 from pipeline.errors import UserError
-from pipeline.files import read_json
+from pipeline.files import read_json, typed
 
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What of a shape may be changed by name where weights are there: how a context is extended."""
@@ -32,13 +34,33 @@ _NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "ti
 written says it."""
 
 
+def shape_from(values: dict[str, Any]) -> ModelConfig:
+    """The shape that a record of ours says; ValueError, in a line, if it is none."""
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+                         ) from None
+
+
+def read_shape(path: Path) -> ModelConfig:
+    """The shape that a Hugging Face config.json says. UserError, naming the key, if it is no network of ours."""
+    try:
+        return shape_of(typed(read_json(path), dict[str, Any]))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"{path} does not describe a Llama that Drover can read: {what}") from None
+
+
 def shape_of(content: dict[str, Any]) -> ModelConfig:
     """The shape that a Hugging Face config.json says; ValueError, naming the key, if it is no network of ours."""
     kind = content.get("model_type", "llama")
     if kind not in (*CLASSES, "qwen2", "mistral"):
         raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)}, qwen2 and mistral can be "
                          f"read.")
-    heads = content["num_attention_heads"]
+    heads, count = content["num_attention_heads"], content["num_hidden_layers"]
+    if not isinstance(count, int) or count > MOST_LAYERS:
+        raise ValueError(f"config.json has num_hidden_layers = {count!r}; at most {MOST_LAYERS:,} can be read.")
     only = {**_ONLY, **(_LLAMA_ONLY if kind == "llama" else {})}
     for key, value in only.items():
         if content.get(key, value) not in (value, None):
@@ -161,11 +183,11 @@ def shape_in(folder: Path) -> ModelConfig:
     run = next((place for place in places if (place / "config.yaml").is_file()), None)
     try:
         if (folder / "config.json").is_file():
-            return shape_of(read_json(folder / "config.json"))
+            return read_shape(folder / "config.json")
         if (folder / "weights.json").is_file():
-            return ModelConfig(**read_json(folder / "weights.json")["model"])
+            return shape_from(typed(read_json(folder / "weights.json"), dict[str, Any])["model"])
         if run is not None:
-            return ModelConfig(**read_yaml(run / "config.yaml").tree.get("model", {}))
+            return shape_from(read_yaml(run / "config.yaml").tree.get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"the shape of the weights in {folder} cannot be read ({error}).") from None
     raise UserError(f"{folder} says no shape: it is no run, no checkpoint of one, and has no config.json.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
@@ -46,6 +47,13 @@ class Dumper(yaml.SafeDumper):
 
 
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+class TaskSettings(TypedDict, total=False):
+    """What of a task's YAML file is read here; a list of files may be one."""
+
+    include: str | list[str] | None
+    dataset_kwargs: dict[str, Any] | None
 
 
 class Values:
@@ -96,10 +104,8 @@ class Values:
         keys: Path_ = tuple(int(key) if key.isdigit() else key for key in dotted.split("."))
         try:
             value = load_bounded(text, _Loader, f"The override {dotted}")
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
-        except RecursionError:
-            raise UserError(f"The override {dotted} is nested too deeply to be read.") from None
         node: Any = self.tree
         for depth, key in enumerate(keys[:-1]):
             if isinstance(node, dict):
@@ -137,7 +143,7 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
         node = loader.get_single_node()
         if node is not None:
             values.tree = _Reader(loader, path, values.places).value(_bounded(node, str(path)), ())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deeply to be read.") from None
@@ -148,9 +154,21 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
 
 def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
     """The value of YAML by a loader of PyYAML. UserError where its aliases make too much of it (MOST_VALUES)."""
-    loader = kind(text)
-    node = loader.get_single_node()
-    return None if node is None else loader.construct_document(_bounded(node, where))
+    try:
+        loader = kind(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_document(_bounded(node, where))
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply to be read.") from None
+
+
+def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
+    """The content of a task's YAML file by a loader of PyYAML. UserError, with the advice, where it is no task."""
+    try:
+        return dict(typed(load_bounded(path.read_text(encoding="utf-8"), kind, str(path)), TaskSettings))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"The task {path} cannot be read: {why}.{advice}") from None
 
 
 def _bounded(node: yaml.Node, where: str) -> yaml.Node:
@@ -174,9 +192,9 @@ def _bounded(node: yaml.Node, where: str) -> yaml.Node:
 def _decoded(path: Path, named_by: str) -> str:
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
         advice = f"Correct {named_by}" if named_by else "Give an existing file with --config"
-        raise UserError(f"The configuration file {path} cannot be read: {error.strerror} (looked in "
+        raise UserError(f"The configuration file {path} cannot be read: {getattr(error, 'strerror', error)} (looked in "
                         f"{path.absolute().parent}). {advice}.") from None
     try:
         return data.decode("utf-8-sig")

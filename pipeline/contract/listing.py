@@ -49,7 +49,8 @@ def begun_identity(started: dict[str, Any], now: dict[str, Any]) -> dict[str, An
     hashed beforehand what units hash now; what it has read is read again."""
     if "listing" not in now or "listing" in started:
         return started
-    return {**started, "files": {name: digest for name, digest in started["files"].items() if name in now["files"]}}
+    files = {name: digest for name, digest in started.get("files", {}).items() if name in now["files"]}
+    return {**started, "files": files}
 
 
 def write_listing(folder: Path, listing: Sequence[Record]) -> None:

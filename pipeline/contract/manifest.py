@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from pipeline.errors import UserError
-from pipeline.files import SEAL, sha256_json, write_sealed
+from pipeline.files import Count, Outputs, like, read_record, sha256_json, typed, write_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+
+
+class OutsideFile(TypedDict):
+    """What is always there of the record of a file from outside."""
+
+    name: str
+    path: str
+    bytes: Count
+    mtime_ns: int
+    sha256: str
+
+
+class Drift(TypedDict):
+    """What `--accept-drift` let pass of a stage."""
+
+    stage: str
+    differences: list[str]
+
+
+class Fingerprint(TypedDict, total=False):
+    """Identity of a stage."""
+
+    config: dict[str, Any]
+    inputs: dict[str, str | None]
+    files: dict[str, str]
+    places: dict[str, Any]
+    listing: str
+
+
+OutsideFiles = Annotated[list[dict[str, Any]], like(list[OutsideFile])]
+Drifts = Annotated[list[dict[str, Any]], like(list[Drift])]
+Identity = Annotated[dict[str, Any], like(Fingerprint)]
 
 
 @dataclass(frozen=True)
@@ -56,14 +89,14 @@ class Manifest:
     """
 
     stage: str
-    fingerprint: dict[str, Any]
-    outputs: list[dict[str, Any]]
+    fingerprint: Identity
+    outputs: Outputs
     counts: dict[str, Any]
     config_sha256: str
-    files: list[dict[str, Any]] = field(default_factory=list)
+    files: OutsideFiles = field(default_factory=list)
     places: dict[str, Any] = field(default_factory=dict)
-    drift: list[dict[str, Any]] = field(default_factory=list)
-    accepted: list[dict[str, Any]] = field(default_factory=list)
+    drift: Drifts = field(default_factory=list)
+    accepted: list[Identity] = field(default_factory=list)
     wall_s: float = 0.0
     started: str = ""
     finished: str = ""
@@ -99,20 +132,18 @@ class Manifest:
         return found
 
 
+def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
+    """UserError unless an output record in the manifest of a stage is of a kind (`typed`)."""
+    try:
+        typed(record, kind)
+    except ValueError as error:
+        raise UserError(f"The manifest of the stage {stage} is damaged: of {record['path']}, {error}. Run the stage "
+                        f"again with --force.") from None
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest in a stage's folder, or None; UserError if it is not one that this version wrote."""
-    path = folder / MANIFEST
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}). Run the stage again with --force to rebuild it.") from None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UserError(f"{path} was written by another version of Drover (format "
-                        f"{value.get('format') if isinstance(value, dict) else '?'}, this one reads {FORMAT}). "
-                        f"Use another run name, or --force to rebuild it.")
-    return Manifest(**{key: item for key, item in value.items() if key != SEAL})
+    return read_record(folder / MANIFEST, Manifest, "Use another run name, or --force to rebuild it.", FORMAT)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
@@ -126,9 +157,9 @@ def _fields(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
     from pipeline.config.section import flatten
 
-    fields = flatten(fingerprint["config"], "config")
+    fields = flatten(fingerprint.get("config", {}), "config")
     for group in ("inputs", "files"):
-        fields.update({f"{group}.{name}": value for name, value in fingerprint[group].items()})
+        fields.update({f"{group}.{name}": value for name, value in fingerprint.get(group, {}).items()})
     return fields
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import UserError
-from pipeline.files import read_json, sha256_json
+from pipeline.files import read_record, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
@@ -80,6 +80,6 @@ def marked_parts(folder: Path, count: int, phase: str, key: str | None = None) -
 
 def _key(path: Path) -> Any:
     try:
-        return read_json(path).get("key")
-    except (OSError, ValueError, AttributeError):  # torn, as a full disk leaves it: then nothing is known to be done
+        return (read_record(path, dict[str, Any]) or {}).get("key")
+    except UserError:  # torn, as a full disk leaves it: then nothing is known to be done
         return None

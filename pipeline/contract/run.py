@@ -33,8 +33,7 @@ class State:
     kind: `done`; `to do`; `partial` (begun, can be continued); `damaged` (an output is gone: only that is redone);
         `stale` (made of something else than what is asked now); `waiting` (a stage before it is not done).
     differences: for `stale`, what differs; for `to do`, from an attempt that refused its own input.
-    reasons: sentences that say more.
-    begun_only: for `stale`, whether it was merely begun, not finished.
+    reasons: sentences that say more. begun_only: for `stale`, whether it was merely begun, not finished.
     """
 
     kind: Kind
@@ -185,7 +184,8 @@ class Run:
             return Outside([])
         if (stage, by_units) not in self._known_files:
             manifest = self.manifest(stage)
-            records = manifest.files if manifest else read_start(self.own_folder(stage)).get("files", [])
+            made = manifest or read_start(self.own_folder(stage))
+            records = made.files if made else []
             self._known_files[stage, by_units] = look(
                 stage, partial(spec.read_by_units if by_units else spec.input_files, self.config),
                 records, run_folder=self.folder,
@@ -213,15 +213,15 @@ class Run:
             if not missing and (due := spec.still_due(self.config, folder, manifest)):
                 return State("partial", reasons=[due])
             return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
-        if not (folder / STARTED).is_file():
+        if (started := read_start(folder)) is None:
             return State("to do")
-        started, now = read_start(folder), self.fingerprint(stage)
-        before = begun_identity(started["fingerprint"], now)
+        now = self.fingerprint(stage)
+        before = begun_identity(started.fingerprint, now)
         changed = differences(before, now)
         if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
         # A stage that renews what it has keeps the rest of it.
-        nothing_lost = started.get("unusable") or (started.get("failed") and (
+        nothing_lost = started.unusable or (started.failed and (
             spec.renews is not None or not finished_units(folder)))
         if changed and nothing_lost and not spec.checkpoints:
             return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
@@ -242,7 +242,8 @@ class Run:
 
     def begun_drift(self, stage: str) -> list[dict[str, Any]]:
         """The drift that was accepted for a stage that is begun and not finished."""
-        return list(read_start(self.own_folder(stage)).get("drift", []))
+        started = read_start(self.own_folder(stage))
+        return started.drift if started else []
 
     def changed_settings(self, stage: str) -> list[Difference]:
         """Settings in which a finished stage differs from what is asked now, its inputs apart."""
@@ -250,7 +251,7 @@ class Run:
         if manifest is None:
             return []
         now = self._settings(stage)
-        if any(accepted["config"] == now for accepted in manifest.accepted):
+        if any(accepted.get("config") == now for accepted in manifest.accepted):
             return []
         return differences({**manifest.fingerprint, "inputs": {}, "files": {}},
                            {"config": now, "inputs": {}, "files": {}})
@@ -289,9 +290,9 @@ class Run:
 
     def _compared(self, stage: str, manifest: Manifest, old: dict[str, Any]) -> dict[str, Any]:
         before_it = {need: self.manifest(need) for need in STAGES[stage].needs}
-        inputs = {need: made.digest if made else old["inputs"].get(need) for need, made in before_it.items()}
+        inputs = {need: made.digest if made else old.get("inputs", {}).get(need) for need, made in before_it.items()}
         return {"config": self._settings(stage), "inputs": inputs,
-                "files": self._outside(stage).compared(manifest.files, old["files"])}
+                "files": self._outside(stage).compared(manifest.files, old.get("files", {}))}
 
     def _settings(self, stage: str) -> dict[str, Any]:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
@@ -385,7 +386,7 @@ def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
     """sha256 of each source file that makes the stage's outputs, by path in the repository; and by module, of plugins,
     which may take part in any stage, and with a configuration of what it names from outside."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
-    outside = loaded_plugins() | (stage.outside_files(config) if config is not None else {})
+    outside = loaded_plugins() | (stage.outside_files(config) if config else {})
     return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
-from pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
 from pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from pipeline.contract.stopping import Stopped, StopRequest
 from pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
@@ -307,13 +307,12 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))
     chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
-    if chain is not None and chain == begun_by(work.folder):
-        work.started = read_json(work.folder / STARTED).get("at", work.started)
+    if chain is not None and chain == begun_by(work.folder) and (before := read_start(work.folder)) is not None:
+        work.started = before.at or work.started
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
-    write_sealed(work.folder / STARTED, {"fingerprint": fingerprint, "at": work.started, "drift": drift,
-                                         "files": run.files(name), "force_id": forced_by or force_id(work.folder),
-                                         "chain": chain})
+    write_sealed(work.folder / STARTED, asdict(StartRecord(
+        fingerprint, work.started, drift, run.files(name), forced_by or force_id(work.folder), chain)))
     if part is None:
         work.last = read_state(work.folder)
         write_state(work.folder, "running")
@@ -326,18 +325,16 @@ def mark_failed(work: Work, error: UserError) -> None:
     `failed`: as long as it has no finished units. `unusable`: also with some, for what they were made of is no use. A
     part never says so of what the other parts have made.
     """
-    path = work.folder / STARTED
-    if path.is_file():
+    if started := read_start(work.folder):
         unusable = work.part is None and isinstance(error, UnusableInputError)
-        write_sealed(path, {**read_json(path), "failed": True, "unusable": unusable})
+        write_sealed(work.folder / STARTED, asdict(replace(started, failed=True, unusable=unusable)))
 
 
 def clear_mark(folder: Path) -> None:
     """Forget that the stage in `folder` refused what it was given: it goes on with that."""
     started = read_start(folder)
-    if started.get("failed"):
-        write_sealed(folder / STARTED, {key: value for key, value in started.items()
-                                        if key not in ("failed", "unusable")})
+    if started and started.failed:
+        write_sealed(folder / STARTED, asdict(replace(started, failed=False, unusable=False)))
 
 
 def set_aside(folder: Path, keep: bool) -> Path | None:

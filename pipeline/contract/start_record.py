@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from pipeline.contract.manifest import Drifts, Identity, OutsideFiles
 from pipeline.errors import UserError
-from pipeline.files import read_json
+from pipeline.files import read_record
 
 STARTED = "started.json"
 
 
+@dataclass(frozen=True)
+class StartRecord:
+    """How a stage was begun.
+
+    Attributes:
+        fingerprint, drift, files: as in its manifest.
+        chain: the chain of jobs (`DROVER_CHAIN`) that has last begun it; None outside of one.
+        force_id: what the last `--force-id` that it was begun under said; None if there was none.
+        failed: whether it refused what it was given: then it may start afresh if it has no finished units. unusable:
+            also if it has some.
+    """
+
+    fingerprint: Identity
+    at: str = ""
+    drift: Drifts = field(default_factory=list)
+    files: OutsideFiles = field(default_factory=list)
+    force_id: str | None = None
+    chain: str | None = None
+    failed: bool = False
+    unusable: bool = False
+
+
+def read_start(folder: Path) -> StartRecord | None:
+    """The start record of the stage in `folder`, None if it was not begun; UserError if it is damaged."""
+    return read_record(folder / STARTED, StartRecord, "Run the stage with --force to start it afresh.")
+
+
 def begun_by(folder: Path) -> str | None:
-    """The chain of jobs (`DROVER_CHAIN`) that has last begun the stage in `folder`; None outside of one."""
-    try:
-        found: str | None = read_json(folder / STARTED).get("chain")
-        return found
-    except (OSError, ValueError, AttributeError):
-        return None
+    """The chain of jobs that has last begun the stage in `folder`; None outside of one."""
+    return start.chain if (start := _sound(folder)) else None
 
 
 def force_id(folder: Path) -> str | None:
     """What the last `--force-id` that the stage in `folder` was begun under said; None if there was none."""
+    return start.force_id if (start := _sound(folder)) else None
+
+
+def _sound(folder: Path) -> StartRecord | None:
+    """The start record; None also if it is damaged: whoever forces the stage starts it afresh."""
     try:
-        found: str | None = read_json(folder / STARTED).get("force_id")
-        return found
-    except (FileNotFoundError, ValueError, AttributeError):  # not begun, or torn: whoever forces it starts it afresh
+        return read_start(folder)
+    except UserError:
         return None
-
-
-def read_start(folder: Path) -> dict[str, Any]:
-    """The start record of a stage, {} if it was not begun."""
-    try:
-        record: dict[str, Any] = read_json(folder / STARTED)
-        return record if record["fingerprint"] else {}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{folder / STARTED} is damaged. Run the stage with --force to start it afresh.") from None

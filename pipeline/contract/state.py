@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
-from pipeline.errors import is_full_disk
-from pipeline.files import append_line, atomic_file, read_lines, read_sealed, write_note, write_sealed
+from pipeline.errors import UserError, is_full_disk
+from pipeline.files import append_line, atomic_file, read_lines, read_record, write_note, write_sealed
 
 STATE = "STATE.json"
 RESERVE = "STATE.reserve"
@@ -32,6 +32,15 @@ PROGRESS = "PROGRESS.json"
 """Beside STATE.json: how far the stage's work is (`Progress`). Only people read it."""
 PROGRESS_EVERY_S = 5.0
 Status = Literal["running", "done", "preempted", "failed"]
+
+
+def is_time(text: str) -> None:
+    """ValueError unless this is a time as ISO 8601 has it, of our age."""
+    if not 1970 < datetime.fromisoformat(text).year < 3000:
+        raise ValueError(f"{text[:40]!r} is no time")
+
+
+Time = Annotated[str, is_time]
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,8 @@ def write_state(folder: Path, status: Status, *, step: int | None = None, reason
 def read_state(folder: Path, file: str = STATE) -> StageState | None:
     """The record in a stage's folder; None if there is none, or it is torn (as a full disk leaves it)."""
     try:
-        return StageState(**read_sealed(folder / file))
-    except (OSError, ValueError, TypeError):
+        return read_record(folder / file, StageState)
+    except UserError:
         return None
 
 
@@ -156,5 +165,25 @@ def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> No
 def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
     """All that `log_attempt` wrote, in order; [] for a run that no launcher logged."""
     found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
-             for event in read_lines(path, appended=True)]
-    return sorted(found, key=lambda event: str(event.get("at")))
+             for event in read_lines(path, Attempt, appended=True)]
+    return sorted(found, key=lambda event: str(event["at"]))
+
+
+class _Event(TypedDict):
+    event: str
+    at: Time
+
+
+class Attempt(_Event, total=False):
+    """What of a line of the launcher's others compute with."""
+
+    job: str
+    stage: str
+    chain: str
+    status: str
+    next: str
+    reason: str
+    seconds: float
+    restart: int
+    start: int
+    nodes: list[str]

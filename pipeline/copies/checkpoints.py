@@ -14,15 +14,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from pipeline.copies.transfer import DamagedCopyError
+from pipeline.files import Count, Outputs, parsed_json, typed
 from pipeline.records.checkpoints import checkpoint_name
 from pipeline.stores.store import Missing, Store
 
 COPY = "copy.json"
 RECORDS = "records/"
 FORMAT = 1
+
+
+class CopyRecord(TypedDict):
+    """What is written beside a copy of a checkpoint."""
+
+    format: Literal[1]
+    step: Count
+    files: Outputs
+
+
+class ExportRecord(TypedDict):
+    """What is written beside a copy of an export. run: that makes it; whole: whether all of it is there."""
+
+    format: Literal[1]
+    run: str
+    whole: bool
+    files: Outputs
 
 
 @dataclass(frozen=True)
@@ -64,16 +82,14 @@ class CopiedCheckpoints:
         """
         path = f"{prefix_of(step)}{COPY}"
         try:
-            content = json.loads(self.store.read(path))
-            files = [{"path": str(record["path"]), "bytes": int(record["bytes"]), "sha256": str(record["sha256"])}
-                     for record in content["files"]]
-            if content["format"] != FORMAT or content["step"] != step:
-                raise ValueError(f"format {content['format']}, step {content['step']}")
+            content = typed(parsed_json(self.store.read(path)), CopyRecord)
+            if content["step"] != step:
+                raise ValueError(f"it is of step {content['step']}")
         except Missing:
             raise DamagedCopyError(f"{self.store.url}/{path} is missing") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise DamagedCopyError(f"{self.store.url}/{path} is damaged ({error})") from None
-        return files
+        return list(content["files"])
 
     def finish(self, step: int, files: Sequence[Mapping[str, Any]]) -> None:
         """Make the copy count: all that `files` tells of has been put."""

@@ -15,15 +15,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
+from pipeline.contract.manifest import Drifts, Identity
 from pipeline.errors import UserError
+from pipeline.files import parsed_json, typed
 from pipeline.stores.store import Changed, Entry, Exists, Missing, Store
 
 RUN = "run.json"
 LOCK = "lock.json"
 FORMAT = 1
+
+
+class Claim(TypedDict):
+    """What is always there of run.json."""
+
+    format: Literal[1]
+    name: str
+    id: str
+    fingerprint: Identity
+    drift: Drifts
 BEAT_S = 15.0
 """How often the lock is renewed."""
 DEAD_S = 75.0
@@ -45,10 +57,8 @@ class RunRecord:
         if entry is None:
             return
         try:
-            content = json.loads(store.read(RUN))
-            if content["format"] != FORMAT or not {"name", "id", "fingerprint", "drift"} <= content.keys():
-                raise ValueError(f"format {content['format']}")
-        except (ValueError, KeyError, TypeError) as error:
+            content = typed(parsed_json(store.read(RUN)), Claim)
+        except ValueError as error:
             raise UserError(f"{store.url}/{RUN} is not what Drover puts there ({error}). Give another address to copy "
                             f"checkpoints to, or move away what is there.") from None
         self.content, self._etag = content, entry.etag
@@ -176,12 +186,11 @@ class Lock:
         if entry is None:
             return None
         try:
-            content = json.loads(self.store.read(LOCK))
+            return entry.etag, typed(parsed_json(self.store.read(LOCK)), dict[str, Any])
         except Missing:
             return None
         except ValueError:
-            content = None
-        return entry.etag, content if isinstance(content, dict) else {}
+            return entry.etag, {}
 
 
 def put_if(store: Store, path: str, data: bytes, etag: str | None) -> Entry:

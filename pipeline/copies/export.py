@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
-from pipeline.copies.checkpoints import COPY, FORMAT
+from pipeline.copies.checkpoints import COPY, FORMAT, ExportRecord
 from pipeline.copies.claim import put_if
 from pipeline.copies.transfer import fetch, send
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_sealed
+from pipeline.files import parsed_json, read_record, typed, write_sealed
 from pipeline.stores.store import CHECKED, Changed, Exists, Missing, Store
 
 COPIED = "copied.json"
@@ -31,12 +32,10 @@ def due(config: Config, folder: Path, manifest: Manifest) -> str:
     url = config.convert.copy_to
     if url is None:
         return ""
-    try:
-        copied = read_json(folder / COPIED)
-        done = (copied["url"], copied["digest"]) == (url, manifest.digest)  # it has a seal besides
-    except (OSError, ValueError, KeyError, TypeError):
-        done = False
-    return "" if done else f"it is still to be copied to {url}"
+    with suppress(UserError):
+        if read_record(folder / COPIED, dict[str, Any]) == {"url": url, "digest": manifest.digest}:
+            return ""
+    return f"it is still to be copied to {url}"
 
 
 def copy_export(url: str, name: str, folder: Path, manifest: Manifest, say: Callable[[str], None]) -> None:
@@ -107,13 +106,10 @@ def _read(store: Store) -> tuple[dict[str, Any] | None, str | None]:
     if entry is None:
         return None, None
     try:
-        content = json.loads(store.read(COPY))
-        if content["format"] != FORMAT or not isinstance(content["files"], list):
-            raise ValueError(f"format {content['format']}")
-    except (Missing, ValueError, KeyError, TypeError) as error:
+        return typed(parsed_json(store.read(COPY)), ExportRecord), entry.etag
+    except (Missing, ValueError) as error:
         raise UserError(f"{store.url}/{COPY} is not one that Drover put there ({error}). Give another address, or "
                         f"move away what is there.") from None
-    return content, entry.etag
 
 
 def _write(store: Store, etag: str | None, name: str, *, whole: bool, files: Sequence[dict[str, Any]]) -> str:

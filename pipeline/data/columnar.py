@@ -70,7 +70,8 @@ def parquet_records(file: Input, source: FilesSource, limit: Limit) -> Records:
         first = 0
         for group in range(parquet.num_row_groups):
             about = parquet.metadata.row_group(group)
-            if _holds(file, _first_byte(about)):
+            # Arrow ends the process where it is asked for the place of a column whose statistics are damaged.
+            if file.piece.whole or _holds(file, _first_byte(about)):
                 yield from _row_group(parquet, group, first, columns, source, limit)
             first += about.num_rows
 
@@ -208,6 +209,9 @@ def _values(column: Any, name: str, wrong: dict[int, str], *, is_id: bool) -> li
     if (data := _as_bytes(column)) is not None:
         data.validate(full=True)
         return _decoded(data)
+    import pyarrow as pa
+    data = column if pa.types.is_dictionary(column.type) else column.view(_of_bytes(column.type))
+    data.validate(full=True)  # broken UTF-8 costs its own row, offsets beyond the data all of them
     try:
         return column.to_pylist()
     except UNFIT:  # one value, which is not to cost the others
@@ -232,6 +236,16 @@ def _number(scalar: Any) -> str | None:
     while hasattr(scalar, "as_py"):  # in a dictionary or an extension type lies another
         scalar = getattr(scalar, "value", None)
     return str(scalar) if isinstance(scalar, int) else None
+
+
+def _of_bytes(kind: Any) -> Any:
+    """A type with bytes in place of text."""
+    import pyarrow as pa
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_of_bytes(field.type)) for field in kind.fields])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_of_bytes(kind.value_type)))
+    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
 def _as_bytes(column: Any) -> Any | None:

@@ -13,12 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, Literal, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.token_shards import TokenShard
+from pipeline.contract.manifest import check_record
+from pipeline.data.token_shards import KEY_BYTES, TokenShard
+from pipeline.errors import UserError
+from pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
 """Fields of an output record that are whole numbers, in the order of the columns."""
@@ -28,6 +31,37 @@ Opener = Callable[[int, dict[str, Any], int], TokenShard]
 """Makes the shard in a row of a table, given its record and the bytes that its documents' places may take."""
 OFFSETS_BYTES = 1 << 26
 """Memory for the places at which documents begin, of all shards that are kept."""
+
+
+def is_sha256(text: str) -> None:
+    """ValueError unless this is a hash in hexadecimal digits."""
+    if len(bytes.fromhex(text)) != 32:
+        raise ValueError(f"{text[:70]!r} is no sha256")
+
+
+def _beyond(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each record whether a column ends beyond the file. sizes: bytes of a token."""
+    size, docs, tokens, *offsets = numbers.T
+    counts = (tokens, docs + (docs > 0), docs, docs)
+    return np.any([count > (size - offset) // item for offset, count, item in
+                   zip(offsets, counts, (sizes, 8, 8, KEY_BYTES), strict=True)], axis=0)
+
+
+class TokenRecord(TypedDict):
+    """What of a shard's output record is read by."""
+
+    path: str
+    sha256: Annotated[str, is_sha256]
+    split: str
+    source: str
+    dtype: Literal["uint16", "uint32"]
+    bytes: Count
+    docs: Count
+    tokens: Count
+    data_offset: Count
+    offsets_offset: Count
+    bytes_offset: Count
+    keys_offset: Count
 
 
 @dataclass(frozen=True)
@@ -50,13 +84,20 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns."""
+        """The output records of an encode stage as columns; UserError if they speak of what no file holds."""
+        for record in records:
+            check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
+        numbers = numbers.reshape(-1, len(NUMBERS))
+        sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
+        if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
+            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} has not the "
+                            f"room for what is said to be in it. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         paths = [record["path"].encode() for record in records]
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
-        return cls(numbers.reshape(-1, len(NUMBERS)), digests.reshape(-1, 32), b"".join(paths),
+        return cls(numbers, digests.reshape(-1, 32), b"".join(paths),
                    np.cumsum([len(path) for path in paths], dtype=np.int64),
                    np.array([kinds[kind] for kind in shared], np.int32), tuple(kinds))
 

@@ -17,7 +17,7 @@ import orjson
 
 from pipeline.contract.input_check import committed, wrong
 from pipeline.data.documents import from_json
-from pipeline.data.text_shards import BLOCK, END, MEND, NO_END, SUFFIX, missing, plain_header
+from pipeline.data.text_shards import BLOCK, END, MEND, NO_END, SUFFIX, open_shard, plain_header
 from pipeline.errors import UserError
 
 BUFFER_BYTES = 1 << 20
@@ -40,11 +40,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             of them may be kept then), or holds another number of documents.
     """
     path, count = folder / record["path"], 0
-    try:
-        file = open(path, "rb", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by the with that follows
-    except FileNotFoundError:
-        raise missing(path) from None
-    with file:
+    with open_shard(path) as file:
         hashed, batch, size = _Hashed(file), Texts(), 0
         try:
             for name, member in _members(hashed):

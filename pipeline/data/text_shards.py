@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 from pipeline.contract.input_check import committed, refuse_changed
+from pipeline.contract.manifest import check_record
 from pipeline.data.documents import Document, from_json, key_fits
 from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.files import Count, atomic_file
 
 if TYPE_CHECKING:
     from pipeline.contract.manifest import Manifest
@@ -32,10 +35,19 @@ NO_END = "the mark that ends a tar is missing, so members may be"
 MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
+class TextRecord(TypedDict):
+    """What of a shard's output record is read by."""
+
+    source: str
+    docs: Count
+
+
 def shard_records(manifest: Manifest, split: str, source: str | None = None) -> list[dict[str, Any]]:
     """The output records (path, bytes, sha256, split, source, docs, text_bytes) of one split of the shard stage."""
-    return [record for record in manifest.outputs
-            if record.get("split") == split and source in (None, record["source"])]
+    records = [record for record in manifest.outputs if record.get("split") == split]
+    for record in records:
+        check_record(record, TextRecord, "shard")
+    return [record for record in records if source in (None, record["source"])]
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
@@ -103,7 +115,7 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     """
     place, end, number, start = "its beginning", 0, -1, 0
     try:
-        with open(path, "rb", buffering=_TOGETHER) as file:
+        with open_shard(path) as file:
             while (plain := _plain_member(file, end, read=only is None or number + 1 in only)) is not None:
                 (name, size, data), start = plain, end
                 place, end = f"the member {name}", start + BLOCK + -(-size // BLOCK) * BLOCK
@@ -124,16 +136,27 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
                         yield _document(tar, member)
         place = f"byte {end}"
         _check_end(path, end)
-    except FileNotFoundError:
-        raise missing(path) from None
-    except (tarfile.TarError, ValueError, KeyError, TypeError) as error:
+    except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is torn or no text shard, at {place}: {error or type(error).__name__}. "
                         f"{MEND}") from None
 
 
-def missing(path: Path) -> UserError:
-    """That a shard is not there."""
-    return UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.")
+class ShardFile(io.BufferedReader):
+    """A shard that is open. Whatever size a header tells of, no more is asked for than the file has."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def open_shard(path: Path) -> ShardFile:
+    """The file of a shard; UserError if it cannot be read."""
+    try:
+        return ShardFile(open(path, "rb", buffering=0), _TOGETHER)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. {MEND}") from None
 
 
 def _plain_member(file: IO[bytes], start: int, *, read: bool) -> tuple[str, int, bytes | None] | None:
@@ -160,7 +183,7 @@ def plain_header(header: bytes) -> tuple[str, int] | None:
 
 
 def _document(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Document:
-    file = tar.extractfile(member)
+    file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if file is None or not member.name.endswith(SUFFIX):
         raise ValueError(f"it is not a {SUFFIX} file")
     data = file.read()

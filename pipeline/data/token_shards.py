@@ -290,7 +290,7 @@ def read_batch(path: Path) -> Any:
             raise pa.ArrowInvalid(f"{reader.num_record_batches} record batches of {reader.schema.names}")
         batch = reader.get_batch(0)
         batch.validate(full=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is torn or not a token shard ({error}). {_MEND}") from None
     return batch
 

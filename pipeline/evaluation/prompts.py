@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import OpenedModel, run_of
-from pipeline.files import read_json
+from pipeline.files import read_record
 from pipeline.records.generation_settings import read_settings, settings_file
 
 END_OF_TURN = "<|eot_id|>"
@@ -85,6 +84,6 @@ def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
-        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
-    except (FileNotFoundError, AttributeError, json.JSONDecodeError):
+        return bool((read_record(folder / "tokenizer_config.json", dict[str, Any]) or {}).get("chat_template"))
+    except UserError:
         return False

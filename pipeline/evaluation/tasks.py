@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from pipeline.config.tree import Config
-from pipeline.config.yaml_source import load_bounded
+from pipeline.config.yaml_source import read_task
 from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
 
@@ -152,14 +152,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list
     """The settings in a YAML file and the files they came from."""
     if path in including:
         raise UserError(f"The task file {path} includes itself: {' -> '.join(map(str, (*including, path)))}.")
-    try:
-        own = load_bounded(path.read_text(encoding="utf-8"), _Loader, str(path))
-    except OSError as error:
-        raise UserError(f"The task file {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"The task file {path} is not valid YAML: {error}") from None
-    if not isinstance(own, dict):
-        raise UserError(f"The task file {path} does not hold a mapping, but a {type(own).__name__}.")
+    own = read_task(path, _Loader)
     included = own.pop("include", None) or []
     merged: dict[str, Any] = {}
     files = [path]

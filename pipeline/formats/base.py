@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from pipeline.errors import UserError
 from pipeline.formats.huggingface import parameter_shapes
 
 
@@ -28,6 +29,9 @@ class Weights(ABC):
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
+        problems = config.problems() or (["vocab_size is not stated."] if config.vocab_size is None else [])
+        if problems:
+            raise UserError(f"The weights in {path} have a shape that cannot be built: {problems[0]}")
         self.shapes = parameter_shapes(config)
 
     def names(self) -> list[str]:

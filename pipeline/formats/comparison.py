@@ -16,9 +16,10 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
+from pipeline.config.shapes import read_shape
 from pipeline.errors import UserError, listed
 from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
-from pipeline.formats.huggingface import read_config, read_tensors
+from pipeline.formats.huggingface import read_tensors
 
 FACTOR = 10.0
 """How many times single precision's own error either side may be off. Correct programs that add in another order stay
@@ -34,10 +35,9 @@ SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_
 def compare_config(folder: Path, config: ModelConfig) -> None:
     """UserError naming every value in which config.json, read back, is not the network that was trained."""
     try:
-        found = read_config(folder)
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        raise UserError(f"The config.json in {folder} cannot be read back: {str(error).rstrip('.')}. "
-                        f"{_DEFECT}") from error
+        found = read_shape(folder / "config.json")
+    except UserError as error:
+        raise UserError(f"{error} {_DEFECT}") from None
     wrong = [f"{name} is {getattr(found, name)!r}; trained with {getattr(config, name)!r}" for name in SHAPE
              if getattr(found, name) != getattr(config, name)]
     if wrong:

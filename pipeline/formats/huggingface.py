@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.llama import Llama
-from pipeline.config.shapes import shape_of
+from pipeline.config.shapes import read_shape
 from pipeline.formats.huggingface_config import config_to_json
 from pipeline.formats.tensor_file import Layout, write_tensors
 
@@ -166,19 +166,15 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises ValueError for models that differ from ours (biases, other activations, other rotary scaling ...)
     and FileNotFoundError if a file is missing.
     """
-    config = read_config(path)
+    config = read_shape(path / "config.json")
     state_dict = dict(read_tensors(path, config))
     _check_fit({name: tuple(tensor.shape) for name, tensor in state_dict.items()}, parameter_shapes(config), config)
     return config, state_dict
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The config of such a folder. Raises as `read_folder`."""
-    return shape_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
-
-
 def read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The weights of such a folder as our (name, tensor) pairs, one at a time; nothing is checked for being there."""
+    """The weights of such a folder as our (name, tensor) pairs, one at a time; unlike by `read_folder`, nothing is
+    checked for being there."""
     from safetensors import safe_open
 
     index = path / "model.safetensors.index.json"

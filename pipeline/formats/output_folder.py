@@ -18,7 +18,7 @@ from typing import Any
 from model.config import ModelConfig
 from pipeline.errors import UserError
 from pipeline.files import output_record, sha256_file, sync, write_json
-from pipeline.formats.record import FORMAT, RECORD, read_record
+from pipeline.formats.record import FORMAT, RECORD, weights_record
 
 
 class OutputFolder:
@@ -113,7 +113,7 @@ class OutputFolder:
 
     def _continue(self) -> None:
         """Take over what is finished of the same; UserError for the beginning of something else."""
-        begun = read_record(self.partial)
+        begun = weights_record(self.partial)
         strangers = [path.name for path in self.partial.iterdir() if not path.name.startswith(RECORD)]
         if begun is None and strangers:
             raise UserError(f"{self.partial} is in the way: it has {strangers[0]!r} and no {RECORD}, so it is not the "
@@ -121,7 +121,8 @@ class OutputFolder:
         if begun is None:
             write_json(self.partial / RECORD, self._record)
             return
-        old, new = ({**record["made_of"], "model": record["model"]} for record in (begun, self._record))
+        old, new = ({**made_of, "model": model} for made_of, model in (
+            (begun["made_of"], begun["model"]), (self._record["made_of"], self._record["model"])))
         differing = [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}" for key in sorted({*old, *new})
                      if old.get(key) != new.get(key)]
         if differing:

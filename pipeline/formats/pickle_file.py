@@ -57,6 +57,8 @@ def _load(path: Path) -> dict[str, Tensor]:
             start = file.read(len(_ZIP))
     except FileNotFoundError as error:
         raise DamagedFileError(f"{path} is missing") from error
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror})") from error
     if start != _ZIP:
         raise DamagedFileError(f"{path} is no zip file, as torch.save has written since torch 1.6. An older file can "
                                f"be read with torch.load(path, weights_only=True) and saved again with torch.save")

@@ -12,37 +12,32 @@ It is no checkpoint's COMPLETE.json: there is no state of an optimizer here, and
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from model.config import ModelConfig
-from pipeline.errors import UserError
-from pipeline.files import read_json
+from pipeline.config.shapes import shape_from
+from pipeline.files import Outputs, read_record
 
 RECORD = "weights.json"
 FORMAT = 1
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
+class WeightsRecord(TypedDict):
+    """What the file holds."""
+
+    format: int
+    model: Annotated[dict[str, Any], shape_from]
+    token_ids: dict[str, Any]
+    made_of: dict[str, Any]
+    files: Outputs
+
+
+def weights_record(folder: Path) -> WeightsRecord | None:
     """The record in a folder, None where there is none; UserError if it is torn or of another version."""
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        record = read_json(path)
-        if record["format"] != FORMAT:
-            raise UserError(f"{path} has form {record['format']}; this Drover reads form {FORMAT}. Use the version "
-                            f"that wrote it.")
-        ModelConfig(**record["model"])
-        if not isinstance(record["made_of"], dict) or not isinstance(record["token_ids"], dict):
-            raise TypeError("made_of and token_ids are no objects")
-        for file in record["files"]:
-            file["path"], file["bytes"], file["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is torn, or was not written by Drover ({error}). Make the folder again.") from None
-    return dict(record)
+    return read_record(folder / RECORD, WeightsRecord, "Make the folder again.", FORMAT)
 
 
 def recorded_config(folder: Path) -> ModelConfig | None:
-    """The shape that the record in a folder states; None where there is none. Raises as `read_record`."""
-    record = read_record(folder)
+    """The shape that the record in a folder states; None where there is none. Raises as `weights_record`."""
+    record = weights_record(folder)
     return ModelConfig(**record["model"]) if record else None

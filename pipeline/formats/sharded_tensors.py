@@ -20,19 +20,21 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.files import Count, Inside, atomic_file, parsed_json, typed
 from pipeline.formats.shard_index import Entry, Index, Rectangle, Run, check_cover, overlapping, run_of
 from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, Layout, TensorFile, write_tensors
 
 INDEX = "index.json"
 _VERSION = 2
 """Of the index. 1 had an entry for each piece, which are runs of one piece here: both are read."""
+_MOST_PIECES = 1 << 24
+"""Of a tensor in one run."""
 _OPEN_FILES = 128
 """Files that a reader keeps open; systems allow 1,024 or more in all."""
 
@@ -127,6 +129,38 @@ def read_index(folder: Path) -> bytes | None:
         return None
 
 
+def _is_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise ValueError(f"{name[:20]!r} is no element type")
+
+
+def _is_run(values: list[Any]) -> None:
+    """ValueError unless this is what `write_index` writes of a run."""
+    typed(values[:3], tuple[Count, tuple[Count, ...], tuple[Count, ...]])
+    steps = typed(values[3:], list[tuple[Count, int, tuple[int, ...]]])
+    if math.prod(count for count, _, _ in steps) > _MOST_PIECES or \
+            {len(step) for _, _, step in steps} | {len(values[2])} != {len(values[1])}:
+        raise ValueError(f"{str(values)[:100]} are no pieces")
+
+
+def _is_stored(entry: _Stored) -> None:
+    """ValueError unless pieces are rectangles of the tensor, or parts of it laid out flat."""
+    if any(len(run[1]) not in (1, len(entry["shape"])) for run in entry["pieces"]):
+        raise ValueError(f"the pieces of a tensor of {list(entry['shape'])} have another number of dimensions")
+
+
+class _Stored(TypedDict):
+    dtype: Annotated[str, _is_dtype]
+    shape: tuple[Count, ...]
+    pieces: list[Annotated[list[Any], _is_run]]
+
+
+class _Content(TypedDict):
+    version: int
+    files: list[Inside]
+    tensors: dict[str, Annotated[_Stored, _is_stored]]
+
+
 class CheckpointReader:
     """Reads rectangles of the tensors of a checkpoint's folder, from whatever pieces they lie in.
 
@@ -143,13 +177,13 @@ class CheckpointReader:
         self.folder, self._mend = folder, mend
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
-            content = json.loads((folder / INDEX).read_bytes() if index is None else index)
-            self._files: list[str] = content["files"]
-            self._tensors: dict[str, dict[str, Any]] = content["tensors"]
-            version = content["version"]
+            content = parsed_json((folder / INDEX).read_bytes() if index is None else index)
+            version = content.get("version") if isinstance(content, dict) else None
+            content = typed(content, _Content)
+            self._files, self._tensors = content["files"], content["tensors"]
             if any(Path(name).name != name for name in self._files):
                 raise ValueError("it names a file that is not beside it")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
         if version not in (1, _VERSION):
             raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads forms 1 and {_VERSION}."
@@ -227,6 +261,8 @@ class CheckpointReader:
 
     def _file(self, number: int) -> TensorFile:
         if number not in self._open:
+            if not 0 <= number < len(self._files):
+                raise DamagedFileError(f"{INDEX} speaks of the file {number} of {len(self._files)}")
             if len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
             self._open[number] = TensorFile(self.folder / self._files[number])

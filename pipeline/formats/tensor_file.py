@@ -15,10 +15,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+
+from pipeline.files import Count, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -33,6 +35,14 @@ _BLOCK = 16 << 20
 """Bytes read at a time where they cannot go straight to their place."""
 _RUN = 64 << 10
 """Bytes from which a part of a row is read by itself, rather than with the row around it."""
+
+
+class Header(TypedDict):
+    """What the header of a file says of a tensor."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
 
 
 class DamagedFileError(Exception):
@@ -115,6 +125,8 @@ class TensorFile:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
+        except OSError as error:
+            raise DamagedFileError(f"{path} cannot be read ({error.strerror})") from error
         try:
             self.layouts, self._starts = self._read_header()
         except BaseException:
@@ -172,15 +184,15 @@ class TensorFile:
         layouts, starts, end = {}, {}, 0
         try:
             length = int.from_bytes(self._file.read(8), "little")
-            header = json.loads(os.pread(self._file.fileno(), min(length, size), 8))
+            header = parsed_json(os.pread(self._file.fileno(), min(length, size), 8))
             header.pop("__metadata__", None)
-            for name, entry in header.items():
-                layouts[name] = Layout(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            for name, entry in typed(header, dict[str, Header]).items():
+                layouts[name] = Layout(DTYPES[entry["dtype"]], entry["shape"])
                 starts[name], stop = 8 + length + entry["data_offsets"][0], entry["data_offsets"][1]
                 if starts[name] + layouts[name].size != 8 + length + stop:
                     raise ValueError(f"the bytes of {name} are not those of its shape")
                 end = max(end, stop)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFileError(f"{self.path} has no sound header ({error})") from error
         if size != 8 + length + end:
             raise DamagedFileError(f"{self.path} has {size} bytes instead of {8 + length + end}")

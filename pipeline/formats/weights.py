@@ -10,18 +10,19 @@ model reads that part. Another form is another `Weights` (base.py) and a line in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
 from model.llama import Llama
+from pipeline.config.shapes import read_shape, shape_from
 from pipeline.errors import UserError
+from pipeline.files import Inside, read_record
 from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import pair_rows, read_config, rotated_heads, their_names, zero_biases
+from pipeline.formats.huggingface import pair_rows, rotated_heads, their_names, zero_biases
 from pipeline.formats.meta import MetaWeights
 from pipeline.formats.meta_params import PARAMS
 from pipeline.formats.pickle_file import PickleFile
@@ -44,10 +45,14 @@ class CheckpointWeights(Weights):
     def __init__(self, path: Path) -> None:
         config = recorded_config(path)
         if config is None:
-            config = ModelConfig(**read_marker(path)["config"]["model"])
+            marker = read_marker(path)
             self._reader = CheckpointReader(path)
-            rows = self._reader.shape(f"{MODEL}tok_embeddings.weight")[0]
-            config = config.model_copy(update={"vocab_size": rows})
+            try:
+                rows, = self._reader.shape(f"{MODEL}tok_embeddings.weight")[:1]
+                config = shape_from({**marker["config"]["model"], "vocab_size": rows})
+            except (ValueError, LookupError) as error:
+                raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint."
+                                ) from None
         else:
             self._reader = CheckpointReader(path, mend="Make it again.")
         super().__init__(path, config)
@@ -68,6 +73,12 @@ class CheckpointWeights(Weights):
         self._reader.close()
 
 
+class TensorIndex(TypedDict):
+    """Which file each tensor lies in, as transformers writes it."""
+
+    weight_map: dict[str, Inside]
+
+
 class HuggingFaceWeights(Weights):
     """A folder in Hugging Face's form, in one file or many: safetensors, or the pickled .bin of earlier years.
 
@@ -77,11 +88,7 @@ class HuggingFaceWeights(Weights):
     form = "hf"
 
     def __init__(self, path: Path) -> None:
-        try:
-            super().__init__(path, read_config(path))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise UserError(f"{path / 'config.json'} does not describe a Llama that Drover can read: {what}") from None
+        super().__init__(path, read_shape(path / "config.json"))
         self._files: list[TensorFile | PickleFile] = []
         try:
             self._where = self._index()
@@ -136,14 +143,11 @@ class HuggingFaceWeights(Weights):
                                                             (name, f"{name}.index.json"))), SINGLE_FILES[0])
         index = self.path / f"{single}.index.json"
         names = [single]
-        if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise UserError(f"{index} is no index of tensor files ({error}).") from None
+        if said := read_record(index, TensorIndex, "Fetch or export the folder again."):
+            names = sorted(set(said["weight_map"].values()))
         found = {}
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
+            if Path(name).name != name:
                 raise UserError(f"The index {index} names {name!r}, which is no file beside it.")
             try:
                 self._files.append((TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name))

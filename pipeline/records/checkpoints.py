@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from pipeline.errors import UserError
+from pipeline.errors import OtherVersionError, UserError
+from pipeline.files import Outputs, like, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
@@ -56,12 +56,31 @@ def step_of(path: Path) -> int:
 
 def named_after_steps(folder: Path) -> list[Path]:
     """What is named after a step in `folder`, in order; nothing that is being written or was set aside."""
-    return sorted(folder.glob("step-????????"))
+    return sorted(folder.glob("step-" + 8 * "[0-9]"))
 
 
 def complete_checkpoints(train: Path) -> list[Path]:
     """The checkpoints in the train stage's folder that have their marker, oldest first."""
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
+
+
+class _Config(TypedDict, total=False):
+    model: dict[str, Any]
+    train: dict[str, Any]
+
+
+class _Marked(TypedDict):
+    format: int
+    progress: Annotated[dict[str, Any], like(TrainingProgress)]
+    files: Outputs
+
+
+class Marker(_Marked, total=False):
+    """A checkpoint's marker: its progress, the records of its files, and how it was made."""
+
+    config: _Config
+    code: dict[str, str]
+    world_size: int
 
 
 def read_marker(path: Path) -> dict[str, Any]:
@@ -76,12 +95,10 @@ def read_marker(path: Path) -> dict[str, Any]:
 def whole_marker(path: Path) -> dict[str, Any] | None:
     """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version's form."""
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        if (form := marker.get("format", 1)) != FORMAT:
-            raise UserError(f"{path} is a checkpoint of form {form}; this Drover reads form {FORMAT}. Go on with the "
-                            f"version that wrote it (COMPLETE.json names its code), or start again with --force, which "
-                            f"sets it aside.")
-        TrainingProgress(**marker["progress"])
-        return marker if isinstance(marker["files"], list) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        marker = read_record(path / MARKER, Marker, "Go on with the version that wrote it (COMPLETE.json names its "
+                             "code), or start again with --force, which sets it aside.", FORMAT)
+        return None if marker is None else dict(marker)
+    except OtherVersionError:
+        raise
+    except UserError:
         return None

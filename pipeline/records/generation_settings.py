@@ -7,12 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_record, write_json
 from pipeline.records.checkpoints import CHECKPOINTS
 from pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
 
 FILE = "generation_config.json"
+MEND = "Fetch or export the folder again."
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THE_WRITER = ("_from_model_config", "transformers_version")
 """What says by whom and of what a file was written, and is not true of another."""
@@ -28,12 +28,7 @@ def settings_file(weights: Path) -> Path:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """What a generation_config.json says, {} where there is none; UserError if it is no JSON object."""
-    if not file.is_file():
-        return {}
-    try:
-        return dict(read_json(file))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is no JSON object ({error}). Fetch or export the folder again.") from None
+    return read_record(file, dict[str, Any], MEND) or {}
 
 
 def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
@@ -47,8 +42,7 @@ def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: in
         (train_folder / FILE).unlink(missing_ok=True)
         return
     folder = weights_folder(path)
-    shape = folder / HUGGING_FACE
-    ids = read_json(shape) if shape.is_file() else {}
+    ids = read_record(folder / HUGGING_FACE, dict[str, Any], MEND) or {}
     found = {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
     said = found.get("eos_token_id")
     ends = said if isinstance(said, list) else [] if said is None else [said]

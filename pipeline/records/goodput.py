@@ -21,6 +21,7 @@ from typing import Any
 from pipeline.contract.state import read_attempts
 from pipeline.files import read_lines
 from pipeline.records.hangs import HANGS, read_hang
+from pipeline.records.metrics import Event, Line
 
 QUEUE, PREFLIGHT, STARTUP, STALL = "queue", "preflight", "start-up", "checkpoint stall"
 RECOMPUTED, HANG, LOOKING, STOPPED, OTHER = "recomputed steps", "hang", "looking", "stopped", "other"
@@ -42,6 +43,9 @@ FINISHED = "finished"
 SKEW_S = 1.0
 """Clocks of nodes may differ by so much without a word."""
 Record = dict[str, Any]
+_COUNTED = {"time", "step", "train_s"}
+_STARTED = {*_COUNTED, "startup_s"}
+"""What a record has that time is computed from."""
 
 
 @dataclass
@@ -106,7 +110,7 @@ def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
     None where training has not begun a step, or an earlier version wrote its records.
     """
     train = run_folder / "train"
-    starts = _starts(list(read_lines(train / "events.jsonl")), list(read_lines(train / "metrics.jsonl")))
+    starts = _starts(list(read_lines(train / "events.jsonl", Event)), list(read_lines(train / "metrics.jsonl", Line)))
     if not starts:
         return None
     launcher = _launcher(run_folder, starts[0].began)
@@ -131,8 +135,8 @@ def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
 
 def first_start(run_folder: Path) -> float | None:
     """When training of this run first began, as `goodput` counts it; None if it has not. Seconds since 1970."""
-    events = read_lines(run_folder / "train/events.jsonl")
-    began = next((_seconds(event["time"]) - event["startup_s"] for event in events if "startup_s" in event), None)
+    events = read_lines(run_folder / "train/events.jsonl", Event)
+    began = next((_seconds(event["time"]) - event["startup_s"] for event in events if event.keys() >= _STARTED), None)
     return None if began is None else _begin(began, _launcher(run_folder, began))
 
 
@@ -145,14 +149,14 @@ def _starts(events: Sequence[Record], lines: Iterable[Record]) -> list[Start]:
     """What training itself wrote of each start."""
     found: list[Start] = []
     for event in events:
-        if event["event"] in ("start", "resume") and "startup_s" in event:
+        if event["event"] in ("start", "resume") and event.keys() >= _STARTED:
             ready = _seconds(event["time"])
             found.append(Start(ready - event["startup_s"], ready, event["step"], event.get("ranks", 1),
                                bool(event.get("job"))))
     marks: list[list[Record]] = [[] for _ in found]
     ready_at = [start.ready for start in found]
     for record in [*({**event, "time": _seconds(event["time"])} for event in events if "time" in event),
-                   *(line for line in lines if "train_s" in line)]:
+                   *(line for line in lines if line.keys() >= _COUNTED)]:
         # The event is stamped to the millisecond, and so is the clock of the lines.
         if (number := bisect_right(ready_at, record["time"])) > 0:
             marks[number - 1].append(record)
@@ -170,7 +174,7 @@ def _account(start: Start, marks: Sequence[Record]) -> None:
         kind = record.get("event")
         start.lose(STALL, record.get("stall_s", 0.0))
         looked = record.get("look_s", looked)
-        if kind in ("start", "resume", "rolled_back"):
+        if kind in ("start", "resume", "rolled_back") and record.keys() >= _COUNTED:
             start.done_s += start.train_s - begun
             begun = start.train_s = record["train_s"]
             start.last = record["step"]

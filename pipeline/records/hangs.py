@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.console import spelled
-from pipeline.files import append_line, read_json, read_lines, write_sealed
+from pipeline.errors import UserError
+from pipeline.files import append_line, read_lines, read_record, write_sealed
 
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""
@@ -61,6 +62,14 @@ class HungRank:
 
 
 @dataclass(frozen=True)
+class Places:
+    """The node of each rank of a start."""
+
+    attempt: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Hang:
     """Who is late, as (rank, node; None where it is not known), and a sentence or two for people."""
 
@@ -81,7 +90,7 @@ def hang_folder(train_folder: Path, key: str | None = None) -> Path:
 
 def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
     """Note on which node each rank of this start runs: a rank that hangs altogether cannot say so itself."""
-    write_sealed(train_folder / PLACES, {"attempt": attempt_key(), "nodes": list(nodes)})
+    write_sealed(train_folder / PLACES, asdict(Places(attempt_key(), tuple(nodes))))
 
 
 def write_record(folder: Path, record: HungRank) -> None:
@@ -91,12 +100,10 @@ def write_record(folder: Path, record: HungRank) -> None:
 
 def read_hang(folder: Path) -> list[HungRank]:
     """What the ranks of one start wrote, in their order; a torn record counts as none."""
-    found = []
+    found: list[HungRank] = []
     for path in folder.glob("node*.jsonl"):
         with suppress(OSError):
-            for record in read_lines(path, appended=True):
-                with suppress(TypeError, KeyError):
-                    found.append(HungRank(**{**record, "stack": tuple(record["stack"])}))
+            found += read_lines(path, HungRank, appended=True)
     return sorted(found, key=lambda record: record.rank)
 
 
@@ -169,8 +176,7 @@ def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
 
 def _places(folder: Path) -> dict[int, str]:
     """Nodes of the ranks as that start noted them."""
-    try:
-        record = read_json(folder.parent.parent / PLACES)
-        return dict(enumerate(record["nodes"])) if record["attempt"] == folder.name else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    with suppress(UserError):
+        record = read_record(folder.parent.parent / PLACES, Places)
+        return dict(enumerate(record.nodes)) if record and record.attempt == folder.name else {}
+    return {}

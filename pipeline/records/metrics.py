@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from pipeline.files import read_lines
+from pipeline.contract.state import Time
+from pipeline.files import Count, read_lines
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that goes on along another plan. Its `number` counts such starts; each line of metrics.jsonl
 says as `plan_changes` how many there had been before it. Numbers rather than times tell which came first: the clocks of
 two nodes may differ, and what is taken up again from a copy may have lost lines."""
+
+
+def is_range(numbers: list[int]) -> None:
+    """ValueError unless these are a first number and an end."""
+    if len(numbers) != 2:
+        raise ValueError(f"{numbers[:5]} is no range")
+
+
+class _Line(TypedDict):
+    step: Count
+
+
+class Line(_Line, total=False):
+    """What of a line of metrics.jsonl others compute with."""
+
+    samples: Annotated[list[Count], is_range]
+    plan_changes: Count
+    rollbacks: Count
+    time: float
+    step_s: float
+    train_s: float
+    look_s: float
+    stall_s: float
+
+
+class _Event(TypedDict):
+    event: str
+
+
+class Event(_Event, total=False):
+    """What of a line of events.jsonl others compute with."""
+
+    time: Time
+    step: Count
+    number: Count
+    ranks: Count
+    startup_s: float
+    train_s: float
+    look_s: float
+    stall_s: float
+    lost_s: float
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -29,7 +71,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         `samples` ([first, end) of the order), ...; a number that JSON cannot hold (NaN) stands as text.
 
     Raises:
-        ValueError: a line within the file is no JSON: it is damaged.
+        UserError: a line within the file is no such record: it is damaged.
     """
     return [record for _, record in sorted({record["step"]: record for record in standing_lines(Path(path))}.items())]
 
@@ -39,7 +81,7 @@ def standing_lines(path: Path) -> list[dict[str, Any]]:
     the plan undid: such a start goes on from a checkpoint, and later steps that were logged before it were steps of the
     former plan. They may have had another learning rate, batch or text, and the new plan may end before them."""
     changes = _plan_changes(path.parent)
-    return [record for record in read_lines(path)
+    return [record for record in read_lines(path, Line)
             if not any(number > record.get("plan_changes", 0) and record["step"] > step for number, step in changes)]
 
 
@@ -50,5 +92,5 @@ def plan_changes(folder: Path) -> int:
 
 def _plan_changes(folder: Path) -> list[tuple[int, int]]:
     """(number, steps done) of each change of the plan; earlier versions gave them no number, and lines none either."""
-    return [(event["number"], event["step"]) for event in read_lines(folder / "events.jsonl")
-            if event.get("event") == PLAN_CHANGED and "number" in event]
+    return [(event["number"], event["step"]) for event in read_lines(folder / "events.jsonl", Event)
+            if event["event"] == PLAN_CHANGED and {"number", "step"} <= event.keys()]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.exclusion import Excluded, Range, spelled
-from pipeline.files import read_json, write_sealed
+from pipeline.files import read_record, write_sealed
 
 ROLLBACKS = "rollbacks.json"
 
@@ -33,19 +33,22 @@ class Rollback:
     why: str
 
 
+@dataclass(frozen=True)
+class Rollbacks:
+    """What the file holds, the oldest first."""
+
+    rollbacks: tuple[Rollback, ...]
+
+
 def read_rollbacks(folder: Path) -> list[Rollback]:
     """The rollbacks of the train stage in `folder`, oldest first."""
-    try:
-        found = read_json(folder / ROLLBACKS)
-    except FileNotFoundError:
-        return []
-    return [Rollback(**{**entry, "samples": tuple((first, end) for first, end in entry["samples"])})
-            for entry in found["rollbacks"]]
+    found = read_record(folder / ROLLBACKS, Rollbacks, "Put it back from a copy of the run.")
+    return list(found.rollbacks) if found else []
 
 
 def add_rollback(folder: Path, rollback: Rollback) -> None:
     """Make a rollback count, durably; to be called by one rank, before anything is loaded."""
-    write_sealed(folder / ROLLBACKS, {"rollbacks": [asdict(entry) for entry in (*read_rollbacks(folder), rollback)]})
+    write_sealed(folder / ROLLBACKS, asdict(Rollbacks((*read_rollbacks(folder), rollback))))
 
 
 def excluded_by(rollbacks: Sequence[Rollback], links: Collection[str]) -> Excluded:

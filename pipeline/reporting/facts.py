@@ -14,11 +14,10 @@ from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
 from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
-from pipeline.files import read_json, read_lines
+from pipeline.files import read_lines, read_record
 from pipeline.records.checkpoints import named_after_steps, step_of
 from pipeline.records.goodput import Goodput, goodput
-from pipeline.records.metrics import read_metrics
+from pipeline.records.metrics import Event, Line, read_metrics
 
 
 @dataclass(frozen=True)
@@ -77,23 +76,19 @@ def collect(run: Run) -> Facts:
     """Read the run; UserError for a stage that is not done or a file that is damaged."""
     manifests = {name: run.finished(name) for name in STAGES["report"].needs}
     folder = {name: run.stage_folder(name) for name in manifests}
-    try:
-        return Facts(
-            config=run.config, config_text=dump_config(run.config), manifests=manifests,
-            results=_optional(folder["evaluate"] / "results.json"),
-            # The launcher's records and these evaluations are no outputs of a stage before: they are told as they are
-            # found, and a report does not become stale where they change.
-            goodput=goodput(run.folder), evaluations=_evaluations(run.folder / "evaluations"),
-            metrics=read_metrics(folder["train"] / "metrics.jsonl"),
-            samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl")
-                     if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
-            events=list(read_lines(folder["train"] / "events.jsonl")),
-            tokenizer=_optional(folder["tokenizer"] / "report.json"),
-            changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
-            reused={name: str(folder[name].parent) for name in manifests if run.is_reused(name)}, machine=machine())
-    except ValueError as error:
-        raise UserError(f"A file of {run.folder} that the report is made of is damaged: {error}. Find it with "
-                        f"--why STAGE, and rebuild its stage with --force.") from error
+    return Facts(
+        config=run.config, config_text=dump_config(run.config), manifests=manifests,
+        results=_optional(folder["evaluate"] / "results.json"),
+        # The launcher's records and these evaluations are no outputs of a stage before: they are told as they are
+        # found, and a report does not become stale where they change.
+        goodput=goodput(run.folder), evaluations=_evaluations(run.folder / "evaluations"),
+        metrics=read_metrics(folder["train"] / "metrics.jsonl"),
+        samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl", Line)
+                 if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
+        events=list(read_lines(folder["train"] / "events.jsonl", Event)),
+        tokenizer=_optional(folder["tokenizer"] / "report.json"),
+        changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
+        reused={name: str(folder[name].parent) for name in manifests if run.is_reused(name)}, machine=machine())
 
 
 def _evaluations(folder: Path) -> dict[int, dict[str, Any]]:
@@ -103,10 +98,7 @@ def _evaluations(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = read_json(path)
-    return value if isinstance(value, dict) else {}
+    return read_record(path, dict[str, Any], "Rebuild its stage with --force.") or {}
 
 
 def machine() -> dict[str, str]:

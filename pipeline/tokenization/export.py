@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import copy_file, read_json, write_json, write_text
+from pipeline.files import copy_file, read_record, write_json, write_text
 from pipeline.tokenization.base import PAD, Tokenizer
+from pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 
 SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
@@ -52,19 +52,13 @@ def names_code(path: Path) -> bool:
     """Whether a file beside a tokenizer is a tokenizer_config.json that names Python files for transformers to run."""
     if path.name != SETTINGS:
         return False
-    try:
-        said = read_json(path)
-    except ValueError as error:  # broken JSON, or not UTF-8
-        raise UserError(f"{path} is no JSON: {error}. Take it from the tokenizer's source again.") from None
-    if not isinstance(said, dict):
-        raise UserError(f"{path} is no JSON object. Take it from the tokenizer's source again.")
-    return CODE in said
+    return CODE in (read_record(path, dict[str, Any], TAKE_AGAIN) or {})
 
 
 def settings_text(path: Path, context_length: int | None = None) -> str:
     """The text of a tokenizer_config.json without CODE. context_length: `model_max_length`, where it is said, becomes
     this, in tokens: a ready tokenizer says that of the model that it came with, and callers cut texts there."""
-    said = read_json(path)
+    said = read_record(path, dict[str, Any], TAKE_AGAIN) or {}
     settings = {name: value for name, value in said.items() if name != CODE}
     if context_length is not None and settings.get("model_max_length") is not None:
         settings["model_max_length"] = context_length

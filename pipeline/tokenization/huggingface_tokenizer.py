@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import UserError
-from pipeline.files import read_json, sha256_file
+from pipeline.files import parsed_json, read_record, sha256_file
 from pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
 from pipeline.tokenization.byte_level import byte_of_character
 
+TAKE_AGAIN = "Take it from the tokenizer's source again."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")
 EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
 
@@ -36,7 +37,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         from tokenizers import Tokenizer
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
+            text = path.read_text(encoding="utf-8")
+            _refuse_wrong_prefixes(parsed_json(text.encode()))
+            self.tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever is wrong in the file
             raise UserError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}.") from None
         self.tokenizer.no_truncation()
@@ -90,10 +93,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return Tokenizer.from_str(self.tokenizer.to_str())
 
 
+def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
+    """ValueError for merges without the prefix that they should have: of them the library cuts bytes out of characters,
+    which ends the process."""
+    prefix = content["model"].get("continuing_subword_prefix") or ""
+    for merge in content["model"].get("merges") or [] if prefix else []:
+        _, second = merge.split(" ") if isinstance(merge, str) else merge
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge {merge} has not the prefix {prefix!r}")
+
+
 def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     """Names of BOS and EOS: as `tokenizer_config.json` beside the file says, else the first known ones it has."""
-    beside = config_beside(path)
-    said = read_json(beside) if beside.is_file() else {}
+    said = read_record(config_beside(path), dict[str, Any], TAKE_AGAIN) or {}
     bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
     eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
     if bos is None or eos is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pipeline.errors import UserError
-from pipeline.files import read_json, sha256_file, write_json
+from pipeline.files import Count, Inside, read_record, sha256_file, write_json
 from pipeline.tokenization.hub import fetched, names_the_hub
 
 if TYPE_CHECKING:
@@ -90,16 +90,26 @@ def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
+class Vocabulary(TypedDict):
+    """What `vocabulary.json` says of a tokenizer."""
+
+    format: int
+    kind: Literal["sentencepiece", "tiktoken", "huggingface", "char", "byte"]
+    size: Count
+    used: Count
+    bos_id: Count
+    eos_id: Count
+    unk_id: Count | None
+    file: Inside | None
+    sha256: str
+    special_tokens: dict[str, Count]
+
+
 def vocabulary_record(folder: Path) -> dict[str, Any]:
-    """What `vocabulary.json` in a finished tokenizer stage's folder says (kind, size, used, bos_id, eos_id, ...)."""
-    path = folder / RECORD
-    try:
-        record = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}). Run --stage tokenizer to make it again.") from None
-    if record.get("format") != FORMAT:
-        raise UserError(f"{path} is of format {record.get('format')}, this version of Drover reads {FORMAT}. "
-                        f"Run --stage tokenizer with --force.")
+    """What `vocabulary.json` in a finished tokenizer stage's folder says. UserError where it cannot be read."""
+    record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
+    if record is None:
+        raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
     return dict(record)
 
 
@@ -115,6 +125,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is {'not the file' if path.is_file() else 'missing, not the one'} that "
                         f"{folder / RECORD} was written for. Run --stage tokenizer --force to make it again.")
     names = {token: name for name, token in record["special_tokens"].items()}
+    if (path is None and record["kind"] != "byte") or not {record["bos_id"], record["eos_id"]} <= names.keys():
+        raise UserError(f"{folder / RECORD} is damaged: it names no file, BOS or EOS. Run --stage tokenizer --force.")
     return open_tokenizer(record["kind"], path, (names[record["bos_id"]], names[record["eos_id"]]))
 
 

@@ -28,7 +28,7 @@ class SentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
         try:
             self.processor = processor = SentencePieceProcessor(model_proto=path.read_bytes())
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{path} is not a sentencepiece model ({error}). If it holds lines of base64 and numbers, "
                             f"take tokenizer.kind=tiktoken.") from None
         self.used = len(processor)
@@ -43,6 +43,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.sha256 = sha256_file(path)
         self._schema: Any = sentencepiece_model_pb2
         self._model = self._schema.ModelProto.FromString(processor.serialized_model_proto())
+        if not all(isinstance(piece.piece, str) for piece in self._model.pieces) or \
+                (self.unk_id is None and not self._is_bpe()):
+            raise UserError(f"The sentencepiece model {path} is damaged: a piece is no UTF-8, or none stands for what "
+                            f"is unknown. Take it from its source again.")
         self._unigram = None if self._is_bpe() else self.hugging_face()
 
     def encode(self, text: str) -> list[int]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import sha256_file, write_json
+from pipeline.files import read_record, sha256_file, write_json
 from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, byte_piece, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+
+MEND = "Run --stage tokenizer with --force."
 
 
 class ByteTokenizer(Tokenizer):
@@ -41,6 +43,13 @@ class ByteTokenizer(Tokenizer):
         return byte_level_tokenizer(models.BPE(byte_of_character(), []))
 
 
+@dataclass(frozen=True)
+class Characters:
+    """The file of a `CharTokenizer`."""
+
+    characters: str
+
+
 class CharTokenizer(Tokenizer):
     """The characters of the training split by code point, then 256 bytes, then the special ids.
 
@@ -51,10 +60,10 @@ class CharTokenizer(Tokenizer):
     kind = "char"
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.characters: str = json.loads(path.read_text(encoding="utf-8"))["characters"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is not a list of characters. Run --stage tokenizer with --force.") from None
+        record = read_record(path, Characters, MEND)
+        self.characters = record.characters if record else ""
+        if len(set(self.characters)) != max(1, len(self.characters)):
+            raise UserError(f"{path} is no list of different characters. {MEND}")
         first_byte, first_special = len(self.characters), len(self.characters) + 256
         self._ids = {character: index for index, character in enumerate(self.characters)}
         self._first_byte = first_byte

@@ -79,7 +79,11 @@ class TiktokenTokenizer(Tokenizer):
 def read_ranks(path: Path) -> dict[bytes, int]:
     """The `base64 rank` lines of a file, ranks counted from 0; UserError naming the line that is not one."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Correct tokenizer.path.") from None
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import pipeline.formats.comparison as comparison
 import pipeline.formats.huggingface as huggingface
 from model.config import ModelConfig
 from model.llama import Llama, initialise
@@ -124,7 +125,7 @@ THETA = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_th
     (reconfigured(tie_word_embeddings=True), r"tied_embeddings is True; trained with False"),
     (reconfigured(rms_norm_eps=1e-6, num_key_value_heads=4),
      r"(?s)kv_heads is 4; trained with 2.*norm_eps is 1e-06; trained with 1e-05"),
-    (reconfigured(hidden_act="gelu"), r"cannot be read back: config.json has hidden_act"),
+    (reconfigured(hidden_act="gelu"), r"can read: config.json has hidden_act"),
 ])
 def test_a_defect_of_the_files_is_named(tmp_path, monkeypatch, plant, message):
     weights = sharp()
@@ -144,7 +145,7 @@ def believed(**values):
     """A wrong config.json that our reader takes for right."""
     def plant(folder, monkeypatch):
         reconfigured(**values)(folder, monkeypatch)
-        monkeypatch.setattr(huggingface, "shape_of", lambda content: CONFIG)
+        monkeypatch.setattr(comparison, "read_shape", lambda path: CONFIG)
     return plant
 
 

@@ -54,5 +54,5 @@ def test_a_training_from_random_weights_has_none_of_an_earlier_one(tmp_path):
 
 def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / FILE).write_text("[")
-    with pytest.raises(UserError, match=f"{tmp_path / FILE} is no JSON object"):
+    with pytest.raises(UserError, match=f"{tmp_path / FILE} is damaged"):
         read_settings(tmp_path / FILE)

@@ -49,6 +49,13 @@ def settings(folder):
 
 def make_small_run(folder):
     """Everything up to convert; returns the configuration's file."""
+    config = make_trained_run(folder)
+    assert stage_main("convert", convert, ["--config", str(config)]) == 0
+    return config
+
+
+def make_trained_run(folder):
+    """Everything up to train."""
     for name, template in (("code", "def function_{0}(x):\n    return x * {0} + {0}"),
                            ("prose", "Paragraph {0} tells of number {0}, größer than the last. " + "So it goes. " * 9)):
         (folder / f"{name}.txt").write_text("\n\n".join(template.format(number) for number in range(30)))
@@ -61,7 +68,6 @@ def make_small_run(folder):
     for name, body in (("shard", shard), ("tokenizer", make_tokenizer), ("encode", encode)):
         assert stage_main(name, body, ["--config", str(config)]) == 0
     fake_training(Run(load_config(config)))
-    assert stage_main("convert", convert, ["--config", str(config)]) == 0
     return config
 
 

@@ -153,8 +153,8 @@ def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, t
     assert complete_checkpoints(tmp_path / "run/train") == []
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         read_marker(made)
-    for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "not beside it"),
-                               ("weights.json", ('"', ""), r"weights\.json is torn")):
+    for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
+                               ("weights.json", ('"', ""), r"weights\.json is damaged")):
         (made / name).write_text((made / name).read_text().replace(*change))
         with pytest.raises(UserError, match=said):
             open_weights(made)

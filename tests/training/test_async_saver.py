@@ -81,6 +81,6 @@ def test_a_checkpoint_of_another_form_is_named_and_left_alone(make, form):
     content = json.loads(marker.read_text())
     del content["format"]
     marker.write_text(json.dumps(content | ({"format": form} if form else {})))
-    with pytest.raises(UserError, match=f"is a checkpoint of form {form or 1}; this Drover reads form 2"):
+    with pytest.raises(UserError, match=rf"by another version of Drover \(format {form}, this one reads 2\)"):
         checkpoints.newest_valid()
     assert checkpoints.path(1).is_dir(), "nothing was renamed"

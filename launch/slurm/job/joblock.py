@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from pipeline.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 300.0
@@ -101,8 +101,8 @@ class JobLock:
     def holder(self) -> Holder | None:
         """Who has the lock; None for nobody, or a torn record."""
         try:
-            return Holder(**read_json(self.path))
-        except (OSError, ValueError, TypeError):
+            return read_record(self.path, Holder)
+        except UserError:
             return None
 
     @staticmethod

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from pipeline.config.data import FilesSource
 from pipeline.config.kinds import impossible
 from pipeline.config.section import Section, execution
-from pipeline.config.yaml_source import load_bounded
+from pipeline.config.yaml_source import read_task
 from pipeline.data.readers import file_format, file_records
 from pipeline.data.records import Limit, Place, Unreadable, damage, is_shortage
 from pipeline.data.streams import Input, Piece
@@ -57,7 +57,7 @@ class EvaluationSet(Section):
             UserError: the task's file cannot be used, or names a data file that is not there.
         """
         path = Path(self.path).expanduser()
-        if path.suffix not in _TASK or not path.is_file():
+        if path.suffix not in _TASK or not path.exists():
             return [path]
         return [path, *_data_files(path, _settings(path))]
 
@@ -127,13 +127,9 @@ def _strings(value: Any) -> list[str]:
 
 def _settings(path: Path) -> dict[str, Any]:
     """What a task's .yaml says."""
-    try:
-        found = load_bounded(path.read_text(encoding="utf-8"), yaml.SafeLoader, str(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"The task {path} cannot be read: {error}. For a task that needs code or includes other files, "
-                        f"name its data file and `fields` instead.") from None
-    if not (isinstance(found, dict) and isinstance(found.get("dataset_kwargs"), dict)
-            and found["dataset_kwargs"].get("data_files")):
+    found = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
+                      "and `fields` instead.")
+    if not (found.get("dataset_kwargs") or {}).get("data_files"):
         raise UserError(f"The task {path} names no data files (dataset_kwargs.data_files) of its own. Name its data "
                         f"file and `fields` instead.")
     return found
@@ -147,6 +143,8 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
             matches = sorted(path.parent.glob(str(pattern))) if "*" in str(pattern) else [path.parent / str(pattern)]
             if not matches:
                 raise UserError(f"The task {path} reads {pattern}, but no file matches.")
+            if "\0" in str(pattern) or not all(map(file_format, matches)):
+                raise UserError(f"The task {path} reads {str(pattern)!r}, which is no file of items by its name.")
             found += matches
     return list(dict.fromkeys(found))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from uuid import uuid4
 from pipeline.contract.manifest import differences
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED
+from pipeline.contract.start_record import STARTED, read_start
 from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import RUN, Lock, RunRecord
 from pipeline.copies.transfer import DamagedCopyError
 from pipeline.errors import UserError, listed
-from pipeline.files import read_json, sha256_file, write_sealed
+from pipeline.files import read_record, sha256_file, write_sealed
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import (
     CHECKPOINTS,
@@ -195,7 +196,7 @@ class Copying:
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         record = RunRecord(store)
-        known, own = read_json(folder / HERE) if (folder / HERE).is_file() else None, _mark(folder)
+        known, own = read_record(folder / HERE, dict[str, Any]), _mark(folder)
         copied = known is not None and known.get("folder") != own
         try:
             self._refuse_other_run(record.content, known, copied)
@@ -266,8 +267,9 @@ class Copying:
         mine = self.work.drift
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in mine), *mine]
         if drift != mine:
-            path = self.work.folder / STARTED
-            write_sealed(path, {**read_json(path), "drift": drift})
+            started = read_start(self.work.folder)
+            assert started is not None, "the stage was begun"
+            write_sealed(self.work.folder / STARTED, asdict(replace(started, drift=drift)))
         return drift
 
     def _without_set_aside(self, steps: list[int]) -> list[int]:

@@ -31,14 +31,14 @@ from __future__ import annotations
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pipeline.config.kinds import Kind
 from pipeline.config.shipped import SINKS
 from pipeline.errors import UserError, listed
-from pipeline.files import read_json, write_json
+from pipeline.files import read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""
@@ -138,11 +138,18 @@ def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]
             if name in details}
 
 
+@dataclass(frozen=True)
+class KeptId:
+    """The ID under which a sink began a training."""
+
+    id: str
+
+
 def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool]:
     """The ID under which a sink began this training, made when it is first asked for; and whether it was made now."""
     path = about.train_folder / f"{sink}.json"
-    if path.is_file():
-        return str(read_json(path)["id"]), False
+    if found := read_record(path, KeptId, "Remove it, and the sink begins anew."):
+        return found.id, False
     made = make()
-    write_json(path, {"id": made})
+    write_json(path, asdict(KeptId(made)))
     return made, True

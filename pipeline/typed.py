@@ -1,0 +1,137 @@
+"""Values of JSON as what they should be, whoever wrote them."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+Make = Callable[[Any], Any]
+
+
+def typed(value: Any, kind: Any) -> Any:
+    """A value of JSON as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
+
+    Numbers are finite and fit into 64 bits. What `Annotated` holds besides the type is called with the value, and may
+    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. ValueError, naming the place,
+    if it is something else.
+    """
+    try:
+        return _as(kind)(value)
+    except ValueError as error:
+        raise ValueError(f"it{error}" if str(error).startswith(" ") else str(error).removeprefix(".")) from None
+
+
+@cache
+def _as(kind: Any) -> Make:
+    """What makes a `kind` of a value. Its errors' messages begin with a blank where they are of the value itself, and
+    with a point where they are of something in it."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    if kind in (str, bool, NoneType):
+        return lambda value: value if type(value) is kind else _refuse(value)
+    if kind in (int, float):
+        return lambda value: value if type(value) in (int, kind) and abs(value) < 2**63 else _refuse(value)
+    if origin is Literal:
+        return lambda value: value if value in inner else _refuse(value)
+    if origin is Annotated:
+        return _checked(_as(inner[0]), inner[1:])
+    if origin in (Union, UnionType):
+        return _one_of([_as(one) for one in inner])
+    if origin is dict:
+        return lambda value: _entries(value.items(), {}, _as(inner[1])) if type(value) is dict else _refuse(value)
+    if origin is list or (origin is tuple and ... in inner):
+        return _sequence(origin, _as(inner[0]))
+    if origin is tuple:
+        by_number = {number: _as(one) for number, one in enumerate(inner)}
+        return lambda value: tuple(_entries(enumerate(value), by_number).values()) if type(value) is list and \
+            len(value) == len(inner) else _refuse(value)
+    return _record(kind)
+
+
+def _checked(make: Make, checks: Iterable[Callable[[Any], Any]]) -> Make:
+    def read(value: Any) -> Any:
+        found = make(value)
+        for check in checks:
+            check(found)
+        return found
+    return read
+
+
+def _one_of(makes: list[Make]) -> Make:
+    def read(value: Any) -> Any:
+        for make in makes:
+            with suppress(ValueError):
+                return make(value)
+        _refuse(value)
+    return read
+
+
+def _sequence(kind: Any, make: Make) -> Make:
+    def read(value: Any) -> Any:
+        return kind(_entries(enumerate(value), {}, make).values()) if type(value) is list else _refuse(value)
+    return read
+
+
+def _record(kind: Any) -> Make:
+    """A dataclass or TypedDict."""
+    makes = {name: _as(one) for name, one in get_type_hints(kind, include_extras=True).items()}
+    is_class = is_dataclass(kind)
+    needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING} \
+        if is_class else kind.__required_keys__
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            _refuse(value)
+        for name in sorted(needed - value.keys()):
+            raise ValueError(f" has no {name}")
+        for name in sorted(value.keys() - makes.keys()) if is_class else ():
+            raise ValueError(f" has {reprlib.repr(name)}, which is not known")
+        found = _entries(value.items(), makes, _as(Any))
+        return kind(**found) if is_class else found
+    return read
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise ValueError(f" is {reprlib.repr(value)}")
+
+
+def _entries(items: Iterable[tuple[Any, Any]], makes: dict[Any, Make], otherwise: Make = _refuse
+             ) -> dict[Any, Any]:
+    """What the maker of each key, or else `otherwise`, makes of its value."""
+    found, key = {}, None
+    try:
+        for key, item in items:
+            found[key] = makes.get(key, otherwise)(item)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(f".{key}{text if text[:1] in ' .' else f': {text}'}") from None
+    return found
+
+
+def is_inside(text: str) -> None:
+    """ValueError unless a path leads to something inside the folder that it is relative to."""
+    parts = os.fsencode(text).split(b"/")
+    if not parts[0] or b".." in parts or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
+        raise ValueError(f"{text[:100]!r} is no path inside the folder")
+
+
+def is_count(number: float) -> None:
+    """ValueError for a number below 0."""
+    if number < 0:
+        raise ValueError(f"{number} is below 0")
+
+
+def like(kind: Any) -> Callable[[Any], Any]:
+    """For `Annotated`: that a value of JSON is of a kind (`typed`), which its type need not say."""
+    return lambda value: typed(value, kind)
+
+
+Inside = Annotated[str, is_inside]
+Count = Annotated[int, is_count]

@@ -1,0 +1,311 @@
+"""Files that are not what they should be: seeded mutations of whole ones, tried in forked processes.
+
+A case is a number: it decides which file of a folder is changed, and how. A process that a case kills, by a signal or
+an alarm, costs that case only. While a reader works, the process may have little more memory than before, and must not
+write, connect or start anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pipeline.errors import UserError
+
+DEEP, DIGITS = "@deep@", "@digits@"
+"""Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""
+VALUES = (None, True, False, -1, 0, 1, 255, 2**31, 2**53 + 1, 2**60, 2**63, -2**63, 2**64, 10**30, 10**400, 0.5, -0.0,
+          1e308, float("nan"), float("inf"), -float("inf"), "", "x", "\0", "nan", "1", "../../etc/passwd", "/", ".",
+          "\udc80\ud800", "\x1b]0;x\7", "x" * 70_000, "2026-11-25T00:00:00", "9999-99-99", [], {}, [[]], [None], [1, 2],
+          [{}], {"a": None}, {"": []}, DEEP, DIGITS)
+NUMBERS = (0, 1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63,
+           (1 << 64) - 1, -8)
+STRUCTURED = (".json", ".jsonl", ".yaml")
+MEMORY, SECONDS = 2 << 30, 60
+"""More than a case may take, by far."""
+FORBIDDEN = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "socket.connect",
+             "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod",
+             "shutil.rmtree", "shutil.copyfile")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that reads files.
+
+    make: writes whole ones into a folder. read: reads them; returns, or raises UserError. files: which of them are
+    mutated. known: changes that once went wrong, each of one file. cost: how many cases others have for each of its
+    own. allowed: what it may do of what readers must not.
+    """
+
+    name: str
+    make: Callable[[Path], Any]
+    read: Callable[[Path], Any]
+    files: tuple[str, ...] = ("*",)
+    known: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()
+    cost: int = 1
+    allowed: tuple[str, ...] = ()
+
+
+def mutate(path: Path, chance: Random) -> str:
+    """Change a file; what was done, in a word."""
+    draw, whole = chance.random(), path.read_bytes()
+    if draw < 0.04:
+        path.unlink()
+        return _put_otherwise(path, chance)
+    if path.suffix in STRUCTURED and draw < 0.8:
+        try:
+            data = _structured(whole, path.suffix, chance)
+        except ValueError:
+            data = _bytes(whole, chance)
+    elif path.suffix == ".safetensors" and draw < 0.6:
+        length = int.from_bytes(whole[:8], "little")
+        header = _structured(whole[8:8 + length], ".json", chance)
+        data = len(header).to_bytes(8, "little") + header + whole[8 + length:]
+    elif path.suffix == ".tar" and draw < 0.6:
+        data = _tar(whole, chance)
+    else:
+        data = _bytes(whole, chance)
+    path.write_bytes(data)
+    return "content"
+
+
+def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
+    """A change of JSON: another value at a place."""
+    def change(whole: bytes) -> bytes:
+        tree = node = json.loads(whole)
+        for key in keys[:-1]:
+            node = node[key]
+        node[keys[-1]] = value
+        return _dumped(tree)
+    return change
+
+
+def _put_otherwise(path: Path, chance: Random) -> str:
+    how = chance.choice(["missing", "folder", "dangling", "loop"])
+    if how == "folder":
+        path.mkdir()
+    elif how != "missing":
+        path.symlink_to("nowhere" if how == "dangling" else path.name)
+    return how
+
+
+def _structured(whole: bytes, suffix: str, chance: Random) -> bytes:
+    if suffix == ".jsonl":
+        lines = whole.splitlines(keepends=True)
+        at = chance.randrange(len(lines))
+        lines[at] = _structured(lines[at], ".json", chance) + b"\n" * chance.choice([1, 1, 1, 0, 2])
+        if chance.random() < 0.2:
+            chance.shuffle(lines)
+        return b"".join(lines)
+    if suffix == ".yaml":
+        import yaml
+        tree = yaml.load(whole, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    else:
+        tree = json.loads(whole)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        tree = _changed(tree, chance)
+    return _dumped(tree)
+
+
+def _dumped(tree: Any) -> bytes:
+    text = json.dumps(tree, ensure_ascii=False)
+    text = text.replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).replace(f'"{DIGITS}"', "9" * 5000)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _changed(tree: Any, chance: Random) -> Any:
+    """A tree with one change, at a place that a walk from its root comes to."""
+    root = [tree]
+    node: Any = root
+    key: Any = 0
+    while isinstance(node[key], dict | list) and node[key] and chance.random() < 0.85:
+        node = node[key]
+        key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
+    value = node[key]
+    match chance.randrange(10):
+        case 0:
+            del node[key]
+        case 1:
+            node[key] = [value]
+        case 2 if isinstance(node, dict):
+            node[chance.choice(["new", "", "\0", "__class__", "0", key + " "])] = node.pop(key)
+        case 3 if isinstance(node, list):
+            node.extend([value] * chance.choice([1, 1000]))
+        case 4 if isinstance(node, dict):
+            node[key] = node[chance.choice(list(node))]
+        case 5 | 6 if isinstance(value, int | float):
+            node[key] = chance.choice([-value, value + 1, value - 1, value * 1000, str(value), bool(value), 1 << 60])
+        case 5 | 6 if isinstance(value, str):
+            node[key] = chance.choice([value[:-1], value * 2, ascii(value), f"../{value}", f"{value}\0",
+                                       value[:1] * 70_000])
+        case _:
+            node[key] = chance.choice(VALUES)
+    return root[0] if root else None
+
+
+def _bytes(whole: bytes, chance: Random) -> bytes:
+    data, at, length = bytearray(whole), chance.randrange(len(whole) + 1), chance.choice([1, 2, 8, 64, 4096])
+    if chance.random() < 0.3:  # where headers are
+        at = min(at, chance.randrange(64))
+    match chance.randrange(10):
+        case 0:
+            return bytes(data[:at])
+        case 1:
+            del data[at:at + length]
+        case 2:
+            data[at:at] = chance.randbytes(length)
+        case 3:
+            data[at:at] = data[at:at + length]
+        case 4:
+            data[at:at + length] = bytes(min(length, len(data) - at))
+        case 5 | 6:
+            size = chance.choice([1, 2, 4, 8])
+            number = chance.choice(NUMBERS) & ((1 << 8 * size) - 1)
+            data[at:at + size] = number.to_bytes(size, chance.choice(["little", "little", "big"]))
+        case 7:
+            return chance.choice([b"", b"\0" * 5000, b"\xef\xbb\xbf" + whole, b"\xff\xfe" + whole, whole * 2, b"[]",
+                                  b"null", b"{}", whole.decode("latin-1").encode("utf-16"), b"[" * 200_000, b"-", b"\n",
+                                  pickle.dumps(Path("x")), b"PK\3\4" + whole, b"\x1f\x8b" + whole])
+        case _:
+            for _ in range(chance.choice([1, 1, 3, 20])):
+                if data:
+                    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    return bytes(data)
+
+
+def _tar(whole: bytes, chance: Random) -> bytes:
+    """With a header changed whose sum is right all the same."""
+    import tarfile
+    starts = [at for at in range(0, len(whole), 512) if whole[at + 257:at + 262] == b"ustar"]
+    if not starts:
+        return _bytes(whole, chance)
+    data, at = bytearray(whole), chance.choice(starts)
+    start, stop = chance.choice([(0, 100), (100, 108), (124, 136), (124, 136), (156, 157), (157, 257), (345, 500)])
+    odd = chance.choice([b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001", b"0", b"x", b"L", b"K",
+                         b"1", b"2", b"S", b"g", b"../../x.json", b"/x.json", b"\0", chance.randbytes(12)])
+    data[at + start:at + stop] = odd[:stop - start].ljust(stop - start, b"\0")
+    total = tarfile.calc_chksums(bytes(data[at:at + 512]))[0]
+    data[at + 148:at + 156] = b"%06o\0 " % total
+    return bytes(data)
+
+
+class _Watch:
+    """Notes what a process does that a reader must not do."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self.on, self.seen, self.allowed = False, list[str](), tuple(allowed)
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on or event in self.allowed:
+            return
+        if event in FORBIDDEN or (event == "open" and arguments[0] != os.devnull and isinstance(arguments[2], int)
+                                  and arguments[2] & WRITING):
+            self.seen.append(f"{event}{arguments[:2]!r}"[:300])
+
+
+def tried(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range) -> list[str]:
+    """What is wrong with how a reader takes these cases. change: makes one of it in the folder, told its number."""
+    found: list[str] = []
+    left, kept = cases, _contents(folder)
+    while left:
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                try:
+                    _try(reader, folder, change, left, kept, pipe)
+                except BaseException:  # noqa: BLE001 - the parent shows it
+                    pipe.write(traceback.format_exc())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, errors="replace") as pipe:
+            *told, last = pipe.read().split("\0")
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found += [text for text in told if not text.isdigit()]
+        begun = [int(text) for text in told if text.isdigit()]
+        assert begun, f"{reader.name} does not read what is whole: {last}"
+        if last != "end":
+            _restore(folder, kept)
+            found.append(f"{reader.name} {begun[-1]}: the process ended ({status}) {last[-500:]}")
+        left = range(0) if last == "end" else range(begun[-1] + 1, left.stop)
+    return found
+
+
+def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range,
+         kept: dict[Path, bytes], pipe: Any) -> None:
+    sys.dont_write_bytecode = True
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    reader.read(folder)  # what it imports does not count
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    watch = _Watch(reader.allowed)
+    for number in cases:
+        pipe.write(f"{number}\0")
+        pipe.flush()
+        how = change(folder, number)
+        signal.alarm(SECONDS)
+        try:
+            watch.on = True
+            reader.read(folder)
+        except UserError as error:
+            if not str(error):
+                watch.seen.append("an error without words")
+        except BaseException as error:  # noqa: BLE001 - all of that is what is looked for
+            lines = traceback.format_exception(error, limit=-6)
+            watch.seen.append("".join(lines)[-2500:])
+        finally:
+            watch.on = False
+            signal.alarm(0)
+        if watch.seen:
+            pipe.write(f"{reader.name} {number} ({how}): " + "\n".join(watch.seen).replace("\0", "\\0") + "\0")
+            watch.seen.clear()
+        _restore(folder, kept)
+    pipe.write("end")
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
+    for path in set(folder.rglob("*")) - kept.keys():
+        if not path.is_dir():
+            path.unlink()
+    for path, data in kept.items():
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            path.write_bytes(data)
+
+
+def by_number(reader: Reader, seed: int) -> Callable[[Path, int], str]:
+    """The changes of a reader's files by number: first those that are known, then mutations."""
+    def change(folder: Path, number: int) -> str:
+        if number < len(reader.known):
+            name, known = reader.known[number]
+            path, = folder.glob(name)
+            path.write_bytes(known(path.read_bytes()))
+            return f"{name}, known"
+        chance = Random(f"{reader.name} {seed} {number}")
+        files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
+        path = chance.choice(files)
+        return f"{path.relative_to(folder)}: {mutate(path, chance)}"
+    return change

@@ -1,0 +1,429 @@
+"""What somebody else may have made, damaged in many ways: each reader gives a result or one sentence. Nothing else is
+raised, written or started, nothing hangs, and nothing takes gigabytes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launch.slurm.chain import read_chains
+from launch.slurm.job.joblock import JobLock
+from launch.slurm.jobspec import JobSpec
+from launch.slurm.nodes import spared
+from launch.slurm.trust import check_submission
+from launch.status import main as status
+from model.config import ModelConfig
+from pipeline.config.loading import load_config
+from pipeline.config.shapes import shape_in
+from pipeline.contract.manifest import read_manifest
+from pipeline.contract.parts import marked_parts
+from pipeline.contract.run import run_in
+from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from pipeline.contract.state import read_state
+from pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
+from pipeline.data.shard_table import ShardTable, open_shards
+from pipeline.data.shard_texts import read_texts
+from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.data.token_shards import read_batch
+from pipeline.errors import UserError
+from pipeline.evaluation.tasks import find_tasks
+from pipeline.files import append_line, write_json, write_sealed
+from pipeline.formats.weights import open_weights
+from pipeline.records.checkpoints import complete_checkpoints, read_marker
+from pipeline.records.generation_settings import read_settings
+from pipeline.records.goodput import first_start, goodput
+from pipeline.records.hangs import judge_hang, write_places
+from pipeline.records.metrics import plan_changes, read_metrics
+from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from pipeline.tokenization.export import names_code, settings_text
+from pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
+from pipeline.tokenization.simple import write_characters
+from tests.conftest import REPOSITORY
+from tests.evaluation.test_tasks import write_task
+from tests.formats.test_meta import LLAMA2, as_meta
+from tests.launch.run_folders import HandMade, ago
+from tests.mutations import Reader, by_number, put, tried
+from tests.stages.small_run import make_trained_run
+from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
+
+TEXT = "def größer(x):\n    return x\0 <s> 漢字 </s>\n"
+RUN = "runs/small"
+
+
+def _config(folder: Path) -> None:
+    text = (REPOSITORY / "configs/demo.yaml").read_text()
+    (folder / "base.yaml").write_text(text)
+    (folder / "c.yaml").write_text("""
+base: base.yaml
+name: a
+shard: {sources: [{kind: files, name: t, paths: [t.txt]}], filters: [{kind: length, least_words: 2}]}
+model: &model {dim: 96, context_length: 512, rope_scaling: {factor: 8, original_context_length: 256}}
+train: {phases: [{until: 819200, mixture: {t: 1}}, {until: 1474560, lr: 0.1}]}
+launch: {train: {nodes: 2}, setup: [module load x]}
+""")
+
+
+def _job(folder: Path) -> HandMade:
+    run = HandMade(folder / "run")
+    run.submitted(*run.whole_chain(), run.job("30", "evaluate", "evaluation", name="demo-step-100"))
+    run.done("shard", outputs=[{"path": "train/a.tar", "bytes": 1, "sha256": "0", "split": "train", "source": "a",
+                                "docs": 1}], counts={"documents": 3})
+    run.state("encode", "running", job="13", units=3)
+    run.state("tokenizer", "failed", job="12", reason="no room")
+    run.progress("encode", 3, 7, "shards")
+    run.part("encode", "encode", 0, 4)
+    run.progress("train", 12, 500, "steps", goodput=0.5)
+    run.state("train", "preempted", job="15", step=12)
+    run.attempt("job", "train", "15")
+    run.attempt("attempt", "train", "15")
+    run.attempt("ended", "train", "15", status="hung", reason="node", next="restart")
+    append_line(run.folder / "launch/nodes.jsonl", {"node": "n1", "at": ago(60), "job": "15.0.0", "reason": "lost"})
+    return run
+
+
+def _records(folder: Path) -> None:
+    """What training, its launcher and a hang leave."""
+    train = folder / "train"
+    for event in ({"event": "start", "time": ago(900), "step": 0, "startup_s": 5.0, "train_s": 0.0, "ranks": 2},
+                  {"event": "plan_changed", "time": ago(800), "number": 1, "step": 2},
+                  {"event": "resume", "time": ago(700), "step": 2, "startup_s": 5.0, "train_s": 2.0, "lost_s": 1.0},
+                  {"event": "finish", "time": ago(500), "step": 4}):
+        append_line(train / "events.jsonl", event)
+    for step in range(1, 5):
+        append_line(train / "metrics.jsonl", {"step": step, "loss": 2.0, "samples": [step, step + 1], "time": 1.8e9,
+                                              "train_s": 1.0 * step, "plan_changes": int(step > 2), "stall_s": 0.1})
+    add_rollback(train, Rollback(3, 2, ((4, 8),), "ab", "a spike"))
+    write_places(train, ["n0", "n1"])
+    for rank in range(2):
+        append_line(train / "hangs/local.0.0/node0.jsonl", {
+            "rank": rank, "node": "n0", "step": 3, "silent_s": 9.0, "at": 1.8e9, "stack": ["/x/train.py:9 train"]})
+    for event in ({"event": "job", "at": ago(950)}, {"event": "preflight", "at": ago(940), "seconds": 3.0},
+                  {"event": "ended", "at": ago(720), "next": "stop", "status": "hung", "reason": "x"}):
+        append_line(folder / "launch/attempts/15.jsonl", {"stage": "train", "job": "15", **event})
+
+
+def _read_records(folder: Path) -> None:
+    train = folder / "train"
+    for read in (lambda: read_metrics(train / "metrics.jsonl"), lambda: plan_changes(train),
+                 lambda: goodput(folder), lambda: first_start(folder), lambda: read_rollbacks(train),
+                 lambda: judge_hang(train / "hangs/local.0.0", 2)):
+        try:
+            read()
+        except UserError:
+            continue
+
+
+def _states(folder: Path) -> None:
+    write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
+    write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
+                                  "force_id": "x", "files": [], "drift": []})
+    write_json(folder / "units/parts/encode.0-of-4.json", {"key": "ab"})
+    write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
+
+
+def _read_states(folder: Path) -> None:
+    state = read_state(folder)
+    assert state is None or state.status in ("running", "done", "preempted", "failed")
+    begun_by(folder), force_id(folder), marked_parts(folder, 4, "encode", "ab")
+    holder = JobLock(folder, "encode", "16", 0, lambda job: None).holder()
+    assert holder is None or isinstance(JobLock._is_alive(holder, None), str)
+    read_start(folder)
+
+
+def _read_run(folder: Path) -> None:
+    """As stages and the launcher look at a run: what stands where, what it is made of."""
+    run = run_in(folder / RUN)
+    for stage in STAGES:
+        str(run.state(stage))
+        run.begun_drift(stage)
+        run.changed_settings(stage)
+
+
+def _read_token_shards(folder: Path) -> None:
+    encode = folder / RUN / "encode"
+    manifest = read_manifest(encode)
+    if manifest is None:
+        return
+    table = ShardTable.of(manifest.outputs)
+    for split in ("train", "heldout"):
+        for shard in open_shards(encode, table, split):
+            if shard.size_problem():
+                continue
+            shard.read_offsets()
+            shard.tokens(0, shard.token_count), shard.text_bytes(0, shard.documents), shard.keys(0, shard.documents)
+            if shard.documents:
+                shard.document_tokens(shard.documents - 1), shard.document_starts(0, shard.token_count)
+
+
+def _header(size: int) -> bytes:
+    """The beginning of a tar whose first member is said to be so long."""
+    member = tarfile.TarInfo("0.json")
+    member.size = size
+    return member.tobuf(tarfile.GNU_FORMAT) + b"{}"
+
+
+def _read_text_shards(folder: Path) -> None:
+    shards = folder / RUN / "shard"
+    manifest = read_manifest(shards)
+    for record in shard_records(manifest, "train") if manifest else ():
+        sum(len(document.text) for document in read_shard(shards, record))
+
+
+def _read_whole_text_shards(folder: Path) -> None:
+    shards = folder / RUN / "shard"
+    manifest = read_manifest(shards)
+    for record in shard_records(manifest, "train") if manifest else ():
+        sum(map(len, (batch.texts for batch in read_texts(shards, record, 1000))))
+
+
+def _read_arrow(folder: Path) -> None:
+    for path in (folder / RUN / "encode").glob("*/*.arrow"):
+        assert read_batch(path).num_rows
+
+
+def _read_weights(folder: Path) -> None:
+    with open_weights(folder) as weights:
+        for name in weights.names():
+            weights.read(name)
+
+
+def _checkpoint(folder: Path) -> None:
+    write_run(folder / "run", {3: for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1)}, TOKENIZER_OF_BYTES)
+
+
+def _read_checkpoint(folder: Path) -> None:
+    for checkpoint in complete_checkpoints(folder / "run/train"):
+        read_marker(checkpoint)
+        shape_in(checkpoint)
+    _read_weights(folder / "run")
+
+
+def _hugging_face(folder: Path) -> None:
+    model = for_tokenizer(TOKENIZER_OF_BYTES, dim=12, ffn_dim=8, layers=1, qkv_bias=True)
+    write_huggingface(folder / "hf", model, TOKENIZER_OF_BYTES)
+
+
+def _read_hugging_face(folder: Path) -> None:
+    shape_in(folder / "hf")
+    read_settings(folder / "hf/generation_config.json")
+    _read_weights(folder / "hf")
+
+
+def _pickled(folder: Path) -> None:
+    model = opinionated(ModelConfig(**{**SHAPE, "vocab_size": 32, "dim": 12, "ffn_dim": 8, "layers": 1}))
+    write_huggingface(folder / "hf", model, TOKENIZER_OF_BYTES)
+    from safetensors.torch import load_file
+    file, = (folder / "hf").glob("*.safetensors")
+    torch.save(load_file(file), folder / "hf/pytorch_model.bin")
+    file.unlink()
+    (folder / "hf/model.safetensors.index.json").unlink()
+
+
+def _meta(folder: Path) -> None:
+    as_meta(folder / "meta", opinionated(LLAMA2.model_copy(update={"layers": 1})), 2)
+
+
+def _vocabulary(kind: str) -> Any:
+    def make(folder: Path) -> None:
+        path = folder / {"char": "characters.json", "huggingface": "tokenizer.json"}.get(kind, "tokenizer.model")
+        if kind == "char":
+            write_characters(path, [TEXT])
+        elif kind == "tiktoken":
+            path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256)))
+        elif kind == "huggingface":
+            from tokenizers import models, trainers
+            tokenizer = byte_level_tokenizer(models.BPE(), r"\w+|\W+")
+            tokenizer.train_from_iterator([TEXT] * 9, trainers.BpeTrainer(
+                vocab_size=280, initial_alphabet=sorted(byte_of_character()), show_progress=False))
+            tokenizer.add_special_tokens(["<s>", "</s>"])
+            tokenizer.save(str(path))
+            write_json(folder / "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>",
+                                                          "model_max_length": 9, "auto_map": {"AutoTokenizer": "x.Y"}})
+        else:
+            import sentencepiece
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter([TEXT.replace("\0", "")] * 9), model_prefix=str(folder / "tokenizer"),
+                model_type=kind, vocab_size=300, byte_fallback=True, bos_id=1, eos_id=2, hard_vocab_limit=False,
+                minloglevel=9)
+            (folder / "tokenizer.vocab").unlink()
+        write_record(folder, open_tokenizer({"bpe": "sentencepiece", "unigram": "sentencepiece"}.get(kind, kind), path))
+    return make
+
+
+def _read_vocabulary(kind: str, file: str) -> Any:
+    def read(folder: Path) -> None:
+        beside = folder / "tokenizer_config.json"
+        if kind == "huggingface" and beside.exists() and not names_code(beside):
+            settings_text(beside, 5)
+        tokenizer = open_tokenizer(kind, folder / file)
+        tokenizer.decode(tokenizer.encode(TEXT))
+        [tokenizer.token_bytes(token) for token in range(min(tokenizer.used, 300))]
+    return read
+
+
+def _read_finished_vocabulary(folder: Path) -> None:
+    vocabulary_record(folder)
+    load_tokenizer(folder).encode("x")
+
+
+def _items(folder: Path) -> None:
+    items = [{"question": f"what is {number}?", "answer": {"text": ["a", "b"]}} for number in range(3)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / "items.json").write_text(json.dumps(items))
+    (folder / "items.csv").write_text('question,answer\n"what?",that\n"where,\nthen?",there\n')
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    table = pa.Table.from_pylist(items)
+    pq.write_table(table, folder / "items.parquet")
+    with pa.ipc.new_file(folder / "items.arrow", table.schema) as writer:
+        writer.write_table(table)
+    import gzip
+
+    import zstandard
+    (folder / "i.jsonl.gz").write_bytes(gzip.compress((folder / "items.jsonl").read_bytes()))
+    (folder / "i.jsonl.zst").write_bytes(zstandard.compress((folder / "items.jsonl").read_bytes()))
+
+
+def _offsets_beyond(whole: bytes) -> bytes:
+    """The items in Arrow's form, with lists that are said to go on beyond what they hold."""
+    there, beyond = (np.array([0, 2, 4, last], np.int32).tobytes() for last in (6, 1 << 30))
+    assert there in whole
+    return whole.replace(there, beyond)
+
+
+def _read_items(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        fields = ["question"] if path.suffix == ".csv" else ["question", "answer.text"]
+        try:
+            sum(len(item.text) for item in items_of(EvaluationSet(path=str(path), fields=fields)))
+        except UserError as error:
+            assert str(error)
+
+
+def _read_tasks(folder: Path) -> None:
+    for task in find_tasks([folder]).values():
+        try:
+            task.inputs()
+        except UserError as error:
+            assert str(error)
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            list(items_of(EvaluationSet(path=str(path))))
+        except UserError as error:
+            assert str(error)
+
+
+def _show_status(folder: Path) -> None:
+    os.environ["PATH"] = ""  # no Slurm to be asked
+    assert status(["--run", str(folder / "run")]) in (0, 2)
+
+
+def _read_job(folder: Path) -> None:
+    run = folder / "run"
+    specs = sorted((run / "launch/jobs").glob("*.json"))
+    for read in (lambda: read_chains(run), lambda: spared(run), lambda: list(map(JobSpec.load, specs)),
+                 lambda: [check_submission(path, "ab") for path in specs]):
+        try:
+            read()
+        except UserError as error:
+            assert str(error)
+
+
+MANIFEST, SHARDS = f"{RUN}/encode/manifest.json", f"{RUN}/shard/manifest.json"
+TAR, INDEX = f"{RUN}/shard/train/code-00000.tar", "run/train/checkpoints/*/index.json"
+NORM = ("tensors", "model.norm.weight")
+READERS = (
+    Reader("configuration", _config, lambda folder: load_config(folder / "c.yaml"), cost=12, known=(
+        ("c.yaml", lambda whole: b'base: "x\\0y"\n'), ("c.yaml", lambda whole: whole + b"seed: " + b"9" * 5000))),
+    Reader("run", make_trained_run, _read_run, (f"{RUN}/*/*.json", f"{RUN}/config.yaml"), cost=20,
+           allowed=("open", "os.rename"), known=(  # what was hashed is noted in a run's folder
+        (MANIFEST, put("fingerprint", value={})), (MANIFEST, put("accepted", value=[3])),
+        (MANIFEST, put("files", value=[{}])), (f"{RUN}/shard/started.json", put("drift", value={})))),
+    Reader("token shards", make_trained_run, _read_token_shards, (f"{RUN}/encode/*/*.arrow", MANIFEST), known=(
+        (MANIFEST, put("outputs", 0, "docs", value=1 << 60)), (MANIFEST, put("outputs", 0, "data_offset", value=-8)),
+        (MANIFEST, put("outputs", 0, "dtype", value="O")), (MANIFEST, put("outputs", 0, "path", value="x\0")),
+        (MANIFEST, put("new", value=1)), (MANIFEST, lambda whole: b"[" * 100_000))),
+    Reader("arrow", make_trained_run, _read_arrow, (f"{RUN}/encode/*/*.arrow",)),
+    Reader("text shards", make_trained_run, _read_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), known=(
+        (TAR, lambda whole: _header(8**11 - 1)), (TAR, lambda whole: _header(-5)),
+        (TAR, lambda whole: _header(1 << 60)), (SHARDS, put("outputs", 0, "source", value=None)))),
+    Reader("whole text shards", make_trained_run, _read_whole_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), known=(
+        (TAR, lambda whole: _header(8**11 - 1)), (SHARDS, put("outputs", 0, "path", value="../../x")))),
+    Reader("states", _states, _read_states, ("**/*.json", "launch/*"), known=(
+        ("STATE.json", put("status", value=[])), (STARTED, put("files", value=7)),
+        ("launch/encode.lock", put("at", value=10**400)))),
+    Reader("records", _records, _read_records, ("**/*.json*",), known=(
+        ("train/metrics.jsonl", lambda whole: b'{"step": 1, "samples": [1]}\n' + whole),
+        ("train/events.jsonl", lambda whole: b'{"event": "start", "time": "x", "startup_s": 1}\n' + whole),
+        ("train/rollbacks.json", lambda whole: b"{}"), ("train/places.json", put("nodes", value=[[]])),
+        ("train/hangs/*/node0.jsonl", lambda whole: whole.replace(b'["/x', b'[null, "/x')))),
+    Reader("job", _job, _read_job, ("run/launch/*.json*", "run/launch/jobs/*.json"), known=(
+        ("run/launch/chain.json", put("jobs", 0, "elements", value=3)),
+        ("run/launch/jobs/*train*.json", put("chain", value="\udc80")))),
+    Reader("status", _job, _show_status, ("run/config.yaml", "run/**/*.json*"), cost=30,
+           allowed=("subprocess.Popen", "os.posix_spawn", "os.fork")),  # squeue, which is not there
+    Reader("checkpoint", _checkpoint, _read_checkpoint, ("run/train/checkpoints/*/*",), cost=3, known=(
+        (INDEX, put(*NORM, "shape", value=[1 << 60])), (INDEX, put(*NORM, "dtype", value="F3")),
+        (INDEX, put(*NORM, "pieces", value=[[0, [0], [12], [1 << 60, 1, [1]]]])),
+        ("run/train/checkpoints/*/COMPLETE.json", put("config", value={})))),
+    Reader("Hugging Face", _hugging_face, _read_hugging_face,
+           ("hf/*.safetensors", "hf/*config.json", "hf/*index.json"), cost=2, known=(
+        ("hf/config.json", put("num_hidden_layers", value=1 << 40)),
+        ("hf/config.json", put("vocab_size", value=1 << 60)),
+        ("hf/config.json", lambda whole: b"[]"), ("hf/*index.json", put("weight_map", value={"x": "\0"})))),
+    Reader("pickled", _pickled, _read_hugging_face, ("hf/*.bin", "hf/config.json"), cost=2),
+    Reader("Meta", _meta, lambda folder: _read_weights(folder / "meta"), ("meta/*",), cost=3),
+    Reader("tokenizer.json", _vocabulary("huggingface"), _read_vocabulary("huggingface", "tokenizer.json"),
+           ("tokenizer*.json",), cost=2, known=(
+        ("tokenizer.json", put("model", "continuing_subword_prefix", value=".")),
+        ("tokenizer.json", lambda whole: b"[]"), ("tokenizer_config.json", lambda whole: b"[" * 100_000))),
+    Reader("sentencepiece bpe", _vocabulary("bpe"), _read_vocabulary("sentencepiece", "tokenizer.model"), ("*.model",),
+           cost=3),
+    Reader("sentencepiece unigram", _vocabulary("unigram"), _read_vocabulary("sentencepiece", "tokenizer.model"),
+           ("*.model",), cost=3, known=(
+        ("tokenizer.model", lambda whole: whole.replace("漢".encode(), b"\xff\xfe\xfd")),)),
+    Reader("tiktoken", _vocabulary("tiktoken"), _read_vocabulary("tiktoken", "tokenizer.model"), ("*.model",)),
+    Reader("characters", _vocabulary("char"), _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
+        ("characters.json", put("characters", value=["a"])), ("characters.json", put("characters", value="aa")))),
+    Reader("vocabulary", _vocabulary("char"), _read_finished_vocabulary, known=(
+        ("vocabulary.json", put("file", value="x" * 5000)), ("vocabulary.json", put("file", value=None)),
+        ("vocabulary.json", put("bos_id", value=1 << 40)))),
+    Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
+    Reader("tasks", write_task, _read_tasks, cost=3, known=(
+        ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"),
+        ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: {data_files: /}\n"),
+        ("planted.yaml", lambda whole: b"[" * 5000))),
+)
+CASES = 60
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder that a function has filled with whole files, once for all that read them."""
+    @cache
+    def made(make):
+        folder = tmp_path_factory.mktemp("whole")
+        make(folder)
+        return folder
+    return made
+
+
+@pytest.mark.parametrize(("seed", "cases"), [
+    (0, CASES), pytest.param(1, 10 * CASES, marks=pytest.mark.slow),
+    pytest.param(int(os.environ.get("FUZZ_SEED", 2)), 200 * CASES, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_right_result_or_one_sentence(reader, seed, cases, whole):
+    folder, cases = whole(reader.make), len(reader.known) + max(4, cases // reader.cost)
+    found = tried(reader, folder, by_number(reader, seed), range(cases))
+    assert not found, f"{len(found)} findings:\n" + "\n\n".join(found[:5])
