@@ -115,7 +115,9 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
     return JobSpec(run=str(config.folder), name=job.name, stage=job.stage, chain=chain, ranks=job.ranks,
                    command=(options.python, "-m", STAGES[job.stage].module, *arguments), environment=environment,
-                   tasks_per_node=job.tasks_per_node, requeue=False, max_restarts=config.launch.max_restarts)
+                   tasks_per_node=job.tasks_per_node, requeue=False,
+                   # Somebody watches: a stage that can lose nothing is for him to start again.
+                   max_restarts=config.launch.max_restarts if STAGES[job.stage].checkpoints else 0)
 
 
 def _python_environment() -> dict[str, str]:

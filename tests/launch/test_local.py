@@ -39,19 +39,15 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-GIVEN_UP = "shard failed: given up after 2 starts in a row without a new checkpoint (launch.max_restarts=1); the " \
-           "last one: "
-
-
 @pytest.mark.parametrize(("plays", "forced", "status", "words"), [
     ("done done", False, 0, "all done in"),
-    ("silent silent", False, 1, GIVEN_UP + "ended as if all were well, but is not done. Nothing after it was started."),
+    ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
     ("late done", False, 0, "all done in"),
     ("fail", False, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
                        "shard/local.0/output.log. Once the cause is mended, the same command continues."),
     ("fail", True, 2, "Once the cause is mended, the same command without --force continues"),
-    ("9 9", False, 137, GIVEN_UP + "killed by SIGKILL, as the kernel does when memory runs out: see dmesg; a smaller"),
-    ("15 done done", True, 0, "crashed: killed by SIGTERM; starting again\n"),
+    ("9", False, 137, "shard failed: killed by SIGKILL, as the kernel does when memory runs out: see dmesg; a smaller"),
+    ("15", True, 143, "shard failed: killed by SIGTERM. Nothing after it was started."),
     ("stopped", False, 130, "stopped in shard; the same command continues"),
     ("request", False, 130, "stopped in shard; the same command continues"),
     ("done,request", False, 130, "stopped before tokenizer; the same command continues")])
