@@ -19,7 +19,7 @@ from pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from pipeline.data.filters.item_index import ItemIndex
 from pipeline.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.data.filters.test_kinds import made
+from tests.data.filters.test_kinds import made, outcome
 from tests.data.source_files import lines, write_batches, write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
 
@@ -83,13 +83,6 @@ def filter_of(*files, **asked):
     return made(kind="decontamination", files=files, **asked)
 
 
-def outcome(own, text, meta=None):
-    """What a filter makes of a document; None where it is kept as it is."""
-    before = Document(text, "s", "1", meta or {})
-    after = own(before)
-    return None if after is before else after
-
-
 @pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
 def test_items_are_read_from_any_format(tmp_path, name):
     write_sets(tmp_path)
@@ -109,7 +102,7 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     own = made(kind="decontamination", action="flag", files=[
         {"path": str(many), "task": "spiders", "fields": ["text"]},
         {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
-    after = outcome(own, f"{ITEM}\n\n{ITEM}", {"stars": 3})
+    after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
     assert after.text == f"{ITEM}\n\n{ITEM}" and after.meta == {"stars": 3, "contamination": {
         "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}}
     assert outcome(own, "nothing") is None

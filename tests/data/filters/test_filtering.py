@@ -16,10 +16,8 @@ import pytest
 import yaml
 
 from pipeline.config.loading import load_config
-from pipeline.config.section import identity
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.documents import key_fits
-from pipeline.files import sha256_json
 from tests.conftest import REPOSITORY
 from tests.data.source_files import lines
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
@@ -125,18 +123,6 @@ def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "source b yields no documents: 9 read, of which 1 empty, 0 duplicates, 0 unreadable, dropped by filters: " \
            "characters 8. Correct the source or shard.filters, or leave it out." in error
-
-
-BEFORE = {"demo": "7ece3d422c2afc3ef7f390f12c10202df7635d80f24850c54c2b8539366a69f8",
-          "tinystories": "d59de0de5cd5077b4c69d73ddacc7029dfc31c1a6e43c86cb078513525ccbc0a",
-          "shakespeare_char": "3e0c235432fd7560b6d2045596e88a888043c37aa912f125b2520e79796c53e2"}
-"""Hashes of the settings that decide the shard stage of shipped configurations, from before there were filters."""
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_a_configuration_without_filters_is_what_it_was_before_there_were_any(name):
-    config = load_config(REPOSITORY / f"configs/{name}.yaml")
-    assert sha256_json(identity(config.shard)) == BEFORE[name]
 
 
 MINE = '''

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.shipped import FILTERS
@@ -216,33 +216,31 @@ def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
     compare(kind, text, **({**LOOSE[kind], **asked} if data.draw(st.booleans()) else asked))
 
 
+FEW = st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "c"]), min_size=1, max_size=60)
+"""Other words may have the same characters: a + ba and ab + a."""
+MANY = random.Random(3).choices(["so", "it", "is", "äh", "😀", "indeed" * 40], k=6000)
+assert len("".join(MANY)) > 10 * 2**14, "beyond one block"
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "c"]), min_size=1, max_size=60), st.integers(2, 10),
-       st.sampled_from(SHARES))
-def test_runs_of_words_are_counted_as_if_all_were_written_out(found, n, share):
-    """Also where other words have the same characters: a + ba and ab + a."""
-    characters, runs = len(" ".join(found)), WordRuns(found)
-    if len(found) >= n:
-        top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n))
-        assert runs.top_is_above(n, share, characters) == (top / characters > share)
-    repeated = gopher_repetition_filter.find_all_duplicate(found, n)
-    assert runs.repeated_are_above(n, share, characters) == (repeated / characters > share)
-
-
-@pytest.mark.parametrize("collide", [False, True])
-def test_runs_are_right_beyond_one_block_of_characters_and_where_all_hashes_are_equal(monkeypatch, collide):
-    draw = random.Random(3)
-    found = [draw.choice(["so", "it", "is", "äh", "😀", "indeed" * 40]) for _ in range(6000)]
-    assert len("".join(found)) > 10 * 2**14
+@given(FEW, st.integers(2, 10), st.booleans())
+@example(MANY, 2, False)
+@example(MANY, 5, True)
+@example(MANY, 10, True)
+def test_runs_of_words_are_counted_as_if_all_were_written_out(found, n, collide):
+    """Also where all hashes are equal."""
     characters = len(" ".join(found))
-    if collide:
-        monkeypatch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(found) - n + 1] * 0)
-    for n in (2, 3, 5, 8, 10):
-        top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n)) / characters
-        repeated = gopher_repetition_filter.find_all_duplicate(found, n) / characters
-        for near in (top, math.nextafter(top, 0), repeated, math.nextafter(repeated, 0)):
-            assert WordRuns(found).top_is_above(n, near, characters) == (top > near)
-            assert WordRuns(found).repeated_are_above(n, near, characters) == (repeated > near)
+    top = gopher_repetition_filter.find_top_duplicate(gopher_repetition_filter.get_n_grams(found, n)) \
+        if len(found) >= n else 0
+    repeated = gopher_repetition_filter.find_all_duplicate(found, n)
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(found) - n + 1] * 0)
+        runs = WordRuns(found)
+        for count in (top, repeated):
+            for near in (count / characters, math.nextafter(count / characters, 0)):
+                assert len(found) < n or runs.top_is_above(n, near, characters) == (top / characters > near)
+                assert runs.repeated_are_above(n, near, characters) == (repeated / characters > near)
 
 
 def test_words_and_marks_are_what_they_are_said_to_be():

@@ -175,21 +175,6 @@ def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
     ahead.close()
 
 
-def test_rows_are_those_that_samples_are_read_from(made):
-    data, samples, read = made.data(), np.arange(93), set()
-    shards = data.streams[0].shards
-    original = type(shards).__getitem__
-
-    def noted(self, index):
-        read.add(int(self.rows[index]))
-        return original(self, index)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(shards), "__getitem__", noted)
-        data.batch_of(samples)
-    rows = data.shard_rows(samples).tolist()
-    assert set(rows) == read and len(rows) == len(set(rows)) == 6
-
-
 def test_a_removed_file_is_let_go_of(made):
     tokens = made.tokens(shards=1)
     first = tokens(0, made.records[0], 0)
