@@ -81,14 +81,6 @@ def test_a_field_that_cannot_be_kept_is_named(tmp_path):
                                                       "a field that is kept as meta is nested too deeply"]
 
 
-def test_broken_utf8_in_a_text_file_is_rejected(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "good.txt").write_text("café")
-    documents, rejections = read(tmp_path / "*.txt")
-    assert texts(documents) == ["café"]
-    assert [(rejection.file, rejection.record) for rejection in rejections] == [("bad.txt", None)]
-
-
 def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
     (tmp_path / "f.csv").write_text('id,text\n1,good\n2\n3,a,b\n\n4,"also\ngood"\n5,"never closed\n6,swallowed\n')
     documents, rejections = read(files_source(tmp_path / "f.csv", id_field="id"))
