@@ -59,10 +59,8 @@ def test_documents_are_named_once_with_their_source_and_samples(tmp_path):
     assert {(item.shard, item.key, item.document, sample) for item in documents for sample in item.samples} == {
         (piece.shard.path.name, piece.key, piece.document, piece.sample) for piece in pieces(
             data, np.array([0, 1, 2, 8, 9, 10]))}
-    one = documents[0]
-    assert one.record() == {**vars(one), "samples": list(one.samples)}
-    assert one.source == one.shard.partition("-")[0] and one.key.endswith(f"{one.document:016x}")
-    text = named(documents)
+    one, text = documents[0], named(documents)
+    assert one.record() == {**vars(one), "samples": list(one.samples)} and one.source == one.shard.partition("-")[0]
     assert text.startswith(f"{one.source}/{one.key} ({one.shard}, document {one.document}), ")
     assert text.count("/") == 3 and text.endswith(f" and {len(documents) - 3} more")
     assert "more" not in named(documents[:3])

@@ -44,12 +44,11 @@ def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phase
                                                     mixture=mixture), said=said)
                 for phases in ([{"until": 80 * length}], [{"until": 4 * cut * length}, {"until": 80 * length}]))
     assert said == [] and len(two.packings) == (kind == "packed"), "the plan is that of a training without phases"
-    numbers = np.arange(80)
-    assert_same_batches(one.batch_of(numbers), plain.batch_of(numbers))
-    ours, theirs = spans_of(two, numbers), spans_of(plain, numbers)
-    assert spans_of(one, numbers) == theirs
+    assert_same_batches(one.batch(0, 80), plain.batch(0, 80))
+    only, ours, theirs = (spans_of(data, np.arange(80)) for data in (one, two, plain))
+    assert only == theirs
     for source in range(2):
-        mine, its = ([one for one in found if one[0] == source] for found in (ours, theirs))
+        mine, its = ([span for span in found if span[0] == source] for found in (ours, theirs))
         drawn = min(len(mine), len(its))
         assert mine[:drawn] == its[:drawn] and abs(len(mine) - len(its)) <= 1 + cut * 4
 
