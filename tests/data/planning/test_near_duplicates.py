@@ -52,20 +52,6 @@ def planted(seed=1, families=120, copies=3, sources=3, units=3):
             for source in range(sources)}
 
 
-def jaccards(texts):
-    """(one, other) -> Jaccard similarity of the 5-grams of any two texts that share some, by brute force."""
-    holders, shared = defaultdict(list), defaultdict(int)
-    found = [text.lower().split() for text in texts]
-    sets = [{tuple(own[place:place + 5]) for place in range(len(own) - 4)} for own in found]
-    for number, own in enumerate(sets):
-        for gram in own:
-            for other in holders[gram]:
-                shared[other, number] += 1
-            holders[gram].append(number)
-    return {(one, other): count / (len(sets[one]) + len(sets[other]) - count)
-            for (one, other), count in shared.items()}
-
-
 def share_a_band(found, one, other):
     return bool(((found[one] == found[other]) & (found[one] != NONE)).any())
 
@@ -77,7 +63,10 @@ def config_of(corpus, verify=None, **values):
 
 def test_recall_and_precision_against_brute_force():
     texts = [text for _, _, text in in_order(planted())]
-    similar, found = jaccards(texts), signatures(texts, FINEWEB)
+    found, cut = signatures(texts, FINEWEB), [text.lower().split() for text in texts]
+    sets = [{tuple(own[place:place + 5]) for place in range(len(own) - 4)} for own in cut]
+    similar = {(one, other): similarity(sets[one], sets[other]) for other in range(len(texts)) for one in range(other)
+               if not sets[one].isdisjoint(sets[other])}
     same = {(one, other) for other in range(len(texts)) for one in range(other) if share_a_band(found, one, other)}
     assert same <= similar.keys()  # of those that share no shingle, none
     for least, most, low, high in ((0.9, 1.01, 0.995, 1), (0.8, 0.9, 0.85, 1), (0.5, 0.62, 0.0, 0.5)):
@@ -132,14 +121,14 @@ def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypa
     monkeypatch.setattr(runs, "GROUP_UNITS", 2)
     page = " ".join(article(random.Random(4)))
     corpus = {"a": [[page, *(f"{page} {number}" for number in range(99))] for _ in range(8)]}
-    found = passes(tmp_path, corpus, config_of(corpus))
-    assert sum(name.startswith("sort/") for name in found.done) == 4
-    sizes = {path.stat().st_size - 8 * 2 for path in (tmp_path / "staging/runs").glob("*.run")}
-    assert sizes == {100 * runs.RUN.itemsize}
-    bands = [path.stat().st_size - 8 * 15 for path in sorted((tmp_path / "staging/runs").glob("*.bands"))]
-    assert len(bands) == 4 and all(size <= 14 * 100 * 12 for size in bands)
-    edges = sum(path.stat().st_size // 16 for path in (tmp_path / "staging/edges").iterdir())
-    assert edges < 14 * (4 * 100 + 4 * 100)  # of 800 documents; pairs would be 319,600 a band
+    passes(tmp_path, corpus, config_of(corpus))
+
+    def sizes(pattern):
+        return [path.stat().st_size for path in (tmp_path / "staging").glob(pattern)]
+    assert sizes("runs/*.run") == [100 * runs.RUN.itemsize + 8 * 2] * 4
+    bands = sizes("runs/*.bands")
+    assert len(bands) == 4 and max(bands) <= 14 * 100 * 12 + 8 * 15
+    assert sum(sizes("edges/*")) < 16 * 14 * (4 * 100 + 4 * 100)  # of 800 documents; pairs would be 319,600 a band
 
 
 def test_signatures_are_a_function_of_the_text_alone():

@@ -24,7 +24,7 @@ CORPORA = st.fixed_dictionaries({name: st.lists(TEXTS, min_size=1, max_size=4) f
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(corpus=CORPORA, drop=st.booleans(), keep=st.sampled_from(["first", "last"]), tail=st.booleans(),
-       share=st.sampled_from([0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
+       share=st.sampled_from([0.07, 0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
        sizes=st.tuples(st.sampled_from([1, 5, 10**6]), st.sampled_from([1, 2, 256]), st.sampled_from([2, 9, 10**6])),
        seed=st.integers(0, 9))
 @example(corpus={"a": [["bb", "b"]], "b": [["b"], ["bb"]], "c": [["b", "abab"]]}, drop=False, keep="last", tail=True,
