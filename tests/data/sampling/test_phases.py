@@ -52,6 +52,9 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
                       {"until": 288_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001, 200_001)
     found = order.locate(np.arange(order.end))
     assert len({*zip(*(part.tolist() for part in found), strict=True)}) == order.end == 15_000, "no sequence twice"
+    for pool in range(2):
+        samples, _ = order.inverse(pool, 16, np.arange(order.pools[pool].tokens // 16), order.end)
+        assert samples.tolist() == np.flatnonzero((found.pool == pool) & (found.length == 16)).tolist()
     starts = found.start[:10_000]
     assert np.mean(np.abs(np.diff(starts)) == 16) < 0.01, "neighbours in the text are none in a batch"
     first, third = (own[found.pool[:len(own)] == 0][:300] for own in (starts, found.start[11_000:]))
