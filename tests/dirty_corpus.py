@@ -23,17 +23,14 @@ from tests.data.source_files import lines
 
 @dataclass
 class Planted:
-    """Ids of documents by what is wrong with them; `clean` are to survive."""
+    """Ids of documents."""
 
     clean: set[str] = field(default_factory=set)
-    copies: set[str] = field(default_factory=set)
+    """That survive."""
+    gone: set[str] = field(default_factory=set)
+    """That filters drop."""
     near: dict[str, str] = field(default_factory=dict)
     """Near-duplicate -> what it is a copy of."""
-    leaked: set[str] = field(default_factory=set)
-    repeated: set[str] = field(default_factory=set)
-    short: set[str] = field(default_factory=set)
-    empty: set[str] = field(default_factory=set)
-    long: set[str] = field(default_factory=set)
 
 
 def paragraphs() -> list[str]:
@@ -67,15 +64,12 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
             for number in range(count)]
 
     def plain(kind: str, *found: str) -> list[dict[str, Any]]:
-        made = [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(found)]
-        getattr(planted, kind).update(each["id"] for each in made)
-        return made
+        return [{"id": f"{kind}-{number}", "text": text, "url": "x"} for number, text in enumerate(found)]
 
     web, second, books, tables = (documents(kind, count * size) for kind, count in (
         ("web", 60), ("second", 40), ("book", 20), ("table", 30)))
     planted.clean |= {each["id"] for each in [*web, *second, *tables]}  # of plain text the ids are places
     copies = [{**each, "id": f"copy-{number}"} for number, each in enumerate(chance.sample(web, 8))]
-    planted.copies |= {each["id"] for each in copies}
     near = []
     for number, each in enumerate(chance.sample(web, 6)):
         near.append({**each, "id": f"near-{number}", "text": changed(each["text"], chance)})
@@ -85,11 +79,12 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
     leaked = documents("leaked", 3)
     for host, each in zip(leaked, questions, strict=False):
         host["text"] += f"\n\n{each['question']} {each['answer']}"
-    planted.leaked |= {each["id"] for each in leaked}
     menu = "Home | Products | About us | Sign in\n"
-    dirt = [*copies, *near, *leaked, *plain("repeated", *(menu * 30 + f"Page {number}" for number in range(4))),
+    gone = [*leaked, *plain("repeated", *(menu * 30 + f"Page {number}" for number in range(4))),
             *plain("short", *(f"Click here {number}." for number in range(5))),
             *plain("empty", *(" \n" * number for number in range(3))), *plain("long", "base64" * 60_000)]
+    planted.gone |= {each["id"] for each in gone}
+    dirt = [*copies, *near, *gone]
     chance.shuffle(dirt)
     rows = [*web, *dirt[::2]]
     (texts / "web/part-0.jsonl").write_bytes(lines(rows[:40]))

@@ -25,6 +25,7 @@ def allowed(ranges, cursor, count):
 def test_ranges_are_sorted_merged_and_checked():
     assert Excluded([(9, 12), (3, 5), (5, 7), (4, 4), (10, 11), (6, 7)]).ranges == ((3, 7), (9, 12))
     assert Excluded([(3, 7), [7, 9]]) == Excluded([(3, 9)]) != Excluded([(3, 8)])
+    assert spelled([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"
     with pytest.raises(AssertionError, match=r"\[5, 3\) is no range"):
         Excluded([(5, 3)])
 
@@ -47,12 +48,6 @@ def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
 def test_a_span_is_its_parts_within_and_outside(ranges, first, length):
     excluded, end = Excluded(ranges), first + length
     out, used = sample_numbers(excluded.within(first, end)), sample_numbers(excluded.outside(first, end))
-    assert sorted([*out, *used]) == list(range(first, end))
+    assert sorted([*out, *used]) == list(range(first, end)) and ranges_of(out) == list(excluded.within(first, end))
     assert all(any(a <= number < b for a, b in ranges) for number in out)
     assert not any(a <= number < b for a, b in ranges for number in used)
-
-
-def test_numbers_and_ranges_are_two_forms_of_one_thing():
-    assert ranges_of(sample_numbers([(3, 7), (9, 10)])) == [(3, 7), (9, 10)]
-    assert ranges_of(sample_numbers([])) == []
-    assert spelled([(304, 320), (328, 336)]) == "[304, 320) and [328, 336)"

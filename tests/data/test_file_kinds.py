@@ -38,7 +38,6 @@ def zipped():
 @pytest.mark.parametrize(("name", "data", "said"), [
     ("a.jsonl", POINTER, "it is a Git LFS pointer; run `git lfs pull`"),
     ("a.parquet", POINTER, "it is a Git LFS pointer"),
-    ("a.jsonl.gz", POINTER, "its name ends in .gz, but it is a Git LFS pointer"),
     ("a.jsonl", GZIPPED, "it is a gzip file; add .gz to its name"), ("a.txt", ZSTD, "it is a zstd file; add .zst"),
     ("a.jsonl", zipped(), "it is a zip file; unpack it"), ("a.csv", lzma.compress(LINES), "it is an xz file; unpack"),
     ("a.txt", bz2.compress(LINES), "it is a bzip2 file; unpack"),
@@ -46,7 +45,6 @@ def zipped():
     ("a.jsonl.gz", ZSTD, "its name ends in .gz, but it is a zstd file"),
     ("a.jsonl.gz", LINES, "its name ends in .gz, but it is no gzip data; rename it"),
     ("a.txt", "words ü".encode("utf-16"), "it is UTF-16 text with a byte-order mark; convert it to UTF-8 (iconv "),
-    ("a.csv", b"\xfe\xff" + "text\nü".encode("utf-16-be"), "it is UTF-16 text with a byte-order mark"),
     ("a.txt", "words and words ".encode("utf-16-le"), "UTF-16 text without a byte-order mark; convert it to UTF-8 "
                                                       "(iconv -f utf-16le -t utf-8)"),
     ("a.txt", "words and words ".encode("utf-16-be"), "iconv -f utf-16be"), ("a.txt", "w".encode("utf-32"), "UTF-32"),
@@ -88,31 +86,24 @@ def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path)
 
 @pytest.mark.parametrize(("ending", "data"), [
     ("txt", b"one"), ("jsonl", b'{"text": "one"}\n{]\n'), ("csv.gz", gzip.compress(b"text\none\n", mtime=0)),
-    ("parquet", None), ("parquet.zst", None), ("json", b"[1]")])
+    ("parquet", None), ("json", b"[1]")])
 def test_a_name_that_is_not_utf_8(tmp_path, ending, data):
-    path, name = os.fsencode(tmp_path) + b"/caf\xe9 \xff." + ending.encode(), f"caf\\xe9 \\xff.{ending}"
-    if data is None:
-        data = of_table(tmp_path, "parquet")
-        data = zstandard.compress(data) if ending.endswith("zst") else data
-    with open(path, "wb") as file:
-        file.write(data)
+    path, name = tmp_path / (os.fsdecode(b"caf\xe9 \xff.") + ending), f"caf\\xe9 \\xff.{ending}"
+    path.write_bytes(of_table(tmp_path, "parquet") if data is None else data)
     documents, rejections = read(tmp_path / "*")
     assert all(document.id.startswith(name) and document.text for document in documents)
     assert all(rejection.file == name for rejection in rejections) and documents + rejections
-    config = config_of(files_source(tmp_path / "*"))
-    files = input_files(config)
-    assert [found for found, _ in files] == [f"s/{name}"]
+    files = input_files(config := config_of(files_source(tmp_path / "*")))
+    assert files == [(f"s/{name}", path)]
     # What stage and manifest keep of it: names, and paths that must lead back to the file.
-    units = reading_units(config.shard, files)
-    write_json(tmp_path / "record", {"units": units, "path": str(files[0][1])})
-    again = read_json(tmp_path / "record")
-    assert os.fsencode(again["path"]) == path and sha256_json(again["units"]) == sha256_json(units)
+    kept = {"units": reading_units(config.shard, files), "path": str(path)}
+    write_json(tmp_path / "record", kept)
+    assert sha256_json(read_json(tmp_path / "record")) == sha256_json(kept)
     (tmp_path / "record").read_text(encoding="utf-8")
 
 
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
     for name in (b"a\xe9.txt", b"a\\xe9.txt"):
-        with open(os.fsencode(tmp_path) + b"/" + name, "wb") as file:
-            file.write(b"x")
+        (tmp_path / os.fsdecode(name)).write_text("x")
     with pytest.raises(UserError, match="two files are called s/a"):
         read(tmp_path / "*.txt")

@@ -20,33 +20,23 @@ def corpus(place, fields):
                         shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
 
 
-def card_of(config, source="web"):
-    return read_manifest(folder_of(config)).counts["cards"][source]
-
-
 def said(capsys):
     """What was printed, its lines joined."""
     return " ".join("".join(capsys.readouterr()).split())
 
 
-def test_fields_are_counted_over_all_units_of_a_source(tmp_path, capsys):
-    config = corpus(tmp_path, ["url", "rare"])
-    assert run(config) == 0
-    assert card_of(config)["fields"] == {"url": {"in": 40, "of": 80}, "rare": {"in": 1, "of": 80}}
-    told = said(capsys)
-    assert "source web: meta field url in 40 of 80 documents" in told
-    assert "source web: meta field rare in 1 of 80 documents" in told
-
-
-def test_a_field_of_no_record_is_refused_with_its_source_and_corrected_without_force(tmp_path, capsys):
+def test_fields_are_counted_over_all_units_and_one_of_no_record_is_refused(tmp_path, capsys):
     config = corpus(tmp_path, ["url", "ulr"])
     assert run(config) == 2
     told = said(capsys)
     assert "source web: none of the 80 records that could be read has a field named ulr" in told
     assert "meta_fields" in told and not list(folder_of(config).rglob("*.tar"))
-    config = corpus(tmp_path, [])
-    assert run(config) == 0
-    assert "meta field" not in said(capsys) and "fields" not in card_of(config)
+    for fields, counted in (([], None), (["url", "rare"], {"url": {"in": 40, "of": 80}, "rare": {"in": 1, "of": 80}})):
+        corpus(tmp_path, fields)
+        assert run(config, f"name=b{len(fields)}") == 0
+        told, card = said(capsys), read_manifest(folder_of(config, f"b{len(fields)}")).counts["cards"]["web"]
+        assert card.get("fields") == counted and ("meta field" in told) == bool(fields)
+    assert "source web: meta field url in 40 of 80 documents" in told
 
 
 def write_columns(place, ending, number, names):
@@ -60,10 +50,11 @@ def write_columns(place, ending, number, names):
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow", "arrow stream", "csv"])
 def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, ending, capsys):
+    """A file that cannot be looked into is left to the reading."""
     for number in range(2):
         write_columns(tmp_path / "in", ending, number, ["text", "url"])
     source = files_source("tables", tmp_path / "in" / "*", meta_fields=["url", "lang"])
-    config = write_config(tmp_path, [source], heldout_share=0.2)
+    config = write_config(tmp_path, [source], heldout_share=0.2, max_rejected_share=1.0)
     assert run(config) == 2
     told = said(capsys)
     assert "source tables: none of its 2 files has a column named lang; the columns of 1." in told
@@ -71,17 +62,11 @@ def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, ending
     assert main(["--stage", "shard", "--config", str(config), "--cluster", "local", "name=b"]) == 2
     assert "has a column named lang" in said(capsys) and not folder_of(config, "b").exists()
     assert not (folder_of(config) / "units").exists()
+    (tmp_path / "in/3.parquet").write_bytes(b"PAR1 cut off")
+    assert run(config) == 2
+    assert (folder_of(config) / "rejected.jsonl").read_text().count("no column named lang") == 2
     write_columns(tmp_path / "in", ending, 2, ["text", "url", "lang"])
-    assert run(config, "shard.max_rejected_share=0.9") == 0
+    assert run(config) == 0
     counts = read_manifest(folder_of(config)).counts
     assert counts["train"] + counts["heldout"] == 30
-    assert card_of(config, "tables")["fields"]["lang"] == {"in": 30, "of": 30}
-
-
-def test_what_cannot_be_looked_into_is_left_to_the_reading(tmp_path):
-    write_columns(tmp_path / "in", "parquet", 0, ["text"])
-    (tmp_path / "in" / "1.parquet").write_bytes(b"PAR1 cut off")
-    source = files_source("tables", tmp_path / "in" / "*", meta_fields=["lang"])
-    config = write_config(tmp_path, [source], heldout_share=0.2)
-    assert run(config) == 2
-    assert (folder_of(config) / "rejected.jsonl").read_text().count("no column named lang") == 1
+    assert counts["cards"]["tables"]["fields"]["lang"] == {"in": 30, "of": 30}

@@ -11,10 +11,9 @@ import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
-from pipeline.data import reading, sources
-from pipeline.data.planning import shards
+from pipeline.data import sources
 from pipeline.data.planning.origins import read_places
-from pipeline.data.text_shards import read_documents
+from pipeline.data.text_shards import SPLITS, read_documents
 from tests.data.source_files import lines
 from tests.stages.test_shard import files_source, run, write_config
 from tools.where.origin import Corpus
@@ -42,28 +41,26 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 100_000)
 
 
-def sharded(corpus, *settings):
-    assert run(corpus, *settings) == 0
-    config = load_config(corpus, list(settings))
-    return Corpus(config.folder / "shard", read_manifest(config.folder / "shard"), config)
 
 
-def documents(found):
-    for path, record in found.shards.items():
-        if record["split"] in ("train", "heldout"):
-            for number, document in enumerate(read_documents(found.folder / path)):
-                yield path, number, document
+
+
 
 
 @pytest.mark.parametrize("rule", ["hash", "tail"])
 def test_file_and_record_of_every_document(corpus, rule):
-    found = sharded(corpus, f"name={rule}", f"shard.heldout_rule={rule}")
+    asked = [f"name={rule}", f"shard.heldout_rule={rule}"]
+    assert run(corpus, *asked) == 0
+    config = load_config(corpus, asked)
+    found = Corpus(config.folder / "shard", read_manifest(config.folder / "shard"), config)
     data = {path.name: path.read_bytes() for path in (corpus.parent / "in").glob("*.jsonl*")}
     data["packed.jsonl.gz"] = gzip.decompress(data["packed.jsonl.gz"])
     assert any("large.jsonl@" in place for place in read_places(next((found.folder / "origins/train").iterdir()),
                                                                np.arange(5))), "it was read in parts"
     seen, cut = set(), 0
-    for path, number, document in documents(found):
+    for path, number, document in ((shard, *entry) for shard, record in found.shards.items()
+                                   if record["split"] in SPLITS
+                                   for entry in enumerate(read_documents(found.folder / shard))):
         origin = found.origin(path, number, document.source, document.id)
         assert origin.path == str(corpus.parent / "in" / origin.file)
         if document.source == "plain":
@@ -79,16 +76,3 @@ def test_file_and_record_of_every_document(corpus, rule):
         assert document.id.startswith(record["id"])
         assert document.text == record["text"][int(first or 0):int(end) if end else None]
     assert seen == set(data) and cut == (2 if rule == "tail" else 0)
-
-
-def test_shards_and_what_they_are_do_not_depend_on_it(corpus, monkeypatch):
-    new = sharded(corpus, "name=new")
-    assert any(record["split"] == "origins" for record in new.manifest.outputs)
-    # As before places were written.
-    monkeypatch.setattr(reading, "write_places", lambda path, places: [path.write_bytes(b""), path][1])
-    monkeypatch.setattr(shards, "read_places", lambda path, rows: [""] * len(rows))
-    old = sharded(corpus, "name=old")
-    assert not any(record["split"] == "origins" for record in old.manifest.outputs)
-    assert old.manifest.digest == new.manifest.digest and old.manifest.counts == new.manifest.counts
-    assert {old.origin(path, number, "web", document.id) for path, number, document in documents(old)
-            if document.source == "web"} == {None}

@@ -4,6 +4,8 @@ import hashlib
 import io
 import re
 import tarfile
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -38,13 +40,6 @@ def shard(tmp_path):
 @pytest.fixture
 def record(shard, tmp_path):
     return output_record(tmp_path, shard, split="train", source="web", docs=len(DOCUMENTS))
-
-
-def test_documents_come_back_as_they_were(shard, tmp_path, record):
-    read = list(read_shard(tmp_path, record))
-    assert [document.key for document in read] == [key(document.text) for document in DOCUMENTS]
-    for before, after in zip(DOCUMENTS, read, strict=True):
-        assert (before.text, before.source, before.id, before.meta) == (after.text, after.source, after.id, after.meta)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -97,35 +92,24 @@ def test_damage_is_told_as_tarfile_tells_it(shard, tmp_path, place, byte, cut, o
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
 def test_tars_of_other_writers_are_read(shard, tmp_path, form):
     """With times, users, long names and other marks, among members that are as they are written here."""
-    expected = list(read_documents(shard))
     with tarfile.open(tmp_path / "s.tar", "w", format=form) as tar:
-        for number, document in enumerate(expected):
+        for number, document in enumerate(DOCUMENTS):
             member = to_json(document)
-            entry = tarfile.TarInfo(document.key + ("-" + "k" * 90 if number == 2 and form != tarfile.USTAR_FORMAT
-                                                    else "") + ".json")
+            entry = tarfile.TarInfo("k" * (100 if number == 2 and form != tarfile.USTAR_FORMAT else 30) + ".json")
             entry.size, entry.mtime = len(member), 1_700_000_000.5 if number == 1 and form == tarfile.PAX_FORMAT else 0
             tar.addfile(entry, io.BytesIO(member))
-    for only in (None, {1}, {2, 3}):
+    for only in ({0, 1, 2, 3}, {1}, {2, 3}):
         documents, told = found(tmp_path / "s.tar", only)
-        assert told is None and [document.text for document in documents] == [
-            document.text for number, document in enumerate(expected) if only is None or number in only]
+        assert told is None and [own.text for own in documents] == [DOCUMENTS[number].text for number in sorted(only)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["webdataset", "datasets", "datasets, streaming"])
-def test_other_libraries_read_them(shard, tmp_path, library):
-    if library == "webdataset":
-        import webdataset
-        samples = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode())
-        assert [sample["__key__"] for sample in samples] == [key(document.text) for document in DOCUMENTS]
-    else:
-        import datasets
-        samples = list(datasets.load_dataset("webdataset", data_files={"train": str(shard)}, split="train",
-                                             streaming="," in library, cache_dir=str(tmp_path / "cache")))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_other_libraries_read_them(shard, tmp_path, streaming):
+    import datasets
+    samples = datasets.load_dataset("webdataset", data_files={"train": str(shard)}, split="train", streaming=streaming,
+                                    cache_dir=str(tmp_path / "cache"))
     assert [sample["json"]["text"] for sample in samples] == [document.text for document in DOCUMENTS]
-    if library == "webdataset":
-        assert samples[1]["json"] == {"text": DOCUMENTS[1].text, "source": "web", "id": "page.1",
-                                      "meta": {"stars": 1, "tags": ["a.b", None]}}
 
 
 def test_every_cut_is_noticed(shard, tmp_path, record):
@@ -138,15 +122,16 @@ def test_every_cut_is_noticed(shard, tmp_path, record):
         shard.write_bytes(whole[:size])
         seen, told = found(shard, None)
         assert re.search(r"web-00000\.tar is torn.*shard again", told)
-        with pytest.raises(UserError):
-            list(read_shard(tmp_path, record))
     assert members[2].name in told and [document.text for document in seen] == [own.text for own in DOCUMENTS[:2]]
 
 
-def test_another_number_of_documents_is_refused(shard, tmp_path, record):
-    write_documents(shard, DOCUMENTS[:3])
-    with pytest.raises(UserError, match="holds 3 documents instead of 4"):
-        list(read_shard(tmp_path, record))
+@pytest.mark.parametrize(("count", "letter", "told"), [
+    (4, b".", None), (4, b"!", r"page\.3 does not have the hash"), (3, b".", "holds 3 documents instead of 4")])
+def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record, count, letter, told):
+    write_documents(shard, DOCUMENTS[:count])
+    shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text" + letter))
+    with pytest.raises(UserError, match=told) if told else nullcontext():
+        assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
 
 
 @pytest.mark.parametrize("member", [b"{not json", b'{"source": "web", "id": "1", "meta": {}}', b"[]",
@@ -156,13 +141,6 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
     write_members(tmp_path / "s.tar", [("abc", whole), ("broken", member)])
     with pytest.raises(UserError, match=r"s\.tar.*broken\.json"):
         list(read_documents(tmp_path / "s.tar"))
-
-
-def test_a_changed_letter_is_noticed(shard, tmp_path, record):
-    data = shard.read_bytes()
-    shard.write_bytes(data.replace(b"dots. in. text.", b"dots. on. text."))
-    with pytest.raises(UserError, match=r"page\.3 does not have the hash"):
-        list(read_shard(tmp_path, record))
 
 
 def test_a_file_that_is_no_tar_and_a_missing_one(tmp_path):

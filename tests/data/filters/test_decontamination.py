@@ -19,9 +19,9 @@ from pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from pipeline.data.filters.item_index import ItemIndex
 from pipeline.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.data.filters.test_kinds import made
+from tests.data.filters.test_kinds import made, outcome
 from tests.data.source_files import lines, write_batches, write_jsonl
-from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
+from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 
 def plainly(items, n, least, text):
@@ -83,13 +83,6 @@ def filter_of(*files, **asked):
     return made(kind="decontamination", files=files, **asked)
 
 
-def outcome(own, text, meta=None):
-    """What a filter makes of a document; None where it is kept as it is."""
-    before = Document(text, "s", "1", meta or {})
-    after = own(before)
-    return None if after is before else after
-
-
 @pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
 def test_items_are_read_from_any_format(tmp_path, name):
     write_sets(tmp_path)
@@ -109,7 +102,7 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     own = made(kind="decontamination", action="flag", files=[
         {"path": str(many), "task": "spiders", "fields": ["text"]},
         {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
-    after = outcome(own, f"{ITEM}\n\n{ITEM}", {"stars": 3})
+    after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
     assert after.text == f"{ITEM}\n\n{ITEM}" and after.meta == {"stars": 3, "contamination": {
         "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}}
     assert outcome(own, "nothing") is None
@@ -187,43 +180,29 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     assert "filter decontamination: 2 of 2 items of spiders stand in 5 documents" in told
     assert "0 of 2 items of answers (2 are too short to be looked for) stand in 0 documents" in told
     manifest = read_manifest(folder_of(corpus))
-    assert manifest.counts["dropped"]["decontamination"] == 5
     assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
-    rule = {"n": 13, "least_words": 8, "action": "drop"}
+    rule = {"n": 13, "least_words": 8, "action": "drop", "items": 2}
     assert manifest.counts["contamination"] == {"decontamination": {
-        "spiders": {**rule, "items": 2, "too_short": 0, "documents": 5, "found": 2},
-        "answers": {**rule, "items": 2, "too_short": 2, "documents": 0, "found": 0}}}
+        "spiders": {**rule, "too_short": 0, "documents": 5, "found": 2},
+        "answers": {**rule, "too_short": 2, "documents": 0, "found": 0}}}
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
-    assert OUTPUT in {record["path"] for record in manifest.outputs}
     assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
-    assert [record["name"] for record in manifest.files if record["name"].startswith("filters/")] == [
-        "filters/decontamination/set.json", "filters/decontamination/set.jsonl"]
     assert run(corpus, "name=b", "launch.processes=2", "--part", "1/2") == 0
     assert run(corpus, "name=b", "--part", "0/2") == 0 and run(corpus, "name=b") == 0
-    assert hashes(folder_of(corpus, "b")) == hashes(folder_of(corpus))
-    assert read_manifest(folder_of(corpus, "b")).fingerprint == manifest.fingerprint
+    again = read_manifest(folder_of(corpus, "b"))
+    assert (again.fingerprint, again.outputs) == (manifest.fingerprint, manifest.outputs)
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys, finished):
-    """Also an attempt that broke off."""
-    def stop(*arguments):
-        raise KeyError("stop")
-    if finished:
-        assert run(corpus) == 0
-        (tmp_path / "sets").rename(tmp_path / "moved")
-        corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
-        assert run(corpus) == 0
-        assert "up to date" in capsys.readouterr().out
-    else:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-            patch.setattr("pipeline.data.filters.decontamination.gather_contamination", stop)
-            run(corpus)
-    with next(tmp_path.glob("*/set.jsonl")).open("ab") as file:
+def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
+    assert run(corpus) == 0
+    (tmp_path / "sets").rename(tmp_path / "moved")
+    corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
+    assert run(corpus) == 0
+    assert "up to date" in capsys.readouterr().out
+    with (tmp_path / "moved/set.jsonl").open("ab") as file:
         file.write(lines([{"question": "document 1 2 of a corpus without any question", "answer": "1"}]))
-    assert ("filters/decontamination/set.jsonl" if finished else "was begun with other inputs") in refused(
-        capsys, corpus)
+    assert "filters/decontamination/set.jsonl" in refused(capsys, corpus)
     assert run(corpus, "--force") == 0
     assert read_manifest(folder_of(corpus)).counts["dropped"]["decontamination"] == 6
 

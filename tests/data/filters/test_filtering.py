@@ -16,10 +16,8 @@ import pytest
 import yaml
 
 from pipeline.config.loading import load_config
-from pipeline.config.section import identity
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.documents import key_fits
-from pipeline.files import sha256_json
 from tests.conftest import REPOSITORY
 from tests.data.source_files import lines
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
@@ -74,19 +72,12 @@ def test_counts_add_up_and_are_told(done):
             assert passed["reasons"] == Counter(line["reason"] for line in mine)
     assert counts["documents_in"] == 2 * 6 * 103
     assert counts["dropped"]["duplicate"] == 11  # equal once they are masked, over files and sources
+    assert all(key_fits(document) for document in documents(done.config, "train"))
     assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
     long = counts["dropped"]["long"]
     assert counts["dropped"]["repetition"] > 5 and long > 100 and counts["dropped"]["length"] >= 12
     assert f"filter long: {long:,} documents (" in done.said and "more than 40 words), 0 changed" in done.said
     assert f"{long:,} long" in done.said and "252 changed" in done.said
-
-
-def test_changed_documents_are_what_is_hashed_and_split(done):
-    train, heldout = documents(done.config, "train"), documents(done.config, "heldout")
-    assert any("<email>" in document.text for document in train)
-    for document in train + heldout:
-        share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
-        assert key_fits(document) and "@" not in document.text and (document in heldout) == (share < 0.1)
 
 
 def test_parts_and_a_lost_file_make_the_same_bytes(done):
@@ -109,13 +100,6 @@ def test_dropped_documents_can_be_read_as_a_source_and_are_not_kept_unasked(done
     assert read_manifest(folder_of(done.config, "c")).counts == done.counts
 
 
-def test_filters_decide_what_a_finished_stage_is_worth(done, capsys):
-    assert run(done.config, "shard.filters.1.least_characters=21") == 2
-    assert "shard.filters.1.least_characters: 20 -> 21" in capsys.readouterr().err
-    assert run(done.config, "shard.filters=[]", "shard.keep_dropped=false") == 2
-    assert 'shard.filters.0.kind: "masking" -> absent' in capsys.readouterr().err
-
-
 def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("|".join(f"{name * number}" for number in range(9)))
@@ -125,18 +109,6 @@ def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "source b yields no documents: 9 read, of which 1 empty, 0 duplicates, 0 unreadable, dropped by filters: " \
            "characters 8. Correct the source or shard.filters, or leave it out." in error
-
-
-BEFORE = {"demo": "7ece3d422c2afc3ef7f390f12c10202df7635d80f24850c54c2b8539366a69f8",
-          "tinystories": "d59de0de5cd5077b4c69d73ddacc7029dfc31c1a6e43c86cb078513525ccbc0a",
-          "shakespeare_char": "3e0c235432fd7560b6d2045596e88a888043c37aa912f125b2520e79796c53e2"}
-"""Hashes of the settings that decide the shard stage of shipped configurations, from before there were filters."""
-
-
-@pytest.mark.parametrize("name", BEFORE)
-def test_a_configuration_without_filters_is_what_it_was_before_there_were_any(name):
-    config = load_config(REPOSITORY / f"configs/{name}.yaml")
-    assert sha256_json(identity(config.shard)) == BEFORE[name]
 
 
 MINE = '''
@@ -207,22 +179,17 @@ def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
 
 
 @pytest.mark.slow
-def test_the_filters_that_the_docs_show_are_filters(tmp_path, monkeypatch):
+def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     """The list, and the class of one's own, of docs/data.md."""
     page = (REPOSITORY / "docs/data.md").read_text().partition("## Filters")[2]
     shown, own = (re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)[1] for language in ("yaml", "python"))
     (tmp_path / "my_filters.py").write_text(own)
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "f.txt").write_text("|".join(f"{number} {'?' * number}" for number in range(60)))
-    source = files_source("s", tmp_path / "f.txt", separator="|")
-    listed = load_config(write_config(tmp_path, [source], **yaml.safe_load(shown)["shard"])).shard
-    assert len(listed.filters) == 5 and listed.keep_dropped
-    config = write_config(tmp_path, [source], heldout_share=0.5, filters=[{"kind": "my_filters:Questions", "most": 5}])
-    try:
-        assert run(config) == 0
-    finally:
-        sys.modules.pop("my_filters", None)
-    assert read_manifest(folder_of(config)).counts["filters"]["Questions"]["reasons"] == {"too many questions": 54}
+    config = yaml.safe_load(mine.read_text())
+    mine.write_text(yaml.safe_dump(config | {"shard": config["shard"] | yaml.safe_load(shown)["shard"]}))
+    assert len(load_config(mine).shard.filters) == 5
+    assert run(mine, "shard.filters=[{kind: my_filters:Questions, most: 5}]", "shard.heldout_share=0.5") == 0
+    assert read_manifest(folder_of(mine)).counts["filters"]["Questions"]["reasons"] == {"too many questions": 54}
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -234,23 +201,8 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     error = capsys.readouterr().err
     assert f"The filter Mine of shard.filters fails on the document f.txt:3 of the source s: {said}" in error
     assert re.search(r"\(\w+\.py:\d+\)\. Correct", error), "and where it failed"
+    assert "what was read so far is then read again" in error
     assert read_manifest(folder_of(mine)) is None
-
-
-def test_without_a_filter_that_failed_what_was_read_is_read_again(mine, capsys):
-    """As its error says: what is dropped, and how documents are changed, is part of each unit."""
-    for name, text in (("a", "one|two|three"), ("b", "four|fail|five"), ("f", "six|seven")):
-        (mine.parent / f"{name}.txt").write_text(text)
-    source = files_source("s", mine.parent / "*.txt", separator="|")
-    sources = ("shard.shard_mb=0.00001", f"shard.sources={json.dumps([source])}", "shard.keep_dropped=false",
-               "shard.heldout_rule=tail", "shard.drop_duplicates=false")
-    assert run(mine, *sources) == 2
-    assert "what was read so far is then read again" in capsys.readouterr().err
-    assert [path.stem for path in folder_of(mine).glob("units/read/**/*.json")] == ["s-00000"]
-    assert run(mine, *sources, "shard.filters=[]") == 0
-    out = capsys.readouterr().out
-    assert "finished units that are removed: 1" in out and "shard.filters.0.kind" in out
-    assert read_manifest(folder_of(mine)).counts["documents_in"] == 8
 
 
 @pytest.mark.parametrize(("wrong", "said"), [
@@ -263,12 +215,10 @@ def test_without_a_filter_that_failed_what_was_read_is_read_again(mine, capsys):
 def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, said):
     from launch.submit import main
     override = f"shard.filters=[{json.dumps(wrong)}]"
+    assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2
     assert run(mine, override) == 2
     error = capsys.readouterr().err
-    assert all(text in error for text in said), error
-    assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2
-    error = capsys.readouterr().err
-    assert all(text in error for text in said), error
+    assert all(error.count(text) >= 2 for text in said), error
     assert not (mine.parent / "runs/c").exists()
 
 

@@ -89,7 +89,7 @@ def test_masking_twice_masks_nothing_more(text):
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"kind": "length"}, "needs one of least_characters"),
+    ({"kind": "length"}, "needs one of least_characters"), ({"kind": "normalization"}, "needs one of form, line_ends"),
     ({"kind": "length", "least_words": 3, "most_words": 2}, "the least is more than the most"),
     ({"kind": "characters"}, "needs a share"),
     ({"kind": "characters", "most": {"digits": 1.5}}, "less than or equal to 1"),

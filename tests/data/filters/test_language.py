@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.section import identity
-from pipeline.data.documents import Document
 from pipeline.errors import UserError
-from tests.data.filters.test_kinds import made
+from tests.data.filters.test_kinds import made, outcome
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")
 
@@ -24,12 +23,7 @@ NONE = "0101 // {} []"
 def outcomes(**asked):
     own = made(kind="language", **asked)
     own.open()
-    found = []
-    for text in (ENGLISH, GERMAN, FRENCH, NONE):
-        before = Document(text, "s", "1", {})
-        answer = own(before)
-        found.append(None if answer is before else answer)
-    return own, found
+    return own, [outcome(own, text) for text in (ENGLISH, GERMAN, FRENCH, NONE)]
 
 
 def test_other_languages_and_doubtful_ones_are_dropped():
@@ -54,9 +48,8 @@ def test_labels_are_those_of_the_model():
 
 def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
     text, asked = f"{ENGLISH} {GERMAN * 20}", {"kind": "language", "path": str(TWO), "languages": ["en"]}
-    before = Document(text, "s", "1", {})
-    assert made(**asked, characters=len(ENGLISH))(before) is before
-    assert made(**asked)(before) == "of another language"
+    assert outcome(made(**asked, characters=len(ENGLISH)), text) is None
+    assert outcome(made(**asked), text) == "of another language"
 
 
 def test_what_is_no_model_is_told_of(tmp_path, monkeypatch):

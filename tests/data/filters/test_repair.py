@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from pydantic import ValidationError
 
 from pipeline.data.filters.base import unusable
 from pipeline.errors import UserError
@@ -41,8 +40,3 @@ def test_an_absent_library_is_told_with_the_line_that_installs_it_before_anythin
 def test_each_setting_changes_its_own_part(settings, text, after):
     assert changed("normalization", text, **settings) == after
     assert changed("normalization", after, **settings) == after  # once is enough
-
-
-def test_a_normalization_of_nothing_is_refused():
-    with pytest.raises(ValidationError, match="needs one of form, line_ends"):
-        made(kind="normalization")

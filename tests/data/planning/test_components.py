@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.recfunctions import unstructured_to_structured
 
 from pipeline.data.planning import components, spills
 from pipeline.data.planning.components import LABEL, Graph, components_payload, label_components, labels_path
@@ -21,17 +22,14 @@ from tests.data.planning.staged_corpora import firsts
 
 def write_edges(folder, payload, edges, seed=0):
     """Edges (n, 2) in the files of a payload, in any order."""
-    rng = np.random.default_rng(seed)
-    edges = np.array(edges, np.int64).reshape(-1, 2)
     names = [group_name(group) for group in range(len(payload["starts"]) - 1)]
     names += [band_name(band, partition) for band in range(payload["bands"])
               for partition in range(payload["partitions"])]
-    of = rng.integers(0, len(names), len(edges))
+    of = np.random.default_rng(seed).integers(0, len(names), len(edges))
+    rows = unstructured_to_structured(np.array(edges, np.int64).reshape(-1, 2), EDGE)
     for number, name in enumerate(names):
-        rows = np.empty(int((of == number).sum()), EDGE)
-        rows["first"], rows["other"] = edges[of == number].T
         edges_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-        rows.tofile(edges_path(folder, name))
+        rows[of == number].tofile(edges_path(folder, name))
 
 
 def payload_of(starts, stretch, keep="first", bands=1, partitions=1):

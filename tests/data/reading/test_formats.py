@@ -32,16 +32,6 @@ def test_each_format_gives_the_same_documents(tmp_path, kind, ending):
         assert [document.meta for document in documents] == [{"stars": 1}, {"stars": 2}, {"stars": None}]
 
 
-@pytest.mark.parametrize("ending", COMPRESS)
-def test_text_files_are_one_document_or_split(tmp_path, ending):
-    (tmp_path / f"f.txt{ending}").write_bytes(COMPRESS[ending](b"\xef\xbb\xbffirst\r\nline\n\nsecond\n"))
-    for separator, wanted in ((None, {"": "first\r\nline\n\nsecond\n"}), ("\n\n", {":1": "first\r\nline",
-                                                                                   ":2": "second\n"})):
-        documents, _ = read(files_source(tmp_path / "f.*", separator=separator))
-        assert {document.id: document.text for document in documents} == {
-            f"f.txt{ending}{place}": text for place, text in wanted.items()}
-
-
 @pytest.mark.parametrize(("content", "wanted"), [
     (json.dumps(RECORDS), RECORDS), (lines(RECORDS).decode(), RECORDS), (json.dumps(RECORDS[0]), RECORDS[:1]),
     (f"{json.dumps(RECORDS[:2])}\n{json.dumps(RECORDS[2:])} []\n", RECORDS),

@@ -5,8 +5,6 @@ import tracemalloc
 
 import pytest
 
-from pipeline.config.data import ShardConfig
-from pipeline.config.section import identity
 from tests.data.source_files import COMPRESS, files_source, read
 
 REASON = "longer than shard.max_document_mb (1 MB) allows"
@@ -65,8 +63,3 @@ def test_bytes_of_utf_8_count_and_not_characters(tmp_path):
     documents, rejections = read(tmp_path / "*", max_document_mb=1.0)
     assert [own.id for own in documents] == ["a.json:1", "a.json:2", "a.txt", "b.json:1"]
     assert [(own.file, own.reason) for own in rejections] == [("b.json", REASON), ("b.txt", REASON)]
-
-
-def test_runs_of_before_the_limit_keep_their_identity():
-    assert "max_document_mb" not in identity(ShardConfig())
-    assert identity(ShardConfig(max_document_mb=5.0))["max_document_mb"] == 5.0

@@ -4,23 +4,20 @@ alike."""
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
 from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.batch import IGNORED
 from pipeline.data.sampling.consumption import plan_lines, planned_by
-from pipeline.data.sampling.packing_plan import make
 from pipeline.errors import UserError
 from pipeline.training.data.opening import refuse_beyond
 from tests.data.sampling.phased import (
     DOCUMENTS,
-    by_three_ranks,
     contents,
     phased,
     plan_of,
@@ -50,20 +47,18 @@ def test_every_label_is_the_next_token_of_its_document(tmp_path_factory, documen
     table = write_numbered(folder, documents)
     data = packed(folder, table, phases)
     begins = {table.path(row): set(np.cumsum([1, *documents[row]]).tolist()) for row in range(len(table))}
-    predicted, read, parts, used_plans = {}, {}, {}, {}
+    seen = defaultdict(lambda: (set(), set(), set(), set()))
     located = data.order.locate(np.arange(data.order.end))
     for pool, epoch, plan, sequence in zip(*(part.tolist() for part in located), strict=True):
         shard, spans, tokens, labels = read_packed(data.bins(plan, pool), sequence)
-        key = shard.record["path"], epoch
-        read.setdefault(key, set()).update(tokens)
-        parts.setdefault(key, set()).update(span.start + 1 for span in spans)
-        used_plans.setdefault(key, set()).add(plan)
-        known = predicted.setdefault(key, set())
-        assert not begins[key[0]] & {*labels} and not known & {*labels}
-        known.update(labels)
-    for key, tokens in read.items():
-        lost = {token for token in tokens if token - 1 in tokens} - predicted.get(key, set()) - begins[key[0]]
-        assert lost <= parts[key] and (len(used_plans[key]) > 1 or not lost)
+        predicted, read, parts, plans_used = seen[shard.record["path"], epoch]
+        assert not (begins[shard.record["path"]] | predicted) & {*labels}
+        for known, new in ((predicted, labels), (read, tokens), (parts, [span.start + 1 for span in spans]),
+                           (plans_used, [plan])):
+            known.update(new)
+    for (path, _), (predicted, read, parts, plans_used) in seen.items():
+        lost = {token for token in read if token - 1 in read} - predicted - begins[path]
+        assert lost <= parts and (len(plans_used) > 1 or not lost)
 
 
 def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
@@ -75,27 +70,23 @@ def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
     assert carried[:2] == [dict.fromkeys(SOURCES, 0), {
         name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}]
     assert all(carried[2].values())
-    found = planned_by(order)
-    said = plan_lines(TrainConfig(packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64), found)
+    found, train = planned_by(order), {"packing": "best_fit", "phases": RAMP, "sequence_length": 16,
+                                       "batch_tokens": 64}
+    said = plan_lines(TrainConfig(**train), found)
     assert re.search(r"  of web the epoch has \d+ tokens left where the length changes: they come first, packed anew",
                      "\n".join(said))
     assert sum(text.startswith("  padding: ") for text in said) == 3
-    batch = data.batch(0, 10)
-    assert abs(found.padding[0] - sum(batch.padding)) < 40, "planned by the mean of the sequences"
-    assert batch.targets == int((batch.labels != IGNORED).sum())
+    assert abs(found.padding[0] - sum(data.batch(0, 10).padding)) < 40, "planned by the mean of the sequences"
     epochs, said = order.epochs(order.end), []
     assert sum(epochs[pool.name] * pool.tokens for pool in order.pools) == pytest.approx(
         560 - sum(order.padding(order.end)))
 
-    sources = [FilesSource(kind="files", name=name, paths=["x"]) for name in SOURCES]
-
-    def config(limit):
-        return Config(shard=ShardConfig(sources=sources), train=TrainConfig(
-            packing="best_fit", phases=RAMP, sequence_length=16, batch_tokens=64, max_epochs={"code": limit}))
+    def refuse(limit):
+        refuse_beyond(Config(train=TrainConfig(**train, max_epochs={"code": limit})), {}, data, said.append)
     with pytest.raises(UserError, match=rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes "):
-        refuse_beyond(config(epochs["code"] - 0.1), {}, data, said.append)
+        refuse(epochs["code"] - 0.1)
     assert said[0].startswith("phase 1: steps 1 to 5, 160 tokens") and said[1].startswith("  web: ")
-    refuse_beyond(config(epochs["code"] + 0.1), {}, data, said.append)
+    refuse(epochs["code"] + 0.1)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):
@@ -116,19 +107,6 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     assert len(said) == 7, "the second change of length comes after it, the first before"
     data.leave_out(Excluded())
     assert len(said) == 7, "what was planned is known"
-
-
-def test_ranks_plan_together_what_one_plans_alone(tmp_path):
-    def laid_out(group):
-        folder = tmp_path / ("alone" if group is None else "together")
-        planner = None if group is None else lambda planning: make(planning, group, [].append)
-        data = packed(folder, tables[folder.name], planner=planner)
-        data.leave_out(Excluded([(2, 4)]))
-        return [(packing.sha256.tobytes(), packing.numbers.tolist()) for packing in data.packings]
-    tables = {name: write_numbered(tmp_path / name, [*SOME, [9, 44], [1]]) for name in ("alone", "together")}
-    assert by_three_ranks(laid_out) == [laid_out(None)] * 3
-    made, alone = contents(tmp_path / "together/packing"), contents(tmp_path / "alone/packing")
-    assert made == alone and len(made) == 4 * (6 + 1)
 
 
 def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):

@@ -12,10 +12,10 @@ from pipeline.config.mixture import tokens_text
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.exclusion import Excluded
+from pipeline.data.exclusion import Excluded, sample_numbers
 from pipeline.data.sampling.consumption import consumed_by, excesses, plan_lines, planned, train_tokens, trained_on
 from pipeline.data.sampling.order import Pool, SampleOrder
-from pipeline.data.sampling.phases import ANEW, PART, PhasedOrder
+from pipeline.data.sampling.phases import PART, PhasedOrder
 from pipeline.errors import UserError
 from tests.data.sampling.phased import plan_of
 
@@ -62,17 +62,6 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
     assert all(before < after for before, after in pairwise(order._laid_out[1].tolist()))
 
 
-def test_a_length_that_does_not_divide_the_grain_reads_anew():
-    order = order_of([{"until": 3200}, {"until": 6080, "sequence_length": 24, "batch_tokens": 240},
-                      {"until": 12_000}], 8001, grain_tokens=16)
-    found = order.locate(np.arange(order.end))
-    own = found.length == 24
-    assert order.links[-1][:16] == "1170675bd88b5743", "or runs in progress are orphaned"
-    assert set(found.epoch[own]) == {2 * ANEW} and found.epoch[~own].max() <= 1
-    assert len(set(found.start[~own][:500].tolist())) == 500, "the others go on where they were"
-    assert order.epochs(order.end)["web"] == pytest.approx(sum(phase.tokens for phase in order.plan.phases) / 8001)
-
-
 def test_faults_name_the_thing():
     phases = [{"until": 640, "mixture": {"web": 1, "code": 0}}, {"until": 1280, "mixture": {"web": 1, "code": 1}}]
     with pytest.raises(UserError, match=r"train.phases\[1\] takes sequences from code \(16\): so few"):
@@ -113,40 +102,40 @@ def plan_for(config):
 
 
 @pytest.mark.parametrize("train", [
-    {"steps": 90, "mixture": {"web": 3, "code": 1, "books": 0}}, {"steps": 90},
+    {"steps": 90, "mixture": {"web": 3, "code": 1, "books": 0}},
     {"phases": [{"until": 6400}, {"until": 14_400, "sequence_length": 32, "mixture": {"web": 0, "code": 3,
                                                                                      "books": 1}}]}])
 def test_what_is_planned_is_what_the_order_gives(train):
     config = config_of(**train)
-    found, plan = plan_for(config), PhasePlan.of(config.train)
-    assert sum(sum(phase.values()) for phase in found.phases) == plan.tokens
-    if train == {"steps": 90}:
-        assert found.phases == ({"all sources": 14_400},)
-        return
-    pools = [Pool(*item) for item in train_tokens(config, COUNTS).items()]
-    order = PhasedOrder(pools, plan, config.seed) if "phases" in train else \
-        SampleOrder(pools, 16, config.seed, [3.0, 1.0, 0.0])
-    located = order.locate(np.arange(order.end if "phases" in train else 900))
-    lengths = located[3] if "phases" in train else np.full(900, 16)
-    assert [found.tokens(name) for name in NAMES] == np.bincount(located[0], lengths, 3).tolist()
+    found, pools = plan_for(config), [Pool(*item) for item in train_tokens(config, COUNTS).items()]
+    assert sum(sum(phase.values()) for phase in found.phases) == 14_400
+    if "phases" in train:
+        order = PhasedOrder(pools, PhasePlan.of(config.train), config.seed)
+        located = order.locate(np.arange(order.end))
+        pool, lengths = located.pool, located.length
+    else:
+        pool, lengths = SampleOrder(pools, 16, config.seed, [3.0, 1.0, 0.0]).locate(np.arange(900))[0], np.full(900, 16)
+    assert [found.tokens(name) for name in NAMES] == np.bincount(pool, lengths, 3).tolist()
+    assert plan_for(config_of(steps=90)).phases == ({"all sources": 14_400},)
 
 
 @given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), samples=st.integers(0, 900), mixed=st.booleans(),
        packed=st.booleans(), ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
 @settings(max_examples=30, deadline=None)
 def test_what_rollbacks_left_out_was_not_trained_on(tokens, samples, mixed, packed, ranges):
-    named = dict(zip(NAMES, tokens, strict=True)) if mixed else {"all": sum(tokens)}
-    pools = [Pool(name, count, count // 10 if packed else None) for name, count in named.items()]
-    order = SampleOrder(pools, 16, 3, [3.0, 1.0, 2.0] if mixed else None)
-    excluded = Excluded([(first, first + count) for first, count in ranges])
-    found, numbers, taken = trained_on(order, samples, excluded), np.arange(samples), consumed_by(order, samples)
-    out = np.isin(numbers, excluded.numbers(0, 0, samples), invert=True)
+    counts = dict(zip(NAMES, tokens, strict=True)) if mixed else {"all": sum(tokens)}
+    pools = [Pool(name, count, count // 10 if packed else None) for name, count in counts.items()]
+    order, excluded = SampleOrder(pools, 16, 3, [3.0, 1.0, 2.0] if mixed else None), Excluded(
+        [(first, first + count) for first, count in ranges])
+    found, taken, drawn = trained_on(order, samples, excluded), consumed_by(order, samples), order.locate(
+        np.arange(samples))[0]
+    out = drawn[sample_numbers(excluded.within(0, samples))]
     for number, pool in enumerate(pools):
-        mine, size = order.locate(numbers)[0] == number, int(order.counts[number])
-        assert found["epochs"][pool.name] == pytest.approx((mine & ~out).sum() / size)
-        for said, count in ((found.get("left_out", {}), (mine & out).sum()), (taken, mine.sum())):
-            assert said.get(pool.name, 0) == (round(count / size * pool.tokens) if packed else 16 * count)
-    assert ("left_out" in found) == bool(out.any())
+        size, count, left = int(order.counts[number]), (drawn == number).sum(), (out == number).sum()
+        assert found["epochs"][pool.name] == pytest.approx((count - left) / size)
+        for said, own in ((found.get("left_out", {}), left), (taken, count)):
+            assert said.get(pool.name, 0) == (round(own / size * pool.tokens) if packed else 16 * own)
+    assert ("left_out" in found) == bool(len(out))
 
 
 def test_limits_and_what_is_said():

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -23,73 +24,62 @@ def files(tmp_path):
     return tmp_path, lambda row: Expected(tmp_path / str(row), hashes[row], "is not what was committed", "Put it back")
 
 
-def checks(files, rank=0, world=1, later=()):
-    """Sample n is read from the row n."""
-    return ShardChecks(range(ROWS), files[1], np.unique, rank, world, later)
-
-
-def test_what_is_used_is_compared_once_over_all_ranks(files):
-    ranks = [checks(files, rank, 2, later=[4]) for rank in range(2)]
-    try:
-        for one in ranks:
-            one.use(1, 1, [(0, 2)])
-            one.use(2, 2, [(1, 4)])
-            assert one.wait(one.look_again(2), HANG_S) and one.damage is None
-            assert one.wait(None, HANG_S)
-        assert [one.checked for one in ranks] == [3, 2]  # rows 0, 2 and 4, the last of no step; rows 1 and 3
-        assert [one.seen for one in ranks] == [300, 200]
-    finally:
-        for one in ranks:
-            one.close()
+@pytest.fixture
+def checks(files):
+    """Makes checks, closed after the test. Sample n is read from the row n."""
+    with ExitStack() as stack:
+        yield lambda rank=0, world=1, later=(): stack.enter_context(closing(
+            ShardChecks(range(ROWS), files[1], np.unique, rank, world, later)))
     assert not [thread for thread in threading.enumerate() if thread.name == "shard-checks"]
 
 
-def test_damage_is_told_with_the_steps_that_read_it(files):
+def test_what_is_used_is_compared_once_over_all_ranks(checks):
+    ranks = [checks(rank, 2, [4]) for rank in range(2)]
+    for one in ranks:
+        one.use(1, 1, [(0, 2)])
+        one.use(2, 2, [(1, 4)])
+        assert one.wait(one.look_again(2), HANG_S) and one.damage is None and one.wait(None, HANG_S)
+    assert [one.checked for one in ranks] == [3, 2]  # rows 0, 2 and 4, the last of no step; rows 1 and 3
+    assert [one.seen for one in ranks] == [300, 200]
+
+
+def test_damage_is_told_with_the_steps_that_read_it(files, checks):
     (files[0] / "3").write_bytes(b"x" * 100)
-    one = checks(files)
-    try:
-        one.use(1, 5, [(0, 2)])
-        one.use(6, 6, [(2, 4)])
-        one.use(7, 7, [(3, 4)])
-        assert not one.wait(one.look_again(7), HANG_S)
-        assert one.damage.step == 6 and one.checked == 3
-        assert str(files[0] / "3") in one.damage.text and "sha256" in one.damage.text
-        assert "It was read by the steps 6" in one.damage.text
-    finally:
-        one.close()
+    one = checks()
+    one.use(1, 5, [(0, 2)])
+    one.use(6, 6, [(2, 4)])
+    one.use(7, 7, [(3, 4)])
+    assert not one.wait(one.look_again(7), HANG_S)
+    assert one.damage.step == 6 and one.checked == 3
+    for told in (str(files[0] / "3"), "sha256", "It was read by the steps 6"):
+        assert told in one.damage.text
 
 
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "time put back", "touched"])
-def test_a_shard_that_changes_after_it_was_compared(files, change):
-    path = files[0] / "1"
-    one = checks(files)
-    try:
-        one.use(1, 1, [(0, 3)])
-        assert one.wait(one.look_again(1), HANG_S)
-        one.use(2, 2, [(1, 2)])
-        stat = path.stat()
-        if change == "replaced":
-            (files[0] / "new").write_bytes(b"y" * 100)
-            (files[0] / "new").replace(path)
-        elif change != "touched":
-            path.write_bytes(b"y" * 100)
-        if change == "time put back":
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        elif change == "touched":
-            os.utime(path)
-        sound = one.wait(one.look_again(2), HANG_S)
-        assert sound == (change == "touched") and (one.damage is None) == sound and one.checked == 3
-        if not sound:
-            assert one.damage.step == 2 and "It was read by the steps 2" in one.damage.text
-    finally:
-        one.close()
+def test_a_shard_that_changes_after_it_was_compared(files, checks, change):
+    path, one = files[0] / "1", checks()
+    one.use(1, 1, [(0, 3)])
+    assert one.wait(one.look_again(1), HANG_S)
+    one.use(2, 2, [(1, 2)])
+    stat, sound = path.stat(), change == "touched"
+    if change == "replaced":
+        (files[0] / "new").write_bytes(b"y" * 100)
+        (files[0] / "new").replace(path)
+    elif not sound:
+        path.write_bytes(b"y" * 100)
+    if change == "time put back":
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif sound:
+        os.utime(path)
+    assert one.wait(one.look_again(2), HANG_S) == sound and (one.damage is None) == sound and one.checked == 3
+    assert sound or (one.damage.step == 2 and "It was read by the steps 2" in one.damage.text)
 
 
 def test_a_read_that_does_not_come_back_is_left_to_itself(files, monkeypatch):
     monkeypatch.setattr("pipeline.data.sampling.shard_checks.LEFT_AFTER_S", 0.2)
     (files[0] / "0").unlink()
     os.mkfifo(files[0] / "0")
-    one = checks(files)
+    one = ShardChecks(range(ROWS), files[1], np.unique, 0, 1, ())
     one.use(1, 1, [(0, 1)])
     assert not one.wait(one.look_again(1), 0.2)
     one.close()
