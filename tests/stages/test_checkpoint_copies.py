@@ -142,15 +142,13 @@ def test_a_wrong_secret_is_told_at_the_start(fresh, seaweed):
 @pytest.mark.slow
 def test_checkpoints_of_another_run_are_refused_by_name(copied):
     before = {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
-    other = resumed(copied, "name=other", expect=2).stderr
-    assert "holds the checkpoints of the run mini, not of other" in other
-    changed = resumed(copied, "train.lr=0.02", expect=2).stderr
-    assert "train.lr: 0.01 -> 0.02" in changed
-    run_stage("train", copied[0], *SETTINGS)
-    apart = resumed(copied, "train.steps=20", "--accept-drift", expect=2).stderr
-    assert "they began apart" in apart
-    forced = resumed(copied, "--force", expect=2).stderr
-    assert "--force leaves behind" in forced
+    for settings, told in ((["name=other"], "holds the checkpoints of the run mini, not of other"),
+                           (["train.lr=0.02"], "train.lr: 0.01 -> 0.02"),
+                           (["train.steps=20", "--accept-drift"], "they began apart"),
+                           (["--force"], "--force leaves behind")):
+        if "steps" in settings[0]:
+            run_stage("train", copied[0], *SETTINGS)
+        assert told in resumed(copied, *settings, expect=2).stderr
     assert {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()} == before
 
 

@@ -85,12 +85,8 @@ def test_of_a_model_that_does_not_fit_all_layers_are_compared(spread, capsys, ch
     counts, told = read_manifest(config.parent / "runs/mini/convert").counts, capsys.readouterr().out
     assert counts["layers_compared"] == 4 and counts["tensors_compared"] == 4 * 9 + 3
     assert counts["largest_logit_difference"] < 1e-5
-    for text in ("transformers computes it block by block (4 layers)",
-                 *(f"{counts[key]:.1e}" for key in ("transformers_logit_error", "training_logit_error",
-                                                    "single_precision_logit_error")),
-                 f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens",
-                 f"{max(counts['training_loss_error'], counts['transformers_loss_error']):.1e} nats"):
-        assert text in told
+    assert "transformers computes it block by block (4 layers)" in told
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens" in told
 
 
 def swapped(original):

@@ -103,26 +103,17 @@ def test_a_source(chain):
     assert whole == (sha256_file(text), digest(chain, "shard")) and not set(whole) & set(damaged)
 
 
-@pytest.mark.parametrize(("split", "at"), [("train", 3), ("heldout", 700), ("train", -1)],
-                         ids=["name of a member", "text", "padding"])
-def test_a_text_shard(chain, capsys, split, at):
-    """Wherever in it: not every byte is text."""
-    path, here = sorted((chain.parent / "runs/mini/shard" / split).glob("*.tar"))[1], reusing(chain, f"{split}-{at}")
-    with flipped(path, at):
-        refused(capsys, chain, "tokenizer", path, "--force", *here)
-    assert do(chain, "tokenizer", *here) == 0
-    assert digest(chain, "tokenizer", f"{split}-{at}") == digest(chain, "tokenizer")
-
-
-def test_what_encode_reads(chain, capsys):
-    """A text shard where it holds no text, and a file of the vocabulary's that it does not need."""
-    run, here = chain.parent / "runs/mini", reusing(chain, "encoded")
-    for path, at, force in ((min((run / "shard/train").glob("*.tar")), -1, ["--force"]),
-                            (run / "tokenizer/report.md", None, [])):
-        with flipped(path, at):
-            refused(capsys, chain, "encode", path, *force, *here)
-    assert do(chain, "encode", *here) == 0
-    assert digest(chain, "encode", "encoded") == digest(chain, "encode")
+@pytest.mark.parametrize(("stage", "reads"), [
+    ("tokenizer", [("shard/train/*.tar", 3), ("shard/heldout/*.tar", 700), ("shard/train/*.tar", -1)]),
+    ("encode", [("shard/train/*.tar", -1), ("tokenizer/report.md", None)])])
+def test_text_shards_and_a_vocabulary(chain, capsys, stage, reads):
+    """Wherever in it: the name of a member, text, padding, and a file of the vocabulary's that encode does not need."""
+    here = reusing(chain, f"{stage}-again")
+    for pattern, at in reads:
+        with flipped(min((chain.parent / "runs/mini").glob(pattern)), at) as path:
+            refused(capsys, chain, stage, path, "--force", *here)
+    assert do(chain, stage, *here) == 0
+    assert digest(chain, stage, f"{stage}-again") == digest(chain, stage)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
@@ -94,18 +93,6 @@ def assert_equal_to_the_bit(config, name="mini", to="whole"):
     found, expected = stored_tensors(config, name), stored_tensors(config, to)
     assert found.keys() == expected.keys() and any(tensor.startswith("exp_avg_sq.") for tensor in found)
     assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
-
-
-def assert_equal(config, name="mini", to="whole", within=1e-12):
-    """Losses, norms, counts, held-out figures and texts of two runs of 16 steps."""
-    whole = {record["step"]: record for record in curve(config, to)}
-    assert difference(lines(config, name), whole) < within
-    for record in curve(config, name):
-        expected = whole[record["step"]]
-        assert record["targets"] == expected["targets"] and ("heldout_bpb" in record) == (record["step"] % 4 == 0)
-        assert record.get("heldout_bpb", -1) == pytest.approx(expected.get("heldout_bpb", -1), rel=within)
-    assert len(curve(config, name)) == len(whole) == 16
-    assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
 
 
 def proven(config, name="mini"):
