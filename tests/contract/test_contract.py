@@ -88,6 +88,14 @@ def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
     assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
 
 
+def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):
+    def fail(work):
+        raise UserError("the cable is loose")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("pipeline.contract.entry.SILENCE_S", 0)
+    assert "shard stops here on rank 1: the cable is loose" in refusal("shard", body=fail)
+
+
 def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses_and_nothing_else(place, refusal):
     call(place, "shard", copy_corpus)
     reuse, through = f"reuse={place}/runs/a", f"reuse={place}/runs/b"

@@ -48,10 +48,9 @@ def plain(short_documents):
                             *settings, ranks=2)
             assert proven(short_documents, option)
             assert events(short_documents, "rollback", option) and events(short_documents, "skip", option)
-            phases = read_manifest(train_folder(short_documents, option)).counts.get("phases", ())
             if option == "phases":  # rolled back in the last step of each: no token is lost or comes twice
-                assert [sum(phase["left_out"].values()) for phase in phases] == [1024, 2048]
-                assert [sum(phase["tokens"].values()) for phase in phases] == [6144, 12288]
+                assert [(sum(phase["left_out"].values()), sum(phase["tokens"].values())) for phase in read_manifest(
+                    train_folder(short_documents, option)).counts["phases"]] == [(1024, 6144), (2048, 12288)]
             done[option] = short_documents.parent / "runs" / option
         return done[option]
     return train
@@ -90,11 +89,6 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     assert weights(run) == weights(plain(option)) != [] and proven(fresh)
     took = ending(run)
     assert took["hits"] > 0 if read == "shards" else took["ranges"] > 0 and not (tmp_path / "cache").exists()
-    if option != "phases":
-        ours, theirs = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bins")}
-                        for folder in (run / "train/packing", plain(option) / "train/packing"))
-        # A run whose folder was lost plans only what is left to read.
-        assert ours and (ours.items() <= theirs.items() if lost else ours == theirs)
 
 
 @pytest.mark.slow
@@ -140,6 +134,3 @@ def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_docum
     run_stage("train", fresh, *settings)
     run, whole = (train_folder(fresh, name) for name in ("mini", "whole"))
     assert metrics(run.parent) == metrics(whole.parent) and weights(run.parent) == weights(whole.parent)
-    ours, theirs = (sorted(path.read_bytes() for path in (folder / "packing").rglob("index.json"))
-                    for folder in (run, whole))
-    assert ours == theirs and len(theirs) == 3

@@ -47,10 +47,7 @@ def test_what_is_measured(small_run, evaluated):
         assert entry["baselines"]["gzip -9"] == pytest.approx(
             8 * len(gzip.compress(b"".join(texts), 9)) / entry["bytes"], abs=1e-6)
         assert entry["bits_per_byte"] == pytest.approx(entry["nats"] / math.log(2) / entry["bytes"], abs=1e-5)
-    for name in ("bytes", "nats"):
-        assert held["overall"][name] == pytest.approx(sum(entry[name] for entry in held["sources"].values()), abs=1e-5)
     assert results["tasks"]["words"]["items"] == 7
-    assert results["tasks"]["words"]["chance"] == pytest.approx(1 / 3, abs=1e-6)
     assert [entry["prompt"] for entry in results["continuations"]] == ["def ", "x"]
     assert "words" in (folder / "results.md").read_text()
 
@@ -82,8 +79,8 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
     assert stage_main("evaluate", evaluate, [*copied, f"evaluate.heldout_tokens={limit}",
                                              "evaluate.compressed_mb=0.0001"]) == 0
     told = capsys.readouterr().out
-    assert told_of(told, "held-out text") == told_of(told, "baselines") == "measured"
-    assert told_of(told, "task words") == told_of(told, "continuations") == "kept"
+    assert [told_of(told, part) for part in ("held-out text", "baselines", "task words", "continuations")] == [
+        "measured", "measured", "kept", "kept"]
     results = read_json(folder / "results.json")["heldout"]
     for source, entry in results["sources"].items():
         whole = evaluated[1]["heldout"]["sources"][source]
@@ -93,8 +90,6 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(small_run, evaluated, c
         assert entry["bytes"] == sum(map(len, chosen)) and limit <= entry["tokens"] < entry["of_tokens"]
         assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
         assert f"{source}: measured on {len(chosen):,} of {whole['documents']:,} held-out documents" in told
-    page = (folder / "results.md").read_text()
-    assert "Measured on " in page and f"of {results['overall']['of_tokens']:,} tokens)" in page
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])

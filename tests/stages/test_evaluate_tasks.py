@@ -53,8 +53,6 @@ def test_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
     assert told_of(told, "task two") == "measured"
     both = results()["tasks"]
     assert list(both) == ["two", "one"] and both["one"] == first["tasks"]["one"]
-    assert tasks("two", "one", stage="report", body=report) == 0
-    assert "| two |" in (tmp_path / "copy/report.md").read_text()
     assert tasks() == 0 and results() == {**first, "tasks": {}}
     capsys.readouterr()
     assert tasks("one") == 0 and results() == first
@@ -81,10 +79,8 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     parts = after["tasks"]["one"].pop("contamination")
     assert after == before, "nothing else changed"
     assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
-    clean, dirty, whole = (found["metrics"]["acc"]["value"] for found in (
-        parts["clean"], parts["dirty"], before["tasks"]["one"]))
-    assert (clean + dirty) / 2 == pytest.approx(whole, abs=1e-6)
-    assert "### Contamination" in (tmp_path / "copy/evaluate/results.md").read_text()
+    assert sum(parts[part]["metrics"]["acc"]["value"] for part in ("clean", "dirty")) / 2 == pytest.approx(
+        before["tasks"]["one"]["metrics"]["acc"]["value"], abs=1e-6)
 
 
 def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
@@ -94,7 +90,6 @@ def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
     assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
     assert "kept (held-out text, continuations, task one, task two)" in said.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
-    assert "Traceback" in (tmp_path / "copy/evaluate/lm_eval.log").read_text()
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
     for other, how in (("two", "kept"), ("broken", "measured")):
         assert tasks("one", other) == 0

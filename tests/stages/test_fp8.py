@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline.contract.manifest import read_manifest
+from pipeline.training.engines.fp8_watch import summary
 from tests.conftest import run_stage
 from tests.stages.training import curve, events, lines, proven, run_with_faults, train_folder
 from tools.parity import report
@@ -45,18 +46,13 @@ def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh, settings, sk
     run_stage("train", fresh, *often, ranks=2)
     run_stage("train", fresh, "name=seldom", *often, "train.fp8_watch_every=100", ranks=2)
     assert curve(fresh) == curve(fresh, "seldom")
-    assert [event["step"] for event in events(fresh, "fp8")] == [1, 5, 10, 12]
     assert [event["step"] for event in events(fresh, "fp8", "seldom")] == [1, 12]
     looked = [record for record in lines(fresh) if "fp8_input_amax" in record]
     assert [record["step"] for record in looked] == [1, 5, 10, 12]
     for event, record in zip(events(fresh, "fp8"), looked, strict=True):
         assert [name[-2:] for name in event["layers"]] == [
             name for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3") if name != skipped] * 2
-        assert all(name.startswith(("layers.0.", "layers.1.")) for name in event["layers"])
-        for factor in ("input", "weight", "gradient"):
-            amax, zeros = zip(*(figures[factor] for figures in event["layers"].values()), strict=True)
-            assert min(amax) > 0 and min(zeros) >= 0 and max(zeros) < 0.5
-            assert (record[f"fp8_{factor}_amax"], record[f"fp8_{factor}_zeros"]) == (max(amax), max(zeros))
+        assert summary(event["layers"]).items() <= record.items()
 
 
 def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):

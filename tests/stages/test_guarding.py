@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_json
 from tests.conftest import run_stage
 from tests.stages.training import (
     curve,
@@ -35,12 +34,9 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     assert counts["left_out"] == {"all": 2 * 16 * 64}
     tokens = read_manifest(encoded.parent / "runs/mini/encode").counts["splits"]["train"]["code"]["tokens"]
     assert counts["epochs"]["all"] == pytest.approx(50 * 16 / ((tokens - 1) // 64))
-    skipped = next(record for record in curve(fresh) if record["step"] == 7)
-    assert skipped["loss"] == skipped["grad_norm"] == "nan"
+    assert curve(fresh)[6]["loss"] == curve(fresh)[6]["grad_norm"] == "nan"
     skip, = events(fresh, "skip")
     assert skip["step"] == 7 and skip["samples"] == [[96, 112]] and skip["documents"][0]["key"]
-    left_out = [entry["samples"] for entry in read_json(train_folder(fresh) / "rollbacks.json")["rollbacks"]]
-    assert left_out[0] == [[22 * 16, 23 * 16]] and len(events(fresh, "rollback")) == 2
     assert "is a spike against a median of" in said and "Documents: code/" in said
     clean = train_folder(fresh, "clean")
     clean.mkdir(parents=True)
@@ -73,7 +69,6 @@ def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):
         run_with_faults(fresh, "nan:rank=1,step=5;spike:rank=0,step=9,factor=60", *settings, *more, ranks=2)
     ours, expected = ([record for record in lines(fresh, name) if record["step"] != 5] for name in ("mini", "torch"))
     assert [record["step"] for record in lines(fresh) if "skipped" in record] == [5, 9]
-    assert [lines(fresh, name)[4]["loss"] for name in ("mini", "torch")] == ["nan", "nan"]
     assert difference(ours, {record["step"]: record for record in expected}) < 1e-4
     assert proven(fresh)
 
@@ -86,9 +81,8 @@ def test_a_flipped_bit_in_a_copy_is_found_and_named(fresh):
     run_stage("train", fresh, "name=whole", *settings, ranks=3)
     result = run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3, expect=1)
     assert "bit 22 of element" in result.stdout
-    assert "Training stopped in step 8" in result.stderr and "since step 5" in result.stderr
-    assert "rank 1 on " in result.stderr and "differs from the other 2" in result.stderr
-    assert result.stderr.count("Training stopped") == 1
+    assert all(text in result.stderr for text in ("since step 5", "rank 1 on ", "differs from the other 2"))
+    assert result.stderr.count("Training stopped in step 8") == 1
     assert not list((train_folder(fresh) / "checkpoints").glob("step-*"))
     run_with_faults(fresh, "flip:rank=1,step=6", *settings, ranks=3)
     assert curve(fresh) == curve(fresh, "whole")

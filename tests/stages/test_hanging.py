@@ -33,10 +33,8 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_the_same_command_goes_on
     assert "train hangs on rank 1" in ended.stderr and "after step 5" in ended.stderr
     folder = hang_folder(train_folder(fresh), "local.0.0")
     records = read_hang(folder)
-    assert [record.step for record in records] == [5, 5, 5] and all(record.silent_s > 6 for record in records)
-    assert records[1].calls[-1].endswith("fault_injection.py hang") and not records[1].waits
-    assert records[0].waits and records[2].waits
-    assert "fault_injection.py" in (folder / "rank1.stacks").read_text()
+    assert [(record.step, bool(record.waits)) for record in records] == [(5, True), (5, False), (5, True)]
+    assert all(record.silent_s > 6 for record in records) and "fault_injection" in (folder / "rank1.stacks").read_text()
     assert all(b"all_reduce" in (folder / f"rank{rank}.flight.json").read_bytes() for rank in range(3))
     found = judge_hang(folder, 3)
     assert found.late == ((1, os.uname().nodename),)

