@@ -36,11 +36,8 @@ def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refu
     (copy / "train/checkpoints/step-00000008").rename(moved)
     again = run_stage("train", fresh, f"train.init_from={moved}", *short)
     assert "up to date" in again.stdout or "nothing to do" in again.stdout
-    for settings, told in (([f"train.init_from={copy}"], "init_from/COMPLETE.json"),  # now of step 4
-                           (["name=wide", f"train.init_from={moved}", "model.dim=64"], "dim is 64 here, 32 there"),
-                           (["name=none", "train.init_from=/nowhere"], "train.init_from: /nowhere is no folder")):
-        refused = run_stage("train", fresh, *short, *settings, expect=2).stderr
-        assert told in refused and "Traceback" not in refused
+    refused = run_stage("train", fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 4
+    assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
     assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
                    f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
     told = capsys.readouterr().err
