@@ -4,13 +4,31 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
+import subprocess
 
 import pytest
 
+from launch.submit import main as submit
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.state import read_state
 from pipeline.records.checkpoints import complete_checkpoints
-from tests.conftest import run_stage
-from tests.stages.training import curve, lines, run_with_faults, train_folder
+from tests.conftest import REPOSITORY, environment, run_stage, stage_command
+from tests.stages.training import (
+    curve,
+    difference,
+    events,
+    kill,
+    lines,
+    proven,
+    rank_process,
+    reusing,
+    run_with_faults,
+    start,
+    train_folder,
+)
+from tests.waiting import HANG_S, wait_for
 
 
 def checkpoints(config, name="mini"):
@@ -170,3 +188,96 @@ def test_torn_token_shards_and_ranks_that_do_not_fit_the_batch_are_refused(fresh
         assert shard.name in result.stderr and "Traceback" not in result.stderr
     finally:
         shard.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, encoded):
+    """The run whose weights are taken; it has done 8 steps."""
+    path = reusing(encoded, tmp_path_factory.mktemp("first"))
+    run_stage("train", path, "name=first", "train.precision=fp64", "train.steps=8")
+    return train_folder(path, "first").parent
+
+
+@pytest.mark.slow
+def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh, first):
+    settings = [f"train.init_from={first}", "train.precision=fp64", "model.context_length=256", "model.rope_theta=1e6",
+                "train.sequence_length=128"]
+    told = run_stage("train", fresh, "name=whole", *settings).stdout
+    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in told
+    run_with_faults(fresh, "kill:rank=0,step=7", *settings, "train.checkpoint.background=false", expect=-9)
+    run_stage("train", fresh, *settings)
+    whole = {record["step"]: record for record in curve(fresh, "whole")}
+    assert events(fresh, "resume") and difference(lines(fresh), whole) == 0.0 and proven(fresh)
+
+
+def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path, capsys):
+    copy, moved, short = tmp_path / "copy", tmp_path / "moved", ["train.steps=2", "train.warmup_steps=0"]
+    shutil.copytree(first, copy)
+    run_stage("train", fresh, f"train.init_from={copy}", *short)
+    (copy / "train/checkpoints/step-00000008").rename(moved)
+    again = run_stage("train", fresh, f"train.init_from={moved}", *short)
+    assert "up to date" in again.stdout or "nothing to do" in again.stdout
+    refused = run_stage("train", fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 4
+    assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
+    assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
+                   f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
+    told = capsys.readouterr().err
+    for text in ("layers is 3 here, 2 there", "qk_norm is True here, False there",
+                 "sliding_window is 8 here, None there"):
+        assert text in told
+    assert not train_folder(fresh, "before").parent.exists()
+
+
+LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",
+        "train.sample_every=100000"]
+
+
+def stopped(config):
+    """The step after which the only start was stopped; its checkpoint is the last thing that happened before."""
+    *_, saved, stop = [event for kind in ("checkpoint", "stop") for event in events(config, kind)]
+    assert saved["step"] == stop["step"] == lines(config)[-1]["step"]
+    assert (train_folder(config) / f"checkpoints/step-{stop['step']:08d}/COMPLETE.json").is_file()
+    return stop["step"]
+
+
+def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
+    settings = [*LONG, "train.batch_tokens=768"]
+    process = start(fresh, *settings, ranks=3)
+    try:
+        wait_for(lambda: lines(fresh), of=process)
+        os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
+        process.wait(HANG_S)
+    finally:
+        kill(process)
+    step, state = stopped(fresh), read_state(train_folder(fresh))
+    assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
+    told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
+    assert f"continuing after step {step}" in run_stage("train", fresh, *told, ranks=3).stdout
+    assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
+
+
+def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
+    said = run_stage("train", fresh, *LONG, "train.stop_after_minutes=0.001", expect=130).stdout
+    state = read_state(train_folder(fresh))
+    assert stopped(fresh) == 1 and "stopped after step 1 (train.stop_after_minutes=0.001); saved" in said
+    assert (state.step, state.again) == (1, True)
+
+
+def test_a_request_during_the_last_step_changes_nothing(fresh):
+    run_stage("train", fresh, "train.steps=1", "train.warmup_steps=0", "train.stop_after_minutes=0.001")
+    assert [event["event"] for event in events(fresh, "finish")] == ["finish"]
+
+
+@pytest.mark.slow
+def test_signals_that_came_blocked_wait_until_training_hears_them(fresh):
+    """As a launcher starts a rank: what comes while libraries are imported does not kill it, and is not lost."""
+    process = subprocess.Popen(
+        stage_command("train", fresh, *LONG), cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]))
+    try:
+        process.send_signal(signal.SIGUSR2)
+        said, _ = process.communicate(timeout=HANG_S)
+    finally:
+        kill(process)
+    assert process.returncode == 130 and "stopped after step 1 (SIGUSR2)" in said
+    assert stopped(fresh) == 1 and read_state(train_folder(fresh)).again
