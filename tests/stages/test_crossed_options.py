@@ -17,7 +17,7 @@ from pipeline.stores.store import Store
 from tests.conftest import run_stage
 from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import copy_run, events, proven, reusing, run_with_faults, train_folder
+from tests.stages.training import copy_run, events, proven, reusing, run_train, run_with_faults, train_folder
 from tools.copy_tokens import main as copy_tokens
 
 PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 0}},
@@ -106,13 +106,13 @@ def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
 def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents):
     """Where documents begin is read for the plan before the first step has anything compared."""
     settings, _ = OPTIONS["packed-phases"]
-    run_stage("train", fresh, "name=whole", *settings)
+    run_train(fresh, "name=whole", *settings)
     encode = short_documents.parent / "runs/mini/encode"
     [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
     with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
-        told = run_stage("train", fresh, *settings, expect=2).stderr
+        told = run_train(fresh, *settings, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
-    run_stage("train", fresh, *settings)
+    run_train(fresh, *settings)
     run, whole = (train_folder(fresh, name) for name in ("mini", "whole"))
     assert metrics(run.parent) == metrics(whole.parent) and weights(run.parent) == weights(whole.parent)
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_ends_training_by_name(fresh, seaweed, tmp_path):
     url = copied(fresh, seaweed)
 
     def refused(place, *told, **more):
-        said = run_stage("train", fresh, f"train.tokens_from={place}", f"train.cache.folder={tmp_path / 'cache'}",
+        said = run_train(fresh, f"train.tokens_from={place}", f"train.cache.folder={tmp_path / 'cache'}",
                          expect=2, **more).stderr
         assert all(text in said for text in told) and "wrong-secret" not in said
     refused(url, "refused", url, AWS_SECRET_ACCESS_KEY="wrong-secret")

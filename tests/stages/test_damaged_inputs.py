@@ -23,9 +23,8 @@ from pipeline.stores.store import Store
 from pipeline.tokenizer import make_tokenizer
 from pipeline.train import train
 from pipeline.training.data.token_check import COMPARED
-from tests.conftest import run_stage
 from tests.stages.small_run import TASK
-from tests.stages.training import copy_run, curve
+from tests.stages.training import copy_run, curve, run_train
 from tests.waiting import wait_for
 
 BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
@@ -188,7 +187,7 @@ def test_all_ranks_leave_together_with_one_sentence(trained):
     encode_folder = trained.parent / "runs/mini/encode"
     train_shards = [record["path"] for record in read_manifest(encode_folder).outputs if record["split"] == "train"]
     with flipped(encode_folder / train_shards[1]) as path:  # the first rank hashes every other one, from the first on
-        told = run_stage("train", trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
+        told = run_train(trained, *reusing(trained, "two"), "launch.processes=2", ranks=2, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told
     assert str(path) in read_state(trained.parent / "runs/two/train").reason
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from tests.conftest import run_stage
 from tests.stages.training import (
     curve,
     difference,
     events,
     lines,
     proven,
+    run_train,
     run_with_faults,
     texts,
     train_and_kill,
@@ -76,7 +76,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
                        after_step=min(done + chance.randrange(4), steps - 2))
         attempts.append(((ranks, parallel), {record["step"]: record for record in lines(fresh)[len(before):]}))
     for name in ("mini", "whole"):
-        run_stage("train", fresh, f"name={name}", *settings)
+        run_train(fresh, f"name={name}", *settings)
     assert proven(fresh)
     assert [event["parallel"]["engine"] for event in events(fresh, "start") + events(fresh, "resume")] == [
         *(parallel.get("engine", "fsdp2") for _, parallel in layouts), "fsdp2"]

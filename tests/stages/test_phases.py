@@ -9,7 +9,6 @@ from pipeline.contract.run import run_in
 from pipeline.reporting.consumption import consumption_tables
 from pipeline.reporting.course import training_section
 from pipeline.reporting.facts import Facts
-from tests.conftest import run_stage
 from tests.stages.training import (
     THREE_PHASES,
     curve,
@@ -18,6 +17,7 @@ from tests.stages.training import (
     lines,
     proven,
     reusing,
+    run_train,
     run_with_faults,
     train_and_kill,
     train_folder,
@@ -45,7 +45,7 @@ KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
 def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
     """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
     settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}
-    said = run_stage("train", phased, "name=whole", *settings).stdout
+    said = run_train(phased, "name=whole", *settings).stdout
     for ranks, after, layout in kills:
         train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
     if packing == "best_fit":
@@ -54,7 +54,7 @@ def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, ki
         plans = {path: path.stat().st_mtime_ns for path in (train / "packing").rglob("*.bins")}
         damaged = next(path for path in plans if path.parents[1].name == "128")
         damaged.write_bytes(damaged.read_bytes()[:-8])
-    again = run_stage("train", phased, *settings, ranks=2).stdout
+    again = run_train(phased, *settings, ranks=2).stdout
     assert proven(phased) and proven(phased, "whole")
     whole = {record["step"]: record for record in curve(phased, "whole")}
     assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(phased)} == set(whole)
@@ -116,9 +116,9 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
             ([first, {**second, "batch_tokens": 4096}, third], ["train.phases[1].batch_tokens: 2048 -> 4096"]),
             ([first, {**second, "until": "5k"}, third],
              ["train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done"])):
-        refused = run_stage("train", with_phases(phased, changed), expect=2).stderr
+        refused = run_train(with_phases(phased, changed), expect=2).stderr
         assert all(text in refused for text in ("cannot be planned anew", "step-0000000", *said)), refused
-    longer = run_stage("train", with_phases(phased, [first, {**second, "until": "16k"}, {
+    longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
         "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
         "warmup_steps": 1}])).stdout
     assert "plan changed: train.phases[1].until: 12.29k -> 16k" in longer
@@ -135,7 +135,7 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert (found.faults, found.steps, found.repeated, found.replanned) == ([], 14, 0, 1)
     assert "1 undone by changes of the plan" in found.lines()[0]
     config = yaml.safe_load(phased.read_text())
-    more = run_stage("train", with_phases(phased, [*config["train"]["phases"], {
+    more = run_train(with_phases(phased, [*config["train"]["phases"], {
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))
     assert "train.phases[3] was added" in more.stdout
     assert read_manifest(train_folder(phased)).counts["steps"] == 16 and proven(phased)
@@ -151,7 +151,7 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     run_with_faults(with_phases(phased, phases), "spike:rank=0,step=18,factor=60;kill:rank=0,step=19", *settings,
                     expect=-9)
     assert [record["samples"] for record in lines(phased) if record["step"] == 18] == [[544, 608]]
-    said = run_stage("train", with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
+    said = run_train(with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
                      *settings).stdout
     assert "plan changed: samples [544, 576), left out by the rollback from step 18, were of a phase" in said
     [change], counts = events(phased, "plan_changed"), read_manifest(train_folder(phased)).counts

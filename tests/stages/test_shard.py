@@ -235,7 +235,7 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
         *map(len, kept.values()), fates["rejected"])
 
 
-def test_names_of_any_bytes_go_through_the_stage(tmp_path, capsys):
+def test_names_of_any_bytes_go_through_the_stage(tmp_path):
     (tmp_path / "corpus").mkdir()
     for number in range(20):
         with open(os.fsencode(tmp_path) + b"/corpus/caf\xe9-%d.txt" % number, "wb") as file:
@@ -245,9 +245,6 @@ def test_names_of_any_bytes_go_through_the_stage(tmp_path, capsys):
     names = {f"caf\\xe9-{number}.txt" for number in range(20)}
     assert {record["name"] for record in read_manifest(folder_of(config)).files} == {f"t/{name}" for name in names}
     assert {document.id for split in ("train", "heldout") for document in documents(config, split)} == names
-    capsys.readouterr()
-    assert run(config) == 0
-    assert "up to date" in capsys.readouterr().out
     (tmp_path / "corpus" / os.fsdecode(b"caf\xe9-7.txt")).unlink()
     assert "t/caf\\xe9-7.txt is gone" in Run(load_config(config)).why("shard")
 

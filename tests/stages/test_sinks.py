@@ -7,8 +7,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.section import identity
 from pipeline.config.training import TrainConfig
 from pipeline.errors import UserError
-from tests.conftest import run_stage
-from tests.stages.training import curve, events, train_folder
+from tests.stages.training import curve, events, run_train, train_folder
 from tests.training.sinks.reading import (
     board_points,
     python_path,
@@ -53,13 +52,13 @@ class Told:
 @pytest.mark.slow
 def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tmp_path):
     (tmp_path / "my_sinks.py").write_text(OWN)
-    run = run_stage("train", fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
+    run = run_train(fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
                     cold=True, PYTHONPATH=python_path(tmp_path))
-    whole = run_stage("train", fresh, "name=whole", "train.log_to=[]", ranks=2)
+    whole = run_train(fresh, "name=whole", "train.log_to=[]", ranks=2)
     assert curve(fresh) == curve(fresh, "whole") and "switched off" not in whole.stdout
     assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
-    refused = run_stage("train", fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
+    refused = run_train(fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
     assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr
     assert (event["sink"], event["error"]) == ("my_sinks:Broken", "ConnectionError: nobody answers")
     told = (tmp_path / "runs/mini/told.txt").read_text().split("\n")
@@ -69,14 +68,14 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     assert not (fresh.parent / "runs/whole/tensorboard").exists()
 
 
-@pytest.mark.parametrize(("kind", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
-def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind, extra):
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind):
     from launch.submit import main
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     assert main(["--stage", "train", "--config", str(fresh), "--cluster", "local", f"train.log_to=[{kind}]"]) == 2
     error = capsys.readouterr().err
     assert f"train.log_to asks for {kind}, but the package {kind} is not installed here" in error
-    assert f"pip install --editable '.[{extra}]'" in error and not train_folder(fresh).exists()
+    assert f"pip install --editable '.[{kind}]'" in error and not train_folder(fresh).exists()
 
 
 def test_wrong_settings_are_named(tmp_path):

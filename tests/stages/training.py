@@ -161,6 +161,11 @@ def _lines_so_far(path):
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
+def run_train(config, *overrides, **options):
+    """A run of the stage to its end."""
+    return run_stage("train", config, *overrides, **options)
+
+
 def run_with_faults(config, faults, *overrides, ranks=1, expect=0):
     """A run of the stage to its end, with faults on purpose (pipeline/training/fault_injection.py)."""
-    return run_stage("train", config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)
+    return run_train(config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)
