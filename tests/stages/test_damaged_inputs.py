@@ -129,7 +129,6 @@ def test_a_token_shard_and_training_goes_on_as_if_nothing_had_been(trained, caps
     training waits."""
     path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     whole, store, name = manifest(trained), Store(f"file://{tmp_path}/store"), f"copied-{copied}"
-    assert whole.counts["token_shards_checked"] > len(list(path.parent.iterdir())) > 3
     here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
     checkpoints = trained.parent / "runs" / name / "train/checkpoints"
 

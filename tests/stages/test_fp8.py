@@ -60,10 +60,6 @@ def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):
     run_with_faults(fresh, "kill:rank=0,step=6", *steps, "train.precision=bf16", expect=-9)
     into = [*steps, "train.precision=fp8"]
     assert 'train.precision: "bf16" -> "fp8"' in run_train(fresh, *into, expect=2).stderr
-    for setting, told in (("train.fp8_skip=['nothing.*']", "has 'nothing.*', which fits no linear layer"),
-                          ("parallel.engine=deepspeed", "'fp8' needs parallel.engine 'fsdp2'")):
-        refused = run_train(fresh, *into, setting, "--accept-drift", expect=2).stderr
-        assert told in refused and "Traceback" not in refused
     faults = "kill:rank=0,step=6;kill:rank=0,step=10"
     said = run_with_faults(fresh, faults, *into, "--accept-drift", "parallel.tp=2", ranks=2, expect=1).stdout
     assert "fp8 as configured, bf16 before" in said

@@ -12,7 +12,6 @@ from pipeline.records.hangs import HUNG_STATUS, hang_folder, judge_hang, read_ha
 from tests.conftest import REPOSITORY, environment, stage_command
 from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder
 from tests.waiting import HANG_S
-from tools.audit import audit
 
 ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100", "train.guards.spike=rollback",
             "train.guards.spike_min_history=8"]
@@ -40,21 +39,6 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     shutil.copy(train_folder(fresh) / "rollbacks.json", clean)
     run_with_faults(fresh, nan, "name=clean", *ROLLBACK, ranks=2)
     assert curve(fresh) == curve(fresh, "clean") and proven(fresh, "clean")
-
-
-def test_too_many_bad_steps_in_a_row_stop_the_run_with_their_documents(fresh):
-    faults = ";".join(f"nan:rank=0,step={step}" for step in (6, 7, 8, 10))
-    result = run_with_faults(fresh, faults, "train.guards.max_skipped=2", expect=2)
-    paragraph = result.stderr.strip().splitlines()[-1]
-    for told in ("Training stopped at step 8: 3 updates in a row were skipped", "samples [112, 128)",
-                 "of the documents code/"):
-        assert told in paragraph
-    assert "Traceback" not in result.stderr and not read_manifest(train_folder(fresh))
-    run_with_faults(fresh, faults, "train.guards.max_skipped=2")  # from step 4; none of the three happens again
-    assert read_manifest(train_folder(fresh)).counts["skipped"] == 1
-    assert [record["loss"] for record in curve(fresh)].count("nan") == 1
-    assert "step 6 was done twice with different skipped: nonfinite and None" in str(
-        audit(train_folder(fresh).parent).faults)
 
 
 @pytest.mark.slow

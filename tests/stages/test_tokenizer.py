@@ -47,7 +47,6 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert len(manifest.outputs) == 6 and (folder / "train.log").stat().st_size > 0
     counts, report, page = manifest.counts, read_json(folder / "report.json"), (folder / "report.md").read_text()
     assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
-    assert counts["encode_mb_per_s"] > 0 and "MB/s" in told
     for source in ("code", "odd"):
         found = report["sources"][source]
         assert found["documents"] == shard["sources"][source]["heldout"] and f"| {source} |" in page
