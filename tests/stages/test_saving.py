@@ -101,19 +101,3 @@ def test_time_that_has_passed_saves_too(fresh):
     assert {5, 6} & set(saved) and saved[-1] == 12  # 5 where the steps before took so long already
     stalls = dict(board_points(train_folder(fresh).parent / "tensorboard", "checkpoint/stall_s"))
     assert stalls == pytest.approx({event["step"]: event["stall_s"] for event in events(fresh, "checkpoint")}, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_changed_settings_of_the_optimizer_take_effect_on_resume_and_are_logged(begun):
-    """Each alone changes what follows the first step, whose loss is of the checkpoint's weights."""
-    whole = [record["loss"] for record in curve(begun, "whole")]
-    for name, old, new in (("lr", 0.01, 0.004), ("beta1", 0.9, 0.5), ("beta2", 0.95, 0.8), ("weight_decay", 0.1, 40.0),
-                           ("clip_norm", 1.0, 0.01)):
-        shutil.copytree(train_folder(begun), train_folder(begun, name))
-        run_train(begun, f"name={name}", f"train.{name}={new}", "--accept-drift")
-        found = [record["loss"] for record in curve(begun, name)]
-        assert found[:9] == whole[:9] and all(abs(one - other) > 1e-9 for one, other in zip(
-            found[9:], whole[9:], strict=True))
-        resumed, = events(begun, "resume", name)
-        assert resumed["step"] == 8 and f"train.{name}: {old} -> {new}" in str(resumed["drift"])
-    assert curve(begun, "weight_decay")[9]["loss"] > curve(begun, "lr")[9]["loss"]

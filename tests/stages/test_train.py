@@ -86,6 +86,8 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
                     expect=-9)
     assert "fp64, as the run was begun" in run_train(begun, *changed, ranks=2).stdout
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
+    [resumed] = events(begun, "resume")[:1]
+    assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["drift"])
     assert [entry["differences"] for entry in read_manifest(train_folder(begun)).drift] == [
         ["seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']]
 
