@@ -4,7 +4,6 @@ The bodies here are tiny, so that the contract itself is tested; the stages' own
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,6 @@ from pipeline.contract.stage_work import git_state
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_of(place, capsys):

@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import yaml
@@ -28,13 +27,11 @@ from pipeline.contract.run import Run
 from pipeline.data.planning import components, runs
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.shard import shard
-from tests.conftest import run_stage
+from tests.conftest import REPOSITORY, run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import HANG_S
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def make_corpus(folder, files=6, rows=150, seed=1):

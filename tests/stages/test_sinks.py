@@ -85,7 +85,6 @@ def test_wrong_settings_are_named(tmp_path):
             ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind, did you mean 'wandb'?"),
             ("[tensorboard, {kind: wandb, projekt: x}]",
              "unknown key 'train.log_to.1.projekt'; did you mean 'project'?"),
-            ("[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
             ("[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
             ("tensorboard", "'train.log_to' is 'tensorboard' (str)")):
         with pytest.raises(UserError) as caught:

@@ -15,11 +15,10 @@ from pipeline.training.resume import _generator, changed_code, continued
 @pytest.mark.parametrize("code, now, told", [
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "3"}, ""),
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "4"}, "other code than is here now (mine)"),
-    ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)"),
-    (None, {"a.py": "1"}, "")])  # that does not say is taken as it is
+    ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)")])
 def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, told):
     (tmp_path / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": 4}, "files": [], **({"code": code} if code else {})}))
+        "format": 2, "progress": {"step": 4}, "files": [], "code": code}))
     found = changed_code(tmp_path, now)
     assert told in found and bool(told) == bool(found)
 
