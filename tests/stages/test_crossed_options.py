@@ -36,7 +36,7 @@ OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OP
 def short_documents(tmp_path_factory, two_sources):
     """Config of a run of its own with token shards from two sources, which may be damaged, and a copy of them."""
     config = copy_run(two_sources, tmp_path_factory.mktemp("crossed"), train={"mixture": {"code": 3, "more": 1}})
-    run_stage("encode", config, f"encode.copy_to=file://{config.parent}/store")
+    run_stage("encode", config, "--force", f"encode.copy_to=file://{config.parent}/store")
     return config
 
 
