@@ -7,6 +7,7 @@ import pytest
 from pipeline.files import read_lines
 from tests.conftest import environment, warm_server
 from tests.stages.test_shard import files_source, write_config
+from tests.stand_ins import call, never
 from tests.waiting import HANG_S, wait_for
 
 
@@ -52,6 +53,16 @@ def ended(process, status=0):
     said = "".join(process.communicate(HANG_S))
     assert process.returncode == status and "Traceback" not in said, said
     return said
+
+
+@pytest.fixture
+def refusal(place, capsys):
+    """Function: what a stage of the run in `place` says when it refuses to begin or to end."""
+    def refused(stage, *arguments, body=never):
+        capsys.readouterr()
+        assert call(place, stage, body, *arguments) == 2
+        return capsys.readouterr().err
+    return refused
 
 
 @pytest.fixture

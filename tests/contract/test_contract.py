@@ -4,7 +4,6 @@ The bodies here are tiny, so that the contract itself is tested; the stages' own
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,6 @@ from pipeline.contract.stage_work import git_state
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_of(place, capsys):
@@ -35,15 +32,14 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
     assert load_config(place / "runs/a/config.yaml").name == "a"
 
 
-def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_trace(place, capsys):
+def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_trace(place, refusal):
     """In every stage that follows, those that were made before included; and the report is made again."""
     assert call(place, "shard", copy_corpus) == call(place, "tokenizer", count_bytes) == 0
     report, other = place / "runs/a/report", "shard.heldout_share=0.5"
     report.mkdir()
     read_manifest(place / "runs/a/tokenizer").write(report)
     for stage in ("shard", "tokenizer"):
-        assert call(place, stage, never, other) == 2
-        assert "shard.heldout_share: 0.01 -> 0.5" in capsys.readouterr().err
+        assert "shard.heldout_share: 0.01 -> 0.5" in refusal(stage, other)
     assert call(place, "shard", never, other, "--accept-drift") == 0 and read_manifest(report) is None
     assert call(place, "shard", never, other) == call(place, "tokenizer", never, other) == 0  # once is enough
     assert call(place, "encode", count_bytes_again, other) == 0
@@ -52,34 +48,31 @@ def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_t
             {"stage": "shard", "differences": ["shard.heldout_share: 0.01 -> 0.5"]}]
 
 
-def test_a_rebuilt_stage_before_makes_the_next_one_stale_if_its_bytes_differ(place, capsys):
+def test_a_rebuilt_stage_before_makes_the_next_one_stale_if_its_bytes_differ(place, refusal):
     call(place, "shard", copy_corpus)
     call(place, "tokenizer", count_bytes)
     assert call(place, "shard", copy_corpus, "--force") == call(place, "tokenizer", never) == 0
     (place / "corpus.txt").write_text("other text\n")
     assert call(place, "shard", copy_corpus, "--force") == 0
-    assert call(place, "tokenizer", never) == 2
-    assert "outputs of the stage shard" in capsys.readouterr().err
+    assert "outputs of the stage shard" in refusal("tokenizer")
     assert call(place, "tokenizer", count_bytes, "--force") == 0
 
 
-def test_outputs_that_do_not_read_back_are_not_committed_and_a_damaged_manifest_is_named(place, capsys):
+def test_outputs_that_do_not_read_back_are_not_committed_and_a_damaged_manifest_is_named(place, refusal):
     def corrupt(work):
         path = work.folder / "text.txt"
         write_text(path, "right")
         record = output_record(work.folder, path)
         path.write_text("wrong")
         work.commit([record], {})
-    assert call(place, "shard", corrupt) == 2
-    assert "does not read back" in capsys.readouterr().err
+    assert "does not read back" in refusal("shard", body=corrupt)
     assert read_manifest(place / "runs/a/shard") is None
     (place / "runs/a/shard/manifest.json").write_text("{")
-    assert call(place, "shard", never) == 2
-    assert "manifest.json is damaged" in capsys.readouterr().err
+    assert "manifest.json is damaged" in refusal("shard")
     assert call(place, "shard", copy_corpus, "--force") == 0
 
 
-def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place, capsys):
+def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place):
     def refuse(work):
         write_text(work.folder / "left.txt", "half")
         raise UserError("the corpus is in Latin-1")
@@ -92,7 +85,15 @@ def test_a_stage_that_refused_its_input_is_made_once_that_is_corrected(place, ca
     assert call(place, "tokenizer", count_bytes, "tokenizer.vocab_size=1024") == 0
 
 
-def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses_and_nothing_else(place, capsys):
+def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):
+    def fail(work):
+        raise UserError("the cable is loose")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("pipeline.contract.entry.SILENCE_S", 0)
+    assert "shard stops here on rank 1: the cable is loose" in refusal("shard", body=fail)
+
+
+def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses_and_nothing_else(place, refusal):
     call(place, "shard", copy_corpus)
     reuse, through = f"reuse={place}/runs/a", f"reuse={place}/runs/b"
     assert call(place, "shard", never, "name=b", reuse) == call(place, "tokenizer", count_bytes, "name=b", reuse) == 0
@@ -104,23 +105,21 @@ def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses
                                      "shard.heldout_share: 0.01 -> 0.5"),
                                     ("shard", "name=b", f"reuse={place}/runs/nothing", "holds no run"),
                                     ("tokenizer", reuse, "this very run"), ("tokenizer", through, "this very run")):
-        assert call(place, stage, never, *arguments) == 2
-        assert told in capsys.readouterr().err
+        assert told in refusal(stage, *arguments)
 
 
-def test_a_stage_that_is_being_read_is_not_rebuilt(place, capsys):
+def test_a_stage_that_is_being_read_is_not_rebuilt(place, refusal):
     call(place, "shard", copy_corpus)
     reading = lock(place / "runs/a", "shard", shared=True)
     also = lock(place / "runs/a", "shard", shared=True)
-    assert call(place, "shard", never, "--force") == 2
-    assert "is in use by" in capsys.readouterr().err
+    assert "is in use by" in refusal("shard", "--force")
     assert call(place, "shard", never) == 0  # up to date needs no lock
     reading.close()
     also.close()
     assert call(place, "shard", copy_corpus, "--force") == 0
 
 
-def test_why_and_changed_code(place, monkeypatch):
+def test_why_and_changed_code(place):
     call(place, "shard", copy_corpus)
     run = Run(load_config(place / "c.yaml"))
     assert run.why("shard") == "shard: done"

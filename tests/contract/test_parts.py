@@ -1,6 +1,5 @@
 """Stages done in parts: several processes at once, as on several nodes, make what one makes, and nothing twice."""
 
-import errno
 import os
 import signal
 from collections import Counter
@@ -13,54 +12,10 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run, done_parts
 from pipeline.contract.state import read_state
-from pipeline.encode import encode
 from pipeline.files import read_json
 from pipeline.shard import shard
-from pipeline.tokenizer import make_tokenizer
 from tests.contract.conftest import ended
-from tests.stages.test_shard import corpus_config
 from tests.waiting import wait_for
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A config over two generated sources in twelve files, each a unit of shard, and many small shards."""
-    return corpus_config(tmp_path)
-
-
-def test_shards_and_tokens_made_in_parts_are_those_of_one_run(corpus, capsys, monkeypatch):
-    """Where a part was not done, the last call does it; on file systems without locks too."""
-    def do(name, stage, body, *parts):
-        for part in parts or ([],):
-            assert stage_main(stage, body, ["--config", str(corpus), "tokenizer.kind=byte", f"name={name}", *part]) == 0
-        return capsys.readouterr().out
-
-    def none(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-    bodies = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode}
-    for stage, body in bodies.items():
-        do("a", stage, body)
-    monkeypatch.setattr(locks.fcntl, "flock", none)
-    one, other = (corpus.parent / "runs" / name for name in "ab")
-    another = other / "shard/staging/web-00000.npy.other-node-1.tmp"  # of a part that started meanwhile
-    another.parent.mkdir(parents=True)
-    another.touch()
-    said = do("b", "shard", shard, ["--part", "0/3"], ["--part", "2/3"])
-    assert said.count("read: 4/4 units") == 2 and said.count("without locks") == 1 and another.exists()
-    assert read_manifest(other / "shard") is None and read_state(other / "shard") is None
-    assert len(list((other / "shard/units/read").rglob("*.json"))) == 8
-    assert "read: 12/12 units" in do("b", "shard", shard)
-    assert not (other / "shard/units/parts").exists() and not (other / "shard/staging").exists()
-    do("b", "tokenizer", make_tokenizer)
-    do("b", "encode", encode, *(["--part", f"{part}/3"] for part in range(3)))
-    units = {path: path.stat().st_mtime_ns for path in (other / "encode/units/encode").rglob("*.json")}
-    do("b", "encode", encode)
-    assert units == {path: path.stat().st_mtime_ns for path in units}, "the last call did units again"
-    assert "up to date" in do("b", "encode", encode, ["--part", "1/3"])
-    for stage in bodies:
-        ours, theirs = read_manifest(other / stage), read_manifest(one / stage)
-        assert ours.digest == theirs.digest and (ours.counts == theirs.counts or stage == "tokenizer")
-    assert len(units) == len(ours.outputs) > 6
 
 
 def test_parts_forced_together_start_afresh_once_and_one_that_comes_later_joins(twelve):
@@ -162,7 +117,7 @@ def test_parts_of_other_settings_are_not_done(twelve):
 
 @pytest.mark.parametrize(("stage", "arguments", "told"), [
     ("shard", ["--part", "2/2"], "--part 2/2 is not a part"), ("shard", ["--part=-1/2"], "--part -1/2 is not"),
-    ("shard", ["--part", "0/0"], "--part 0/0 is not"), ("shard", ["--part", "one"], "--part one is not"),
+    ("shard", ["--part", "one"], "--part one is not"),
     ("shard", ["--part", "0/2", "--force"], "--force-id"),
     ("tokenizer", ["--part", "0/2"], "cannot be done in parts; shard, encode can")])
 def test_what_is_no_part_is_refused(place, capsys, stage, arguments, told):

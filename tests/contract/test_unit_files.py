@@ -24,7 +24,6 @@ from tests.stages.test_shard import files_source, write_config
 
 LARGE = BLOCK_BYTES + 100
 """Bytes of the file that two units read."""
-SOURCES = "pipeline.data.sources:input_files"
 
 
 class Upper:
@@ -68,11 +67,6 @@ class Upper:
         return Run(load_config(self.place / "c.yaml")).state("upper")
 
 
-def stage(files=None, unit_files=SOURCES):
-    return Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",), files=files, unit_files=unit_files,
-                 own_module="x")
-
-
 @pytest.fixture
 def upper(tmp_path, monkeypatch):
     """The stage and its files; hashing before the units do is counted as `hashed`."""
@@ -81,7 +75,8 @@ def upper(tmp_path, monkeypatch):
         (tmp_path / "in" / f"{name}.txt").write_text(f"text of {name}\n")
     (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
     write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
-    monkeypatch.setitem(STAGES, "upper", stage())
+    monkeypatch.setitem(STAGES, "upper", Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",),
+                                               unit_files="pipeline.data.sources:input_files", own_module="x"))
     made, hashing = Upper(tmp_path), pipeline.contract.external_inputs.content_hash
     made.hashed = []
     monkeypatch.setattr(pipeline.contract.external_inputs, "content_hash",
@@ -126,21 +121,6 @@ def test_a_finished_stage_compares_files_in_the_form_they_were_hashed_in(upper, 
     assert upper() == 2 and "t/large.txt has other content" in capsys.readouterr().err
     (upper.place / "in").rename(upper.place / "gone")
     assert upper.state.kind == "done", "raw text may go"
-
-
-def test_stages_of_a_version_that_hashed_before_go_on_and_their_manifests_stay_valid(upper, monkeypatch):
-    with monkeypatch.context() as before:
-        before.setitem(STAGES, "upper", stage(SOURCES, None))
-        assert upper(body=lambda work: None) == 130
-    assert upper.state.kind == "partial"
-    assert upper() == 0 and len(read_manifest(upper.folder).files) == 4
-    with monkeypatch.context() as before:
-        before.setitem(STAGES, "upper", stage(SOURCES, None))
-        upper.hashed.clear()
-        assert upper("--force", body=lambda work: work.commit([], {})) == 0 and len(upper.hashed) == 4
-    assert upper.state.kind == "done" and len(upper.hashed) == 4
-    os.utime(upper.place / "in/large.txt", (1, 1))
-    assert upper.state.kind == "done" and upper.hashed[4:] == ["large.txt"]
 
 
 def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, capsys):

@@ -8,7 +8,7 @@ from pipeline.shard import shard
 from pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.small_run import copy_of, make_small_run
-from tests.stages.training import copy_run, reusing, run_with_faults
+from tests.stages.training import copy_run, reusing, run_train, run_with_faults
 
 
 def halves(corpus, **fields):
@@ -32,7 +32,7 @@ def two_sources(tmp_path_factory, corpus):
 def begun_once(tmp_path_factory, encoded):
     """Config of two runs of 16 steps: `whole` is done, `mini` was killed in step 11, checkpoints 4 and 8 are there."""
     config = reusing(encoded, tmp_path_factory.mktemp("begun"), train={"steps": 16, "precision": "fp64"})
-    run_stage("train", config, "name=whole")
+    run_train(config, "name=whole")
     run_with_faults(config, "kill:rank=0,step=11", "train.checkpoint.background=false", expect=-9)
     return config
 

@@ -1,5 +1,8 @@
 """Conversion: what transformers loads computes what was trained, in both export types, and nothing half counts."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,9 +12,18 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
 from pipeline.convert import PREFIX, convert
+from pipeline.copies.__main__ import main
+from pipeline.copies.checkpoints import COPY
+from pipeline.copies.export import copy_export
+from pipeline.errors import UserError
+from pipeline.files import read_json, sha256_file
 from pipeline.formats.sharded_tensors import CheckpointReader
+from pipeline.formats.weights import HuggingFaceWeights
+from pipeline.stores.store import Store, preflight
+from tests.conftest import run_stage
 from tests.stages.small_run import fake_training
-from tests.stages.training import reusing
+from tests.stages.test_damaged_inputs import flipped
+from tests.stages.training import reusing, run_train, run_with_faults, train_folder
 
 
 @pytest.fixture
@@ -60,7 +72,6 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, cha
     assert run_convert(config, "convert.max_shard_mb=0.05", f"convert.dtype={dtype}") == 0
     folder, out = config.parent / "runs/mini", config.parent / "runs/mini/convert/hf"
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert len(list(out.glob("*.safetensors"))) > 1
     ours, theirs = (logits(model, exported.config.vocab_size) for model in (training_model(folder), exported))
     assert ours.std() > 0.01 and (ours - theirs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
     counts = read_manifest(folder / "convert").counts
@@ -85,12 +96,8 @@ def test_of_a_model_that_does_not_fit_all_layers_are_compared(spread, capsys, ch
     counts, told = read_manifest(config.parent / "runs/mini/convert").counts, capsys.readouterr().out
     assert counts["layers_compared"] == 4 and counts["tensors_compared"] == 4 * 9 + 3
     assert counts["largest_logit_difference"] < 1e-5
-    for text in ("transformers computes it block by block (4 layers)",
-                 *(f"{counts[key]:.1e}" for key in ("transformers_logit_error", "training_logit_error",
-                                                    "single_precision_logit_error")),
-                 f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens",
-                 f"{max(counts['training_loss_error'], counts['transformers_loss_error']):.1e} nats"):
-        assert text in told
+    assert "transformers computes it block by block (4 layers)" in told
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens" in told
 
 
 def swapped(original):
@@ -103,17 +110,14 @@ def swapped(original):
     return stream
 
 
-@pytest.mark.parametrize("memory", [pytest.param(1, marks=pytest.mark.slow), 1e-6])
-def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys, memory):
+def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys):
     """A layout mistake must be found by the stage itself, also where transformers does not load the model."""
     import pipeline.formats.huggingface as huggingface
     config = spread()
     monkeypatch.setattr(huggingface, "stream_folder", swapped(huggingface.stream_folder))
-    assert run_convert(config, f"convert.check_memory_gb={memory}") == 2
+    assert run_convert(config, "convert.check_memory_gb=1e-6") == 2
     assert "layers.1.feed_forward.w1.weight in the exported model" in capsys.readouterr().err
     assert read_manifest(config.parent / "runs/mini/convert") is None
-    monkeypatch.undo()
-    assert run_convert(config) == 0
 
 
 def test_a_damaged_part_stops_the_stage(spread, capsys):
@@ -122,3 +126,141 @@ def test_a_damaged_part_stops_the_stage(spread, capsys):
     victim.write_bytes(victim.read_bytes()[:-4])
     assert run_convert(config) == 2
     assert victim.name in capsys.readouterr().err and read_manifest(config.parent / "runs/mini/convert") is None
+
+
+AVERAGE = ["convert.average=[5, 8, 12]", "train.checkpoint.keep=1"]
+
+
+def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(fresh):
+    """What is not there or damaged is refused by name."""
+    run_with_faults(fresh, "kill:rank=0,step=10", *AVERAGE, expect=-9)
+    run_train(fresh, *AVERAGE)
+    saved = sorted((train_folder(fresh) / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["step-00000005", "step-00000008", "step-00000012"]
+    said = run_stage("convert", fresh, "convert.average=[4, 12]", expect=2).stderr
+    assert "convert.average names step 4, of which there is no whole checkpoint" in said
+    assert "(there are those of 5, 8, 12)" in said
+    with flipped(saved[0] / "rank-00000.safetensors") as part:
+        assert f"{part} is not what training saved" in run_stage("convert", fresh, *AVERAGE, expect=2).stderr
+    said = run_stage("convert", fresh, *AVERAGE).stdout
+    assert "the mean of step-00000005, step-00000008, step-00000012: " in said
+    out = train_folder(fresh).parent / "convert"
+    assert read_manifest(out).counts["averaged"] == [path.name for path in saved]
+    with HuggingFaceWeights(out / "hf") as exported:
+        assert len(exported.shapes) > 10
+        for name, shape in exported.shapes.items():
+            parts = []
+            for path in saved:
+                with CheckpointReader(path) as reader:
+                    parts.append(reader.read(f"model.{name}").double())
+            assert not torch.equal(parts[0], parts[2])
+            mean = ((parts[0] + parts[1] + parts[2]) / 3).float()
+            assert torch.equal(exported.read(name, (0,) * len(shape), shape), mean), name
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory, encoded):
+    """Config of a miniature run with random weights whose stage convert is done."""
+    config = reusing(encoded, tmp_path_factory.mktemp("converted"))
+    fake_training(Run(load_config(config)))
+    assert run_convert(config, "convert.max_shard_mb=0.05") == 0
+    return config
+
+
+def copying(config, url):
+    return run_convert(config, "convert.max_shard_mb=0.05", f"convert.copy_to={url}")
+
+
+def state(config, url=None):
+    given = [f"convert.copy_to={url}"] if url else []
+    return Run(load_config(config, ["convert.max_shard_mb=0.05", *given])).state("convert")
+
+
+@pytest.mark.parametrize("of", ["seaweed", pytest.param("google", marks=pytest.mark.slow),
+                                pytest.param("azurite", marks=pytest.mark.slow)])
+def test_an_export_that_is_done_is_copied_later_without_being_made_again(converted, of, request, capsys, tmp_path):
+    url, folder = request.getfixturevalue(of).url_of("models/mini"), converted.parent / "runs/mini/convert"
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()}
+    assert state(converted).kind == "done" and state(converted, url).kind == "partial"
+    assert f"to be copied to {url}" in str(state(converted, url))
+    assert copying(converted, url) == 0
+    assert f"copied to {url}" in capsys.readouterr().out
+    assert state(converted, url).kind == "done" and read_json(folder / "STATE.json")["status"] == "done"
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()} == before
+    assert {entry.path for entry in Store(url).list()} == {*before, COPY}
+
+    assert copying(converted, url) == 0 and "up to date" in capsys.readouterr().out
+    (folder / "copied.json").unlink()
+    assert copying(converted, url) == 0 and "is this export already" in capsys.readouterr().out
+
+    fetched = tmp_path / "fetched"
+    (tmp_path / "fetched.tmp").mkdir()  # the user's
+    assert main([url, str(fetched)]) == 0 and (tmp_path / "fetched.tmp").is_dir()
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
+        name: content for name, (_, content) in before.items()}
+    assert main([url, str(fetched)]) == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_server, capsys, tmp_path):
+    url, fetched = moto_server.url_of("models/mini"), str(tmp_path / "fetched")
+    moto_server.fail("refuse", 1000, method="PUT", path=r"config\.json")
+    assert copying(converted, url) == 2 and "AccessDenied" not in capsys.readouterr().out
+    assert state(converted, url).kind == "partial"
+    assert read_json(converted.parent / "runs/mini/convert/STATE.json")["status"] == "failed"
+    assert main([url, fetched]) == 2 and "is not finished" in capsys.readouterr().err
+    moto_server.server.faults.clear()
+    assert copying(converted, url) == 0
+    Store(url).put("model.safetensors.index.json", b"{}")
+    assert main([url, fetched]) == 2
+    assert "model.safetensors.index.json has 2 bytes instead of" in capsys.readouterr().err
+    assert not (tmp_path / "fetched").exists()
+
+
+def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, monkeypatch):
+    """What is to go is named until it is gone; what is somebody else's stays."""
+    store = Store(f"file://{tmp_path}/store")
+    assert copying(converted, store.url) == 0
+    content = json.loads(store.read(COPY))
+    old = [*content["files"], {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}]
+    for name in ("model-00099.safetensors", "README.md", "other/model.safetensors"):
+        store.put(name, b"x")
+    store.put(COPY, json.dumps({**content, "files": old}).encode())
+    (converted.parent / "runs/mini/convert/copied.json").unlink()
+
+    def away(store, paths):
+        raise UserError("the store is away.")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", away)
+        assert copying(converted, store.url) == 2
+    between = json.loads(store.read(COPY))
+    assert not between["whole"] and between["files"] == old
+    assert copying(converted, store.url) == 0 and json.loads(store.read(COPY)) == content
+    assert store.head("model-00099.safetensors") is None
+    assert store.read("README.md") == store.read("other/model.safetensors") == b"x"
+
+
+def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_path, monkeypatch):
+    store = Store(f"file://{tmp_path}/store")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", lambda store, paths: None)
+        with pytest.raises(UserError, match="is there still"):
+            preflight(store)
+    (tmp_path / "convert/hf").mkdir(parents=True)
+    (tmp_path / "convert/hf/config.json").write_bytes(b"{}")
+    record = {"path": "hf/config.json", "bytes": 2, "sha256": sha256_file(tmp_path / "convert/hf/config.json")}
+    manifest = SimpleNamespace(outputs=[record], digest="a")
+    copy_export(store.url, "mini", tmp_path / "convert", manifest, lambda text: None)
+    assert store.read("config.json") == b"{}" and json.loads(store.read(COPY))["whole"]
+
+
+def test_what_is_not_this_run_s_is_not_written_over(converted, tmp_path, capsys):
+    url = f"file://{tmp_path}/store"
+    store = Store(url)
+    store.put("precious", b"x")
+    assert copying(converted, url) == 2 and "holds precious" in capsys.readouterr().err
+    store.put(COPY, b'{"format": 1, "run": "other", "whole": true, "files": []}')
+    assert copying(converted, url) == 2 and "of the run other, not of mini" in capsys.readouterr().err
+    store.put(COPY, b"torn")
+    assert copying(converted, url) == 2 and "not one that Drover put there" in capsys.readouterr().err
+    assert main([f"file://{tmp_path}/nothing", str(tmp_path / "fetched")]) == 2
+    assert "holds no copy" in capsys.readouterr().err and store.read("precious") == b"x"

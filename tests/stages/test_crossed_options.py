@@ -4,16 +4,20 @@ what one option promises holds beside the others, and the run equals the plain o
 import shutil
 
 import pytest
+import yaml
 
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import read_manifest
 from pipeline.copies.claim import LOCK
 from pipeline.data.shard_table import ShardTable
 from pipeline.data.stored.opening import used
+from pipeline.files import read_lines
+from pipeline.records.metrics import read_metrics
+from pipeline.stores.store import Store
 from tests.conftest import run_stage
+from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import copy_run, events, proven, reusing, run_with_faults, train_folder
-from tests.training.test_tokens_from import ending, metrics, weights
+from tests.stages.training import copy_run, events, proven, reusing, run_train, run_with_faults, train_folder
 from tools.copy_tokens import main as copy_tokens
 
 PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 0}},
@@ -32,7 +36,7 @@ OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OP
 def short_documents(tmp_path_factory, two_sources):
     """Config of a run of its own with token shards from two sources, which may be damaged, and a copy of them."""
     config = copy_run(two_sources, tmp_path_factory.mktemp("crossed"), train={"mixture": {"code": 3, "more": 1}})
-    assert copy_tokens(["--run", str(config.parent / "runs/mini"), "--to", f"file://{config.parent}/store"]) == 0
+    run_stage("encode", config, "--force", f"encode.copy_to=file://{config.parent}/store")
     return config
 
 
@@ -48,10 +52,9 @@ def plain(short_documents):
                             *settings, ranks=2)
             assert proven(short_documents, option)
             assert events(short_documents, "rollback", option) and events(short_documents, "skip", option)
-            phases = read_manifest(train_folder(short_documents, option)).counts.get("phases", ())
             if option == "phases":  # rolled back in the last step of each: no token is lost or comes twice
-                assert [sum(phase["left_out"].values()) for phase in phases] == [1024, 2048]
-                assert [sum(phase["tokens"].values()) for phase in phases] == [6144, 12288]
+                assert [(sum(phase["left_out"].values()), sum(phase["tokens"].values())) for phase in read_manifest(
+                    train_folder(short_documents, option)).counts["phases"]] == [(1024, 6144), (2048, 12288)]
             done[option] = short_documents.parent / "runs" / option
         return done[option]
     return train
@@ -63,57 +66,29 @@ def fresh(tmp_path, short_documents):
     return reusing(short_documents, tmp_path)
 
 
-def lose(config, copies):
-    """Lose the train folder, long enough ago that nobody waits any more for whoever copied from it."""
-    shutil.rmtree(train_folder(config))
-    (copies / LOCK).unlink(missing_ok=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("option", "read", "lost"), [
     ("phases", "shards", True), ("packed-phases", "shards", True), ("packing", "parts", True),
     ("packed-phases", "parts", False)])
-def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, option,
-                                                                   read, lost):
+def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, seaweed,
+                                                                   option, read, lost):
     """Killed on the way, its folder lost or not, and with rollbacks that have the reading ahead begin anew."""
     settings, faults = OPTIONS[option]
+    url, run = seaweed.url_of("checkpoints"), fresh.parent / "runs/mini"
     settings = [*settings, f"train.tokens_from=file://{short_documents.parent}/store", f"train.cache.read={read}",
                 f"train.cache.folder={tmp_path}/cache", "train.checkpoint.background=false",
-                f"train.checkpoint.copy_to=file://{tmp_path}/copies"]
+                f"train.checkpoint.copy_to={url}"]
     run_with_faults(fresh, f"{faults};kill:rank=1,step=11", *settings, ranks=2, expect=1)
     if lost:  # what happened after the last copy happens again
-        lose(fresh, tmp_path / "copies")
+        shutil.rmtree(run / "train")
+        Store(url).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
     said = run_with_faults(fresh, faults, *settings, ranks=2)
     assert "Traceback" not in said.stderr and ("fetching step-000000" in said.stdout) == lost
-    run = fresh.parent / "runs/mini"
+    assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*.json*"))
     assert metrics(run) == metrics(plain(option))
     assert weights(run) == weights(plain(option)) != [] and proven(fresh)
     took = ending(run)
     assert took["hits"] > 0 if read == "shards" else took["ranges"] > 0 and not (tmp_path / "cache").exists()
-    if option != "phases":
-        ours, theirs = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bins")}
-                        for folder in (run / "train/packing", plain(option) / "train/packing"))
-        # A run whose folder was lost plans only what is left to read.
-        assert ours and (ours.items() <= theirs.items() if lost else ours == theirs)
-
-
-@pytest.mark.slow
-def test_phases_to_come_may_change_where_the_folder_is_lost_too(fresh, tmp_path):
-    first, second = PHASES
-    copying = ["train.steps=null", "train.packing=best_fit", f"train.checkpoint.copy_to=file://{tmp_path}/copies"]
-    changed = f"train.phases={[first, {**second, 'until': 24576}]}"
-    run_stage("train", fresh, f"train.phases={PHASES}", *copying)
-    run_stage("train", fresh, "name=whole", *copying[:2], changed)
-    lose(fresh, tmp_path / "copies")
-    refused = [f"train.phases={[{**first, 'until': '5k'}, second]}"]
-    for settings, told in ((refused, "cannot be planned anew"), ([changed, "train.lr=0.1"], "train.lr: 0.01 -> 0.1")):
-        assert told in run_stage("train", fresh, *settings, *copying, expect=2).stderr
-        lose(fresh, tmp_path / "copies")
-    assert "plan changed: " in run_stage("train", fresh, changed, *copying).stdout
-    run, whole = fresh.parent / "runs/mini", fresh.parent / "runs/whole"
-    found = metrics(run)
-    assert [line.pop("plan_changes", 0) for line in found] == [0] * 12 + [1] * 3
-    assert found == metrics(whole) and weights(run) == weights(whole) and proven(fresh)
 
 
 def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
@@ -131,15 +106,59 @@ def test_what_a_later_phase_trains_on_counts_as_used(fresh, short_documents):
 def test_a_packing_that_was_planned_of_damage_is_planned_anew(fresh, short_documents):
     """Where documents begin is read for the plan before the first step has anything compared."""
     settings, _ = OPTIONS["packed-phases"]
-    run_stage("train", fresh, "name=whole", *settings)
+    run_train(fresh, "name=whole", *settings)
     encode = short_documents.parent / "runs/mini/encode"
     [record, *_] = [record for record in read_manifest(encode).outputs if record["path"].startswith("train/code")]
     with flipped(encode / record["path"], record["offsets_offset"] + 8 * (record["docs"] // 2)) as path:
-        told = run_stage("train", fresh, *settings, expect=2).stderr
+        told = run_train(fresh, *settings, expect=2).stderr
     assert told.count("stops here") == 1 and str(path) in told and "was read by" in told
-    run_stage("train", fresh, *settings)
+    run_train(fresh, *settings)
     run, whole = (train_folder(fresh, name) for name in ("mini", "whole"))
     assert metrics(run.parent) == metrics(whole.parent) and weights(run.parent) == weights(whole.parent)
-    ours, theirs = (sorted(path.read_bytes() for path in (folder / "packing").rglob("index.json"))
-                    for folder in (run, whole))
-    assert ours == theirs and len(theirs) == 3
+
+
+TIMES = {"tokens_per_s", "step_s", "data_wait_s", "memory_mb", "time", "train_s", "goodput", "look_s", "mfu",
+         "shards_checked"}
+
+
+def copied(config, bucket):
+    """The URL of the run's shards in the bucket."""
+    reused = yaml.safe_load(config.read_text())["reuse"]
+    assert copy_tokens(["--run", reused, "--to", bucket.url_of("tokens"), "--compare"]) == 0
+    return bucket.url_of("tokens")
+
+
+def metrics(run):
+    """What a run measured, but for times, how far the comparing was, and what only reading from a store has."""
+    lines = read_metrics(run / "train/metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMES and not name.startswith("store_")}
+            for line in lines]
+
+
+def weights(run):
+    """Files of the last checkpoint and their hashes."""
+    manifest = read_manifest(run / "train")
+    return sorted((record["path"], record["sha256"]) for record in manifest.outputs
+                  if record["path"].startswith(manifest.counts["checkpoint"])
+                  and record["path"].endswith(".safetensors"))
+
+
+def ending(run):
+    """What the last start's reading took."""
+    return [event["store"] for event in read_lines(run / "train/events.jsonl") if "store" in event][-1]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_ends_training_by_name(fresh, seaweed, tmp_path):
+    url = copied(fresh, seaweed)
+
+    def refused(place, *told, **more):
+        said = run_train(fresh, f"train.tokens_from={place}", f"train.cache.folder={tmp_path / 'cache'}",
+                         expect=2, **more).stderr
+        assert all(text in said for text in told) and "wrong-secret" not in said
+    refused(url, "refused", url, AWS_SECRET_ACCESS_KEY="wrong-secret")
+    refused(f"{url}-not", f"{url}-not (train.tokens_from) holds no finished copy")
+    store = Store(url)
+    path = next(entry.path for entry in store.list() if entry.path.startswith("train/"))
+    store.put(path, bytes(len(store.read(path))))
+    refused(url, f"{url}/{path} is not what the stage encode committed", ranks=2)

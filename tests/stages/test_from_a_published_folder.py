@@ -104,8 +104,6 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
     folder, said = config.parent / "runs/mini", told["train"].stdout
     assert "rope_scaling" not in said, "what the folder says is kept where nothing else is asked for"
     assert "context_length 256 -> 512; rope_theta 500000.0 -> 1000000.0" in said and "new rows" not in said
-    assert "around each document: <|begin_of_text|> (" in told["tokenizer"].stdout
-    assert "<|eot_id|> (" in told["tokenizer"].stdout
     assert where(["--run", str(folder), "--step", "1"]) == 0
     samples = [map(int, numbers) for numbers in re.findall(
         r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
@@ -132,7 +130,5 @@ def test_everything_that_it_came_with_goes_out_again(further, source):
     assert shape.rope_parameters == {**SCALING, "rope_theta": 1e6} and shape.tie_word_embeddings
     assert shape.max_position_embeddings == 512 and shape.vocab_size == theirs.vocab_size + len(NAMES)
     assert shape.eos_token_id == after["eos_token_id"] and shape.pad_token_id == after["pad_token_id"]
-    assert all(record["heldout_bpb"]["code"] > 0 for record in curve(config))
-    assert "longer than" not in "".join(result.stderr for result in told.values())
     report = (config.parent / "runs/mini/report.md").read_text()
     assert f"started from the weights in {source} and trained on" in report

@@ -1,7 +1,5 @@
 """The stage report on a made-up run; tests/test_faults.py has it on a real one."""
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.config.loading import save_config
@@ -30,22 +28,15 @@ def test_both_forms_are_written_committed_and_copied(made, capsys):
         assert inner.read_bytes() == (run.folder / record["path"]).read_bytes()
     told = capsys.readouterr().out
     assert "9 % less than gzip -9" in told
-    assert Path(told.rpartition("open ")[2].strip()) == (run.folder / "report.html").absolute()
-    assert stage_main("report", report, arguments) == 0
-    assert "up to date" in capsys.readouterr().out
+    assert told.endswith(f"open {(run.folder / 'report.html').absolute()}\n")
 
 
-def test_new_results_make_it_stale_a_torn_line_is_left_out_and_a_damaged_log_is_named(made, capsys):
+def test_new_results_are_shown_a_torn_line_is_left_out_and_a_damaged_log_is_named(made, capsys):
     run, arguments = made
     with open(run.own_folder("train") / "metrics.jsonl", "a") as file:
         file.write('{"step": 601, "lo')
     assert stage_main("report", report, [*arguments, "report.title=Nights & <Weekends>"]) == 0
     assert "<h1>Nights &amp; &lt;Weekends&gt;</h1>" in (run.folder / "report.html").read_text()
-    manifest = read_manifest(run.own_folder("evaluate"))
-    manifest.outputs = [{"path": "results.json", "bytes": 1, "sha256": "new"}]
-    manifest.write(run.own_folder("evaluate"))
-    assert stage_main("report", report, arguments) == 2
-    assert "outputs of the stage evaluate" in capsys.readouterr().err
     changed = results()
     changed["heldout"]["overall"]["bits_per_byte"] = 1.2345
     write_json(run.own_folder("evaluate") / "results.json", changed)

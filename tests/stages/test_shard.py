@@ -2,29 +2,36 @@
 
 import gzip
 import hashlib
+import itertools
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
-import webdataset
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
+from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run
+from pipeline.data.planning import components, runs
 from pipeline.data.text_shards import read_shard, shard_records
 from pipeline.shard import shard
+from tests.conftest import REPOSITORY, run_stage
+from tests.cut_off import cut_off_stage
+from tests.data.planning.test_near_duplicates import planted
+from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import HANG_S
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def make_corpus(folder, files=6, rows=150, seed=1):
@@ -105,16 +112,11 @@ def test_counts_and_shards(once):
     counts = manifest.counts
     assert counts["documents_in"] == 1800 and counts["dropped"]["duplicate"] > 20 and counts["dropped"]["empty"] > 20
     assert f"1,800 documents in = {counts['train']:,} train + {counts['heldout']} held out" in out
-    train, heldout = documents(config, "train"), documents(config, "heldout")
-    assert (len(train), len(heldout)) == (counts["train"], counts["heldout"])
-    assert counts["text_bytes"]["train"] == sum(len(document.text.encode()) for document in train)
-    assert abs(len(heldout) - 0.1 * len(train + heldout)) < 50
+    assert counts["text_bytes"]["train"] == sum(len(document.text.encode()) for document in documents(config, "train"))
+    assert abs(counts["heldout"] - 0.1 * (counts["train"] + counts["heldout"])) < 50
     records = shard_records(manifest, "train", "web")
-    assert len(records) > 5 and [record["path"] for record in records][:2] == [
-        "train/web-00000.tar", "train/web-00001.tar"]
+    assert len(records) > 5 and records[1]["path"] == "train/web-00001.tar"
     assert all(record["text_bytes"] < 2 * 0.04e6 for record in records)
-    tars = [str(path) for path in sorted(folder_of(config).glob("train/*.tar"))]
-    assert sum(1 for _ in webdataset.WebDataset(tars, shardshuffle=False, empty_check=False)) == counts["train"]
 
 
 def share(text):
@@ -162,12 +164,10 @@ def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
     assert read_manifest(folder_of(config)) is None
     assert run(config, "shard.max_rejected_share=1") == 0
     rejected = [json.loads(line) for line in (folder_of(config) / "rejected.jsonl").read_text().splitlines()]
-    assert [(entry["source"], entry["file"], entry["record"]) for entry in rejected[:2]] == [
-        ("s", "f.jsonl", 11), ("s", "f.jsonl", 51)]
+    assert [(entry["file"], entry["record"]) for entry in rejected[:2]] == [("f.jsonl", 11), ("f.jsonl", 51)]
     counts = read_manifest(folder_of(config)).counts["sources"]
-    assert (counts["s"]["documents_in"], counts["s"]["rejected"], counts["s"]["train"] + counts["s"]["heldout"]) == (
-        100, 2, 98)
-    assert counts["t"]["rejected"] == len(rejected) - 2 == 1 and counts["t"]["train"] > 100
+    assert (counts["s"]["rejected"], counts["t"]["rejected"], len(rejected)) == (2, 1, 3)
+    assert counts["t"]["train"] > 100
 
 
 def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
@@ -235,3 +235,92 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
     assert counts["dropped"] == {"duplicate": fates["duplicate"], "empty": fates["empty"]}
     assert (counts["train"], counts["heldout"], counts["rejected"]) == (
         *map(len, kept.values()), fates["rejected"])
+
+
+def test_names_of_any_bytes_go_through_the_stage(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for number in range(20):
+        with open(os.fsencode(tmp_path) + b"/corpus/caf\xe9-%d.txt" % number, "wb") as file:
+            file.write(b"text number %d" % number)
+    config = write_config(tmp_path, [files_source("t", tmp_path / "corpus/**")], heldout_share=0.3)
+    assert run(config) == 0
+    names = {f"caf\\xe9-{number}.txt" for number in range(20)}
+    assert {record["name"] for record in read_manifest(folder_of(config)).files} == {f"t/{name}" for name in names}
+    assert {document.id for split in ("train", "heldout") for document in documents(config, split)} == names
+    (tmp_path / "corpus" / os.fsdecode(b"caf\xe9-7.txt")).unlink()
+    assert "t/caf\\xe9-7.txt is gone" in Run(load_config(config)).why("shard")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for source, units in planted(families=90).items():
+        (tmp_path / source).mkdir()
+        for number, texts in enumerate(units):
+            (tmp_path / source / f"{number}.txt").write_text("|".join(texts))
+    sources = [files_source(f"s{source}", tmp_path / f"s{source}" / "*.txt", separator="|") for source in range(3)]
+    return write_config(tmp_path, sources, shard_mb=0.03, heldout_share=0.2, near_duplicates={"verify": 0.5},
+                        keep_duplicate="last")
+
+
+def kept(config, name):
+    return [row for path in sorted((folder_of(config, name) / "duplicates").glob("*.parquet"))
+            for row in parquet.read_table(path).to_pylist()]
+
+
+def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus, capsys, monkeypatch):
+    """And groups and partitions of any size decide the same."""
+    with monkeypatch.context() as small:
+        small.setattr(runs, "GROUP_UNITS", 2)
+        small.setattr(runs, "PARTITION_ROWS", 200)
+        small.setattr(components, "STRETCH", 50)
+        assert run(corpus, "name=small") == 0
+    capsys.readouterr()
+    assert run(corpus) == 0
+    assert hashes(folder_of(corpus, "small")) == hashes(folder_of(corpus))
+    assert kept(corpus, "small") == kept(corpus, "a")
+    counts = read_manifest(folder_of(corpus)).counts
+    dropped = counts["dropped"]
+    assert counts["documents_in"] == counts["train"] + counts["heldout"] + sum(dropped.values())
+    assert min(dropped["duplicate"], dropped["near_duplicate"]) > 10
+    assert f"{dropped['duplicate']} duplicate, {dropped['near_duplicate']} near_duplicate" in capsys.readouterr().out
+    stay = {(document.source, document.id) for split in ("train", "heldout") for document in documents(corpus, split)}
+    rows = kept(corpus, "a")
+    assert len(rows) == dropped["duplicate"] + dropped["near_duplicate"]
+    assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay for row in rows)
+    assert run(corpus, "shard.near_duplicates.bands=9") == 2
+    assert "shard.near_duplicates.bands: absent -> 9" in capsys.readouterr().err
+
+
+def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corpus):
+    assert run(corpus, "shard.near_duplicates=null", "shard.keep_dropped=true", "shard.filters=[{kind: masking}]") == 0
+    rows = kept(corpus, "a")
+    assert len(rows) == read_manifest(folder_of(corpus)).counts["dropped"]["duplicate"] > 10
+    assert {row["kind"] for row in rows} == {"duplicate"}
+    assert run(corpus, "shard.near_duplicates=null", "name=b") == 0
+    assert not (folder_of(corpus, "b") / "duplicates").exists()
+
+
+def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, monkeypatch):
+    assert run(corpus, "shard.drop_duplicates=false") == 2
+    assert "shard.near_duplicates drops documents that are nearly equal, but" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    assert run(corpus) == 2
+    assert "shard.near_duplicates needs the package rensa. Install it with `pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", [pytest.param(2.0, marks=pytest.mark.slow), pytest.param(1.1, marks=pytest.mark.soak)])
+def test_killed_all_over_its_passes_it_ends_with_the_same_bytes(tmp_path, base):
+    """Before a change of files whose number is a power of the base: first it is killed often where it begins, then far
+    on its way. Each start goes on from what the killed one before it left. A worker that dies ends the stage too."""
+    write_dirty(tmp_path, size=2)
+    config = write_config(tmp_path, **every_pass(tmp_path))
+    run_stage("shard", config)
+    ends = []
+    for number in itertools.takewhile(lambda _: 0 not in ends, itertools.count()):
+        ends.append(cut_off_stage("shard", int(base ** number), "--config", str(config), "name=killed",
+                                  f"launch.processes={1 + number % 3}")[0])
+    assert len(ends) > 6 and {0, -signal.SIGKILL} <= set(ends) <= {0, 2, -signal.SIGKILL}
+    one, other = (read_manifest(folder_of(config, name)) for name in ("a", "killed"))
+    assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
+    killed = folder_of(config, "killed")
+    assert not (killed / "staging").exists() and not list(killed.parent.rglob("*.tmp"))

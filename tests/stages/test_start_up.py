@@ -3,6 +3,7 @@
 import itertools
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError
 from pipeline.training.data.opening import SHOWN, refuse_cut_shards
 from pipeline.training.rank_agreement import Member, RankAgreement, with_code
-from tests.conftest import run_stage
+from tests.stages.training import run_train
 
 WATCHING = '''
 import os, sys
@@ -50,7 +51,7 @@ def touched(folder, rank):
 def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encoded):
     plugin = tmp_path / "watching_files.py"
     plugin.write_text(WATCHING)
-    run_stage("train", fresh, f"plugins=[{plugin}]", "train.steps=4", "train.batch_tokens=1536", ranks=3,
+    run_train(fresh, f"plugins=[{plugin}]", "train.steps=4", "train.batch_tokens=1536", ranks=3,
               WATCH_FOLDER=str(tmp_path), LOCAL_WORLD_SIZE="3")
     shards = {f"encode/{record['path']}" for record in read_manifest(encoded.parent / "runs/mini/encode").outputs}
     first, *others = (touched(tmp_path, rank) for rank in range(3))
@@ -155,25 +156,18 @@ def test_the_first_rank_of_a_node_hashes_the_code_for_those_in_the_same_folder()
     assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in problem(here[0], ("n0", "", "/b"))
 
 
-class Alone:
-    """As many ranks as there are parts, of which this one hears the others' answers."""
-
-    def __init__(self, rank, parts):
-        self.rank, self.world, self._parts = rank, len(parts), parts
-
-    def gather(self, value):
-        return [*self._parts[:self.rank], value, *self._parts[self.rank + 1:]]
-
-
 def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
-    manifest = read_manifest(encoded.parent / "runs/mini/encode")
-    table = ShardTable.of(manifest.outputs)
+    encode = encoded.parent / "runs/mini/encode"
+    table = ShardTable.of(read_manifest(encode).outputs)
+
+    def refuse(folder, *others, world=1):
+        refuse_cut_shards(folder, table, SimpleNamespace(
+            rank=0, world=world + len(others), gather=lambda found: [found, *others]))
     with pytest.raises(UserError, match=rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again") as told:
-        refuse_cut_shards(tmp_path, table, Alone(0, [[]] * len(table)))
+        refuse(tmp_path, world=len(table))
     assert "\n" not in str(told.value)
     with pytest.raises(UserError, match=f"{len(table):,} of {len(table):,} token shards are damaged"):
-        refuse_cut_shards(tmp_path, table, Alone(0, [[]]))
-    others = [[f"shard {number} is cut" for number in range(SHOWN + 2)]]
+        refuse(tmp_path)
     with pytest.raises(UserError, match=rf"^{SHOWN + 2} of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$"):
-        refuse_cut_shards(encoded.parent / "runs/mini/encode", table, Alone(0, [[], *others]))
-    refuse_cut_shards(encoded.parent / "runs/mini/encode", table, Alone(0, [[]]))
+        refuse(encode, [f"shard {number} is cut" for number in range(SHOWN + 2)])
+    refuse(encode)

@@ -4,14 +4,33 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 
 import pytest
 
+from launch.submit import main as submit
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.state import PROGRESS, Progress, read_state
+from pipeline.files import read_json
 from pipeline.records.checkpoints import complete_checkpoints
-from tests.conftest import REPOSITORY, environment, run_stage, stage_command
-from tests.stages.training import curve, lines, run_with_faults, train_folder
+from tests.conftest import REPOSITORY, environment, stage_command
+from tests.stages.training import (
+    curve,
+    difference,
+    events,
+    kill,
+    lines,
+    proven,
+    rank_process,
+    reusing,
+    run_train,
+    run_with_faults,
+    start,
+    train_folder,
+)
+from tests.waiting import HANG_S, wait_for
 
 
 def checkpoints(config, name="mini"):
@@ -20,23 +39,22 @@ def checkpoints(config, name="mini"):
 
 def test_a_run_trains_and_says_so(fresh):
     """Under torch's own agent; and what is logged, measured and saved on the way changes no loss."""
-    run_stage("train", fresh, ranks=2, cold=True)
+    run_train(fresh, ranks=2, cold=True)
     metrics, folder = lines(fresh), train_folder(fresh)
     assert [record["step"] for record in metrics] == list(range(1, 13))
     assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]
     assert [record["samples"] for record in metrics] == [[16 * step, 16 * step + 16] for step in range(12)]
-    for key in ("lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_s", "step_s", "memory_mb"):
+    for key in ("tokens_per_s", "data_wait_s", "step_s", "memory_mb"):
         assert all(isinstance(record[key], (int, float)) for record in metrics)
     assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
     assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
     assert [record["event"] for record in lines(fresh, log="events")] == ["start", *["checkpoint"] * 3, "finish"]
-    assert sorted(path.name for path in checkpoints(fresh).iterdir()) == ["step-00000008", "step-00000012"]
-    assert list((folder.parent / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(list(checkpoints(fresh).iterdir())) == 2
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
-    assert run_stage("train", fresh, ranks=2).stdout.count("up to date") == 1
-    run_stage("train", fresh, "name=quiet", "train.heldout_every=1000", "train.sample_every=1000",
+    assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
+    run_train(fresh, "name=quiet", "train.heldout_every=1000", "train.sample_every=1000",
               "train.checkpoint.every_steps=1000", "train.loader_threads=3", ranks=2)
     assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
 
@@ -55,7 +73,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
         os.truncate(victim, 20)
     else:
         victim.unlink()
-    result = run_stage("train", begun)
+    result = run_train(begun)
     assert f"checkpoint {newest.name}" in result.stdout and "continuing after step 4 " in result.stdout
     assert newest.with_name(f"{newest.name}.damaged").is_dir() == (damage != "marker")
     assert curve(begun) == curve(begun, "whole")
@@ -64,11 +82,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
 def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_that_outlives_kills(begun):
     """It must not depend on the attempt that happens to finish; and the arithmetic stays what the run was begun in."""
     changed = ["train.lr=0.02", "seed=5", "train.precision=auto"]  # another order: the plan in the checkpoint differs
-    assert "train.lr: 0.01 -> 0.02" in run_stage("train", begun, *changed, expect=2).stderr
+    assert "train.lr: 0.01 -> 0.02" in run_train(begun, *changed, expect=2).stderr
     run_with_faults(begun, "kill:rank=0,step=13", *changed, "--accept-drift", "train.checkpoint.background=false",
                     expect=-9)
-    assert "fp64, as the run was begun" in run_stage("train", begun, *changed, ranks=2).stdout
+    assert "fp64, as the run was begun" in run_train(begun, *changed, ranks=2).stdout
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
+    [resumed] = events(begun, "resume")[:1]
+    assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["drift"])
     assert [entry["differences"] for entry in read_manifest(train_folder(begun)).drift] == [
         ["seed: 0 -> 5", "train.lr: 0.01 -> 0.02", 'train.precision: "fp64" -> "auto"']]
 
@@ -82,32 +102,30 @@ def test_what_a_begun_run_cannot_become_is_refused(begun):
             (["train.optimizer=muon", "--accept-drift"], ["does not hold momentum.layers.0.attention.wq.weight, nor "]),
             (["train.packing=best_fit"], ["train.packing"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-drift"])):
-        said = run_stage("train", begun, *settings, expect=2).stderr
+        said = run_train(begun, *settings, expect=2).stderr
         assert all(text in said for text in told) and "Traceback" not in said, said
-    run_stage("train", begun, "--accept-drift")  # the other one was asked for meanwhile
+    run_train(begun, "--accept-drift")  # the other one was asked for meanwhile
     assert curve(begun) == curve(begun, "whole")
 
 
 def test_a_begun_run_extends_its_context_by_name_with_its_moments(begun):
     longer = ["model.context_length=256", "model.rope_theta=1e6", "train.sequence_length=128", "--accept-drift"]
-    assert "continuing after step 8 " in run_stage("train", begun, *longer).stdout
+    assert "continuing after step 8 " in run_train(begun, *longer).stdout
     assert set(read_manifest(train_folder(begun)).drift[0]["differences"]) == {
         "model.context_length: 128 -> 256", "model.rope_theta: 500000.0 -> 1000000.0",
         "train.sequence_length: 64 -> 128"}
     longer_loss, short_loss = (curve(begun, name)[8]["loss"] for name in ("mini", "whole"))
     assert longer_loss != pytest.approx(short_loss, rel=1e-6) and longer_loss == pytest.approx(short_loss, rel=0.2)
-    marker = json.loads((checkpoints(begun) / "step-00000016/COMPLETE.json").read_text())
-    assert marker["config"]["model"]["context_length"] == 256 and marker["progress"]["precision"] == "fp64"
 
 
 def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
     victim, loss = checkpoints(begun, "whole") / "step-00000016/rank-00000.safetensors", curve(begun, "whole")
 
     def said(*settings):
-        return run_stage("train", begun, "name=whole", *settings).stdout
+        return run_train(begun, "name=whole", *settings).stdout
     victim.unlink()
     told = said()
-    assert "making it again" in told and "is damaged" in told and victim.is_file() and curve(begun, "whole") == loss
+    assert "making it again" in told and "is damaged" in told and curve(begun, "whole") == loss
     assert "continuing after step 16" in said("train.steps=20", "--accept-drift")
     assert [record["step"] for record in curve(begun, "whole")] == list(range(1, 21))
     manifest = read_manifest(train_folder(begun, "whole"))
@@ -126,7 +144,7 @@ def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(begun):
         run_with_faults(begun, "kill:rank=0,step=7;kill:rank=0,step=10", *settings, expect=-9)
         assert complete_checkpoints(train_folder(begun)) == left
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
-    run_stage("train", begun, *settings)
+    run_train(begun, *settings)
     assert [path.name for path in complete_checkpoints(train_folder(begun))] == ["step-00000016"]
     assert curve(begun) == curve(begun, "whole")
 
@@ -136,28 +154,15 @@ def test_a_kill_between_checkpoint_and_log_loses_no_line(begun):
     A line that the kill has torn is cut off."""
     path = train_folder(begun) / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines(begun) if line["step"] < 8) + '{"step": 6, "lo')
-    assert "cut 15 bytes" in run_stage("train", begun).stdout
+    assert "cut 15 bytes" in run_train(begun).stdout
     assert curve(begun) == curve(begun, "whole")
 
 
-@pytest.mark.slow
-def test_what_only_one_rank_knows_is_heard(fresh):
-    """An error that befalls rank 1 alone: its sentence reaches the terminal."""
-    code = ("import os, sys\nfrom pipeline.contract.entry import stage_main\nfrom pipeline.errors import UserError\n"
-            "def body(work):\n    from pipeline.parallel.ranks import start_ranks\n    ranks = start_ranks()\n"
-            "    if ranks.rank == 1:\n        raise UserError('the cable of rank 1 is loose')\n    ranks.barrier()\n"
-            "sys.exit(stage_main('train', body))\n")
-    (fresh.parent / "script.py").write_text(code)
-    *agent, _, _, flag, config = stage_command("train", fresh, ranks=2)
-    result = subprocess.run([*agent, str(fresh.parent / "script.py"), flag, config], cwd=REPOSITORY, env=environment(),
-                            capture_output=True, text=True, check=False)
-    assert result.returncode != 0 and "train stops here on rank 1: the cable of rank 1 is loose" in result.stderr
-
-
 def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
-    result = run_stage("train", fresh, "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=1e30", expect=2)
+    result = run_train(fresh, "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=1e30", expect=2)
     assert re.search(r"stopped at step 10: 9 updates in a row.*loss (nan|inf)", result.stderr)
-    assert "samples [" in result.stderr and "no sample texts after step 6" in result.stdout
+    assert "samples [" in result.stderr and "of the documents code/" in result.stderr
+    assert "no sample texts after step 6" in result.stdout
     assert "NaN" not in (train_folder(fresh) / "metrics.jsonl").read_text()  # no word of JSON's
     assert "Traceback" not in result.stderr
 
@@ -165,26 +170,122 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
 def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(begun):
     """The file size limit of the process stands in for the disk: writing beyond it fails like a full one. And where
     every checkpoint is damaged, training does not start again in silence."""
-    result = run_stage("train", begun, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
+    result = run_train(begun, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
     assert "full" in result.stderr, result.stdout + result.stderr
     assert [path.name for path in complete_checkpoints(train_folder(begun))] == ["step-00000004", "step-00000008"]
     for file in checkpoints(begun).glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
-        assert "Every finished checkpoint" in run_stage("train", begun, expect=2).stderr
-    run_stage("train", begun, "--force")
+        assert "Every finished checkpoint" in run_train(begun, expect=2).stderr
+    run_train(begun, "--force")
     assert curve(begun) == curve(begun, "whole")
 
 
 def test_torn_token_shards_and_ranks_that_do_not_fit_the_batch_are_refused(fresh, encoded):
-    result = run_stage("train", fresh, ranks=3, expect=2)
+    result = run_train(fresh, ranks=3, expect=2)
     assert "16 sequences" in result.stderr and "not divisible by 3 data-parallel ranks" in result.stderr
     assert result.stderr.count("stops here") == 1
     shard = next((encoded.parent / "runs/mini/encode/train").glob("*.arrow"))
     content = shard.read_bytes()
     try:
         os.truncate(shard, len(content) // 2)
-        result = run_stage("train", fresh, expect=2)
+        result = run_train(fresh, expect=2)
         assert shard.name in result.stderr and "Traceback" not in result.stderr
     finally:
         shard.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, encoded):
+    """The run whose weights are taken; it has done 8 steps."""
+    path = reusing(encoded, tmp_path_factory.mktemp("first"))
+    run_train(path, "name=first", "train.precision=fp64", "train.steps=8")
+    return train_folder(path, "first").parent
+
+
+@pytest.mark.slow
+def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh, first):
+    settings = [f"train.init_from={first}", "train.precision=fp64", "model.context_length=256", "model.rope_theta=1e6",
+                "train.sequence_length=128"]
+    told = run_train(fresh, "name=whole", *settings).stdout
+    assert "; context_length 128 -> 256; rope_theta 500000.0 -> 1000000.0" in told
+    run_with_faults(fresh, "kill:rank=0,step=7", *settings, "train.checkpoint.background=false", expect=-9)
+    run_train(fresh, *settings)
+    whole = {record["step"]: record for record in curve(fresh, "whole")}
+    assert events(fresh, "resume") and difference(lines(fresh), whole) == 0.0 and proven(fresh)
+
+
+def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path, capsys):
+    copy, moved, short = tmp_path / "copy", tmp_path / "moved", ["train.steps=2", "train.warmup_steps=0"]
+    shutil.copytree(first, copy)
+    run_train(fresh, f"train.init_from={copy}", *short)
+    (copy / "train/checkpoints/step-00000008").rename(moved)
+    again = run_train(fresh, f"train.init_from={moved}", *short)
+    assert "up to date" in again.stdout or "nothing to do" in again.stdout
+    refused = run_train(fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 4
+    assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
+    assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
+                   f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
+    told = capsys.readouterr().err
+    for text in ("layers is 3 here, 2 there", "qk_norm is True here, False there",
+                 "sliding_window is 8 here, None there"):
+        assert text in told
+    assert not train_folder(fresh, "before").parent.exists()
+
+
+LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",
+        "train.sample_every=100000"]
+
+
+def stopped(config):
+    """The step after which the only start was stopped; its checkpoint is the last thing that happened before."""
+    *_, saved, stop = [event for kind in ("checkpoint", "stop") for event in events(config, kind)]
+    assert saved["step"] == stop["step"] == lines(config)[-1]["step"]
+    assert (train_folder(config) / f"checkpoints/step-{stop['step']:08d}/COMPLETE.json").is_file()
+    return stop["step"]
+
+
+def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh):
+    settings = [*LONG, "train.batch_tokens=768"]
+    process = start(fresh, *settings, ranks=3)
+    try:
+        wait_for(lambda: lines(fresh), of=process)
+        os.kill(rank_process(process.pid, 2), signal.SIGUSR2)
+        process.wait(HANG_S)
+    finally:
+        kill(process)
+    step, state = stopped(fresh), read_state(train_folder(fresh))
+    assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
+    progress = Progress(**read_json(train_folder(fresh) / PROGRESS))
+    assert (progress.done, progress.total, progress.loss) == (step, 100_000, lines(fresh)[-1]["loss"])
+    assert progress.tokens_per_s > 0 and 0 < progress.goodput <= 1
+    told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
+    assert f"continuing after step {step}" in run_train(fresh, *told, ranks=3).stdout
+    assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
+
+
+def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
+    said = run_train(fresh, *LONG, "train.stop_after_minutes=0.001", expect=130).stdout
+    state = read_state(train_folder(fresh))
+    assert stopped(fresh) == 1 and "stopped after step 1 (train.stop_after_minutes=0.001); saved" in said
+    assert (state.step, state.again) == (1, True)
+
+
+def test_a_request_during_the_last_step_changes_nothing(fresh):
+    run_train(fresh, "train.steps=1", "train.warmup_steps=0", "train.stop_after_minutes=0.001")
+    assert [event["event"] for event in events(fresh, "finish")] == ["finish"]
+
+
+@pytest.mark.slow
+def test_signals_that_came_blocked_wait_until_training_hears_them(fresh):
+    """As a launcher starts a rank: what comes while libraries are imported does not kill it, and is not lost."""
+    process = subprocess.Popen(
+        stage_command("train", fresh, *LONG), cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]))
+    try:
+        process.send_signal(signal.SIGUSR2)
+        said, _ = process.communicate(timeout=HANG_S)
+    finally:
+        kill(process)
+    assert process.returncode == 130 and "stopped after step 1 (SIGUSR2)" in said
+    assert stopped(fresh) == 1 and read_state(train_folder(fresh)).again

@@ -7,7 +7,6 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
@@ -96,18 +95,6 @@ def assert_equal_to_the_bit(config, name="mini", to="whole"):
     assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
-def assert_equal(config, name="mini", to="whole", within=1e-12):
-    """Losses, norms, counts, held-out figures and texts of two runs of 16 steps."""
-    whole = {record["step"]: record for record in curve(config, to)}
-    assert difference(lines(config, name), whole) < within
-    for record in curve(config, name):
-        expected = whole[record["step"]]
-        assert record["targets"] == expected["targets"] and ("heldout_bpb" in record) == (record["step"] % 4 == 0)
-        assert record.get("heldout_bpb", -1) == pytest.approx(expected.get("heldout_bpb", -1), rel=within)
-    assert len(curve(config, name)) == len(whole) == 16
-    assert texts(config, name) == texts(config, to) and {step for step, _ in texts(config, name)} == {8, 16}
-
-
 def proven(config, name="mini"):
     """Whether the run's own records prove that every sample was used exactly once; fails with what they say."""
     found = audit(config.parent / "runs" / name)
@@ -174,6 +161,11 @@ def _lines_so_far(path):
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
+def run_train(config, *overrides, **options):
+    """A run of the stage to its end."""
+    return run_stage("train", config, *overrides, **options)
+
+
 def run_with_faults(config, faults, *overrides, ranks=1, expect=0):
     """A run of the stage to its end, with faults on purpose (pipeline/training/fault_injection.py)."""
-    return run_stage("train", config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)
+    return run_train(config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)

@@ -73,14 +73,11 @@ def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     assert not list(checkpoints.folder.glob("*"))
 
 
-@pytest.mark.parametrize("form", [None, 3])
-def test_a_checkpoint_of_another_form_is_named_and_left_alone(make, form):
+def test_a_checkpoint_of_another_form_is_named_and_left_alone(make):
     saver, checkpoints, _ = make()
     save(saver, 1)
     marker = checkpoints.path(1) / MARKER
-    content = json.loads(marker.read_text())
-    del content["format"]
-    marker.write_text(json.dumps(content | ({"format": form} if form else {})))
-    with pytest.raises(UserError, match=rf"by another version of Drover \(format {form}, this one reads 2\)"):
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 3}))
+    with pytest.raises(UserError, match=r"by another version of Drover \(format 3, this one reads 2\)"):
         checkpoints.newest_valid()
     assert checkpoints.path(1).is_dir(), "nothing was renamed"

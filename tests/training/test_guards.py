@@ -13,7 +13,7 @@ from pipeline.config.section import identity
 from pipeline.data.exclusion import Excluded
 from pipeline.errors import UserError
 from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
-from pipeline.training.guards import UNLIMITED, Guards, json_number
+from pipeline.training.guards import UNLIMITED, Guards
 
 NAN, INF = math.nan, math.inf
 HERE = [(64, 80)]
@@ -152,10 +152,6 @@ def test_state_goes_through_json_and_every_later_decision_is_the_same():
         outcomes.add(one.outcome)
     assert outcomes == {"ok", "nonfinite", "spike_skipped"} and whole.skipped_total > whole.spikes_total > 0
     assert Guards(GuardConfig(spike_window=40), whole.state()).state()["losses"] == whole.state()["losses"][-40:]
-
-
-def test_numbers_that_json_cannot_hold_are_written_as_text():
-    assert [json_number(value) for value in (1.5, NAN, INF, -INF)] == [1.5, "nan", "inf", "-inf"]
 
 
 @pytest.mark.parametrize("line, abandoned", [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.training.rank_agreement import Member, RankAgreement
-from tests.conftest import run_stage
+from tests.stages.training import run_train
 
 PLAIN = Member(node="n0", device=None, torch="2.13.0", python="3.11.9", nccl="", code="c" * 64, config="d" * 64,
                chain="", world=None)
@@ -49,7 +49,7 @@ def test_different_devices_are_slow_and_not_wrong():
 
 @pytest.mark.slow
 def test_a_real_run_tells_and_refuses(fresh):
-    said = run_stage("train", fresh, ranks=2, DROVER_RANKS="2").stdout
+    said = run_train(fresh, ranks=2, DROVER_RANKS="2").stdout
     assert said.count("2 ranks on 1 node: ") == 1
-    refused = run_stage("train", fresh, "name=other", DROVER_RANKS="3", expect=2)
+    refused = run_train(fresh, "name=other", DROVER_RANKS="3", expect=2)
     assert "1 rank found each other, but 3 were to be started" in refused.stderr

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.formats.shard_index import Index
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, whole, write_index, write_part
+from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.training.resume import _generator, changed_code, continued
 
@@ -15,11 +15,10 @@ from pipeline.training.resume import _generator, changed_code, continued
 @pytest.mark.parametrize("code, now, told", [
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "3"}, ""),
     ({"a.py": "1", "mine": "3"}, {"a.py": "1", "mine": "4"}, "other code than is here now (mine)"),
-    ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)"),
-    (None, {"a.py": "1"}, "")])  # that does not say is taken as it is
+    ({"a.py": "1", "b.py": "2", "mine": "3"}, {"c.py": "1"}, "(a.py, b.py, c.py and 1 more)")])
 def test_code_that_changed_since_a_checkpoint_is_named(tmp_path, code, now, told):
     (tmp_path / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": 4}, "files": [], **({"code": code} if code else {})}))
+        "format": 2, "progress": {"step": 4}, "files": [], "code": code}))
     found = changed_code(tmp_path, now)
     assert told in found and bool(told) == bool(found)
 
@@ -32,11 +31,10 @@ def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
     assert continued(tmp_path, progress, "b" * 64, drift=True).plan_sha256 == "b" * 64
 
 
-@pytest.mark.parametrize("table", [True, False], ids=["a table", "a tensor a rank, as before"])
-def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, table):
+def test_a_rank_finds_its_generator_if_it_was_there(tmp_path):
     states = torch.arange(6, dtype=torch.uint8).view(2, 3)
-    parts = [write_part(tmp_path / str(rank), {"random.cpu": TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))}
-                        if table else {f"random.cpu.{rank}": whole(states[rank])}) for rank in range(2)]
+    parts = [write_part(tmp_path / str(rank), {"random.cpu": TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))})
+             for rank in range(2)]
     write_index(tmp_path, Index.joined(parts))
     with CheckpointReader(tmp_path) as reader:
         assert all(torch.equal(_generator(reader, "cpu", rank), states[rank]) for rank in range(2))

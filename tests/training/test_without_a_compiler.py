@@ -9,8 +9,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.contract.manifest import read_manifest
 from pipeline.errors import UserError
 from pipeline.parallel.compiler import refuse_without_compiler
-from tests.conftest import run_stage
-from tests.stages.training import train_folder
+from tests.stages.training import run_train, train_folder
 
 
 @pytest.mark.slow
@@ -18,7 +17,7 @@ def test_deepspeed_builds_nothing(fresh, tmp_path):
     (tmp_path / "built").mkdir()
     for name, settings in (("a", ("parallel.zero_stage=2", "parallel.offload=optimizer")),
                            ("b", ("parallel.zero_stage=3", "parallel.offload=params"))):
-        run_stage("train", fresh, f"name={name}", "parallel.engine=deepspeed", "train.precision=fp32",
+        run_train(fresh, f"name={name}", "parallel.engine=deepspeed", "train.precision=fp32",
                   "train.micro_batch=8", "train.steps=2", "train.warmup_steps=1", *settings, ranks=2,
                   PATH=str(tmp_path / "empty"), TORCH_EXTENSIONS_DIR=str(tmp_path / "built"))
         assert read_manifest(train_folder(fresh, name)).counts["steps"] == 2
@@ -48,5 +47,5 @@ def test_compiling_is_refused_where_there_is_nothing_to_compile_with(monkeypatch
 
 @pytest.mark.slow
 def test_a_run_that_compiles_is_refused_before_its_first_step(fresh, tmp_path):
-    result = run_stage("train", fresh, "train.compile=true", expect=2, PATH=str(tmp_path / "empty"))
+    result = run_train(fresh, "train.compile=true", expect=2, PATH=str(tmp_path / "empty"))
     assert "torch.compile needs a compiler" in result.stderr and "Traceback" not in result.stderr

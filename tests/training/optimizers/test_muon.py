@@ -47,16 +47,6 @@ def test_steps_are_those_of_torchs_own_muon_and_adamw(nesterov):
         torch.testing.assert_close(optimizer.state(name)["momentum"], muon.state[named[name]]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_is_in_one_of_both_halves(tied):
-    model = model_of(tied=tied)
-    optimizer = built(model, tied=tied, optimizer="muon")
-    for name, parameter in model.named_parameters():
-        by_muon = name.startswith("layers.") and parameter.dim() == 2
-        assert optimizer.state_names(name) == (("momentum",) if by_muon else ("exp_avg", "exp_avg_sq"))
-        assert (name in optimizer.others.weights) == (not by_muon)
-
-
 @pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"iterations": 0}])
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(UserError, match=r"train\.optimizer_settings: momentum is to be 0 or more and below 1"):

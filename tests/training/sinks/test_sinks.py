@@ -68,16 +68,6 @@ def two_starts(tmp_path, monkeypatch):
 STEPS = [(1, 4.0), (2, 3.0), (3, 2.0), (3, 1.75), (4, 1.5)]
 
 
-def test_json_lines_have_everything_with_or_without_other_sinks(two_starts):
-    folder = two_starts()
-    lines = {name: list(read_lines(folder / f"train/{name}.jsonl")) for name in ("metrics", "samples", "events")}
-    assert [(line["step"], line["loss"]) for line in lines["metrics"]] == STEPS
-    assert lines["samples"] == [{"step": step, "prompt": "def (", "text": f"text {loss}"}
-                                for step, loss in ((3, 2.0), (4, 1.5))]
-    assert [line["event"] for line in lines["events"]] == ["start", "checkpoint", "resume", "checkpoint", "finish"]
-    assert not (folder / "tensorboard").exists()
-
-
 def test_json_lines_go_on_after_a_torn_line(tmp_path):
     start(tmp_path, [], steps=[(1, 4.0)])
     with open(tmp_path / "train/metrics.jsonl", "a") as file:
