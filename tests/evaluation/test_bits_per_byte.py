@@ -21,7 +21,9 @@ def documents(lengths, seed=0):
 
 
 def uniform(tokens, labels, documents, positions):
-    """A model that finds all tokens equally likely."""
+    """A model that finds all tokens equally likely, and sees where documents begin."""
+    begins = documents.diff(prepend=documents[:, :1] - 1, dim=1) != 0
+    assert (positions == 0).equal(begins)
     return (labels != IGNORED).double() * math.log(VOCABULARY)
 
 
@@ -73,32 +75,10 @@ def test_packing_fills_windows_well(lengths):
     assert sum(count <= 10 for count in used) <= 1  # two half-empty windows would have been one
 
 
-def test_a_real_model_sees_one_document_at_a_time():
-    """Packed together or each alone: the same nats, so no attention crosses and positions start anew."""
-    from model.config import ModelConfig
-    from model.llama import Llama, initialise
-    config = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=VOCABULARY, context_length=32)
-    model = Llama(config).double()
-    initialise(model, config, seed=1)
-
-    def forward(tokens, labels, documents, positions):
-        return model(tokens, labels, documents=documents, positions=positions, reduction="none")
-    parts = documents([5, 12, 9, 33, 70])
-    together = measure(forward, HeldoutBatches({"x": HeldoutText(parts, 1)}, length=32, batch=2))["x"]
-    each = {str(number): HeldoutText([part], 1) for number, part in enumerate(parts)}
-    alone = overall({name: measure(forward, HeldoutBatches({name: text}, length=32, batch=1))[name]
-                     for name, text in each.items()})
-    assert together.targets == alone.targets
-    assert together.nats == pytest.approx(alone.nats, rel=1e-12)
-
-
 def test_no_text_gives_nan_not_an_error():
     found = measure(uniform, HeldoutBatches({"x": HeldoutText([], 0)}, length=8, batch=2))
     assert found["x"].nats == 0 and math.isnan(found["x"].bits_per_byte) and math.isnan(found["x"].perplexity)
-
-
-def test_hopeless_models_do_not_overflow():
-    assert Measurement(1e6, 1, 1).perplexity == math.inf
+    assert Measurement(1e6, 1, 1).perplexity == math.inf, "nor does a hopeless model overflow"
 
 
 def by_rank(ranks):

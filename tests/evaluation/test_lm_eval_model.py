@@ -15,11 +15,11 @@ from lm_eval.tasks import TaskManager
 
 import pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
 from pipeline.errors import UserError
-from pipeline.evaluation.harness import HarnessModel
 from pipeline.evaluation.lm_eval_model import DroverModel
-from pipeline.evaluation.tasks import find_tasks, write_absolute
+from pipeline.evaluation.tasks import write_absolute
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.evaluation.test_task_packs import FILES
+from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools.lm_eval import main
 
@@ -79,21 +79,6 @@ def same(found, expected):
         assert f"{found:.4f}" == f"{expected:.4f}"
 
 
-def test_the_figures_are_those_of_the_stage(home):
-    """The runner that the stage has, on the same weights."""
-    from pipeline.evaluation.open_model import open_model
-    from pipeline.evaluation.running import TaskRunner
-    results = measured(home, SCORED + TEXTS, "drover", run=home / "run", checkpoint="newest", batch=2)[1]["results"]
-    opened = open_model(home / "run", torch.device("cpu"), torch.float32)
-    harness = HarnessModel(opened.model, opened.tokenizer, batch=16, length=256)
-    with pytest.MonkeyPatch.context() as patch, TaskRunner(harness, [home / "tasks"], None, 20) as runner:
-        patch.setenv("DISABLE_MULTIPROC", "1")
-        for name, task in find_tasks([home / "tasks"]).items():
-            for metric, entry in runner.measure(task)["metrics"].items():
-                key = metric.replace(" (stripped)", ",stripped") if "(" in metric else f"{metric},none"
-                same(entry["value"], results[name][key])
-
-
 def test_a_run_gives_its_settings_and_arguments_go_before(home):
     model = DroverModel(run=str(home / "run"), device="cpu")
     assert (model.length, model.batch, model.path.name) == (256, 3, "step-00000007")
@@ -111,8 +96,8 @@ def test_a_run_gives_its_settings_and_arguments_go_before(home):
     ({"run": "run", "dtype": "float16"}, "float32 or bfloat16"), ({"run": "run", "max_length": 513}, "context of 512"),
     ({"run": "nowhere"}, "is no folder")])
 def test_what_is_not_there_is_said(home, arguments, message):
-    with pytest.raises(UserError, match=message):
-        DroverModel(**{**arguments, **({"run": str(home / arguments["run"])} if "run" in arguments else {})})
+    refused(UserError, message, DroverModel,
+            **{**arguments, **({"run": str(home / arguments["run"])} if "run" in arguments else {})})
 
 
 @pytest.mark.parametrize(("asking", "answering", "requests"), [

@@ -8,6 +8,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import open_model, run_of
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = ByteTokenizer()
@@ -58,20 +59,16 @@ def test_a_hugging_face_folder_has_its_own(models, tmp_path):
     is_model(found, models[2])
     assert found.path == folder and run_of(folder) is None
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"no tokenizer\.json"):
-        opened(folder)
+    refused(UserError, r"no tokenizer\.json", opened, folder)
 
 
 def test_what_lacks_a_tokenizer_or_has_anothers_is_refused(models, tmp_path):
     run = write_run(tmp_path / "one", models, None)
-    with pytest.raises(UserError, match=r"stage tokenizer of .* is not done"):
-        opened(run)
+    refused(UserError, r"stage tokenizer of .* is not done", opened, run)
     shutil.copytree(run / "train/checkpoints/step-00000002", tmp_path / "alone")
-    with pytest.raises(UserError, match="outside of a run"):
-        opened(tmp_path / "alone")
+    refused(UserError, "outside of a run", opened, tmp_path / "alone")
     small = write_run(tmp_path / "two", {1: for_tokenizer(TOKENIZER, vocab_size=300)}, TOKENIZER)
-    with pytest.raises(UserError, match="knows 300 ids, but its tokenizer has 512"):
-        opened(small)
+    refused(UserError, "knows 300 ids, but its tokenizer has 512", opened, small)
 
 
 def test_the_device_and_type_are_as_asked(models, tmp_path):

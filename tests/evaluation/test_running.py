@@ -18,6 +18,7 @@ from pipeline.evaluation.paired import score
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import chosen_tasks
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
+from tests.refusal import refused
 
 ITERS = 40
 """Bootstrap draws: enough that another number of them, or another seed, gives another standard error."""
@@ -199,13 +200,13 @@ def test_a_task_that_fails_is_named_in_a_sentence(model, folder, tmp_path, capfd
         "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: broken.jsonl}}\ntest_split: test\n"
         "output_type: multiple_choice\ndoc_to_text: query\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "metric_list: [{metric: acc}]\n")
-    with pytest.raises(UserError, match=r"^The task broken \(.*broken.yaml\) failed: TypeError: .*\.$"):
-        ours(model, tmp_path, "broken", log=tmp_path / "lm_eval.log")
+    refused(UserError, r"^The task broken \(.*broken.yaml\) failed: TypeError: .*\.$", ours, model, tmp_path, "broken",
+            log=tmp_path / "lm_eval.log")
     assert "Traceback" in (tmp_path / "lm_eval.log").read_text()
     told = capfd.readouterr()
     assert (told.out, told.err) == ("", "")
 
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
-    with pytest.raises(UserError, match=r"The task winograd .* failed: A task asks for .* the model takes 8"):
-        ours(small_model(context=8), folder, "winograd")
+    refused(UserError, r"The task winograd .* failed: A task asks for .* the model takes 8", ours,
+            small_model(context=8), folder, "winograd")

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 
 from model.attention.backend import Backend, Where
@@ -11,6 +10,7 @@ from model.attention.sdpa import Sdpa, dense_mask
 from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.training.engines.engine import without_gradient
+from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ def test_a_window_is_so_many_keys_the_querys_own_included():
 
 def test_a_backend_that_knows_no_window_is_not_taken_for_one():
     windowed = Where(CPU, torch.float32, compiled=False, head_dim=8, windowed=True)
-    with pytest.raises(ValueError, match=r"knows no sliding window\. Take auto, which is by_document here"):
-        choose("tests.model.test_descendants:Ignorant", windowed)
+    refused(ValueError, r"knows no sliding window\. Take auto, which is by_document here", choose,
+            "tests.model.test_descendants:Ignorant", windowed)
     assert choose("auto", windowed).backend.windows and Backend.windows is False
 
 

@@ -7,6 +7,7 @@ import torch
 from model.config import ModelConfig
 from model.generate import generate
 from model.llama import Llama, initialise
+from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
@@ -56,6 +57,5 @@ def test_global_state_is_left_alone(model):
     ({"prompts": [[1], []]}, "Prompt 1 is empty"), ({"count": -1}, "max_new_tokens must be at least 0, not -1"),
     ({"top_k": 0}, "top_k")])
 def test_refusals(model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        written(model, **changes)
+    refused(ValueError, message, written, model, **changes)
     assert written(model, count=0) == [[]]

@@ -27,11 +27,6 @@ def test_yarn_keeps_fast_pairs_blends_by_number_and_stretches_slow_ones():
     assert faster[22] != found[22] and faster[39] != found[39]
 
 
-def test_exponent_is_not_doubled():
-    expected = torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
-    assert torch.allclose(rotary_frequencies(8, 1e4), expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("head_dim", "factor", "bands", "golden"), [
     (128, None, None, {29: 2.61609925e-3, 32: 1.41421356e-3, 34: 9.38473870e-4, 63: 2.45514079e-6}),
     (64, None, None, {15: 2.13111954e-3, 16: 1.41421356e-3, 17: 9.38473870e-4, 31: 3.01385815e-6}),

@@ -10,6 +10,7 @@ from pipeline.parallel.async_tensor_parallel import overlapping
 from pipeline.parallel.ranks import start_ranks, stop_ranks
 from tests.parallel.groups import end_groups, run_case
 from tests.parallel.matrix import Case, lacks
+from tests.refusal import refused
 
 ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
 
@@ -34,7 +35,7 @@ def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
 def test_where_ranks_cannot_reach_each_others_memory_it_is_refused():
     start_ranks()
     try:
-        with pytest.raises(UserError, match=r"parallel.async_tp needs GPUs of one node.*Set parallel.async_tp=false"):
-            overlapping(dist.group.WORLD, torch.device("cpu"))
+        refused(UserError, r"parallel.async_tp needs GPUs of one node.*Set parallel.async_tp=false", overlapping,
+                dist.group.WORLD, torch.device("cpu"))
     finally:
         stop_ranks()

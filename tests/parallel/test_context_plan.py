@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.parallel.context_plan import plan
+from tests.refusal import refused
 
 
 def realistic(kind, length):
@@ -63,5 +64,4 @@ def test_documents_that_torchs_balancer_leaves_uneven():
 
 
 def test_a_row_that_does_not_come_out_even_is_refused():
-    with pytest.raises(ValueError, match="A row of 7 tokens cannot be split evenly over 2 ranks"):
-        plan((3, 4), 2)
+    refused(ValueError, "A row of 7 tokens cannot be split evenly over 2 ranks", plan, (3, 4), 2)

@@ -18,6 +18,7 @@ from pipeline.parallel.activation_checkpointing import checkpoint_activations
 from pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.parallel.groups import end_groups, run_case
 from tests.parallel.train_steps import MODEL
+from tests.refusal import refused
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
@@ -80,10 +81,10 @@ def test_layers_whose_parts_are_no_multiples_of_16_stay_in_bf16(ffn_dim, tensor,
 
 
 def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
-    with pytest.raises(UserError, match=r"'output' *, which fits no linear layer .* like layers.0.attention.wq"):
-        division(MODEL, settings(fp8_skip=["output"]))
-    with pytest.raises(UserError, match=r"no layer is left to convert: train.fp8_skip has 'layers.\*'"):
-        division(MODEL, settings(fp8_skip=["layers.*"]))
+    refused(UserError, r"'output' *, which fits no linear layer .* like layers.0.attention.wq", division, MODEL,
+            settings(fp8_skip=["output"]))
+    refused(UserError, r"no layer is left to convert: train.fp8_skip has 'layers.\*'", division, MODEL,
+            settings(fp8_skip=["layers.*"]))
 
 
 @pytest.mark.parametrize(("name", "recipe", "slower"), [
@@ -231,14 +232,14 @@ def test_cards_of_amd_are_known_by_their_kind(monkeypatch, kind, sound):
     if sound:
         refuse_without_fp8(Config(train=settings()), GPU)
     else:
-        with pytest.raises(UserError, match=r"which this GPU \(a card, gfx90a:sramecc\+\) does not have"):
-            refuse_without_fp8(Config(train=settings()), GPU)
+        refused(UserError, r"which this GPU \(a card, gfx90a:sramecc\+\) does not have", refuse_without_fp8,
+                Config(train=settings()), GPU)
 
 
 def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):
     monkeypatch.setattr("pipeline.config.outside.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"torchao is not installed here: `pip install --editable '.\[fp8\]'"):
-        refuse_without_fp8(Config(train=settings()), CPU)
+    refused(UserError, r"torchao is not installed here: `pip install --editable '.\[fp8\]'", refuse_without_fp8,
+            Config(train=settings()), CPU)
     refuse_without_fp8(Config(train=TrainConfig(precision="bf16")), CPU)
     assert list(absent_torchao(Config(train=TrainConfig(precision="bf16")))) == []
 

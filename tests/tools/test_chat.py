@@ -12,6 +12,7 @@ from pipeline.evaluation.prompts import ChatTemplate
 from pipeline.tokenization.base import BOS
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools import chat
 from tools.chat import main
@@ -161,6 +162,5 @@ def test_code_beside_a_tokenizer_is_not_run(places, tmp_path):
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
-    with pytest.raises(UserError, match="needs Python code that lies beside it, which is not run"):
-        ChatTemplate(folder)
+    refused(UserError, "needs Python code that lies beside it, which is not run", ChatTemplate, folder)
     assert not (tmp_path / "executed").exists()

@@ -25,6 +25,7 @@ from tests.conftest import REPOSITORY, environment
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
+from tests.refusal import refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
 from tools.weights import main
@@ -151,13 +152,11 @@ def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, t
         assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
         assert load_model(weights, torch.device("cpu"), torch.float32).config == SHAPE
     assert complete_checkpoints(tmp_path / "run/train") == []
-    with pytest.raises(UserError, match="is not a complete checkpoint"):
-        read_marker(made)
+    refused(UserError, "is not a complete checkpoint", read_marker, made)
     for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "not beside it"),
                                ("weights.json", ('"', ""), r"weights\.json is torn")):
         (made / name).write_text((made / name).read_text().replace(*change))
-        with pytest.raises(UserError, match=said):
-            open_weights(made)
+        refused(UserError, said, open_weights, made)
 
 
 class Killed(BaseException):
