@@ -22,7 +22,6 @@ from pipeline.errors import UserError
 from pipeline.stores import store as stores
 from pipeline.stores.object_files import content_number, find, matches
 from pipeline.stores.store import Store
-from tests.object_store import SECRET
 from tests.refusal import refused
 from tests.stages.test_shard import files_source, folder_of, hashes, run, write_config
 

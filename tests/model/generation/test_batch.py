@@ -97,7 +97,7 @@ def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, sampling
     assert (expected == written(seed=8)) is (sampling["temperature"] == 0)
     assert written(count=0) == [[]] * len(PROMPTS)
     model.train()
-    assert written(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours and what the model was at do not matter"
+    assert written(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
     model.eval()
     found = together(model, PROMPTS, [Sampling(max_tokens=20, seed=7 + number, stop_ids={3, 11}, **sampling)
                                       for number in range(len(PROMPTS))])
