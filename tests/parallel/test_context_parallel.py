@@ -17,7 +17,7 @@ from pipeline.parallel.context_parallel import _sum, gathered, part_of, places
 from tests.model.agreement import agree
 from tests.model.test_backends import WAYS, inputs, names, numbered
 from tests.model.varlen_on_cpu import NAME
-from tests.parallel.groups import end_groups, run_case
+from tests.parallel.groups import run_case
 from tests.refusal import refused
 
 ROWS = {
@@ -27,13 +27,6 @@ ROWS = {
     "shorter than the chunks": ((3, 5, 2, 7, 1, 6, 4, 3, 5, 12), (2,) * 24),
 }
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    """Ranks that wait for another case cost processor time."""
-    yield
-    end_groups()
 
 
 def by_ranks(whole, index):

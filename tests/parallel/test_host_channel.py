@@ -11,14 +11,8 @@ import torch.distributed as dist
 from pipeline import errors
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
-from tests.parallel.groups import end_groups, run_case
+from tests.parallel.groups import run_case
 from tests.refusal import refused
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    yield
-    end_groups()
 
 
 @pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])

@@ -11,7 +11,7 @@ import torch
 from model.llama import Llama, initialise
 from pipeline.data.sampling.batch import pack
 from tests.parallel.crossing import pairs
-from tests.parallel.groups import CaseError, end_groups, run_case
+from tests.parallel.groups import CaseError, run_case
 from tests.parallel.matrix import (
     ATTENTION,
     CASES,
@@ -36,13 +36,6 @@ COMPARED = [case.name for case in LAYOUTS if case.reference is not None]
 RUN = [*(case for case in LAYOUTS if case.reference), *crossed_covering(), *ATTENTION]
 FEW = few(RUN)
 TIED = [name for name, case in CASES.items() if case.settings.get("tied")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    """Ranks that wait for another case cost processor time, which the tests after these want."""
-    yield
-    end_groups()
 
 
 @pytest.mark.parametrize("name", [

@@ -5,19 +5,13 @@ import functools
 import numpy as np
 import pytest
 
-from tests.parallel.groups import CaseError, end_groups, run_case
+from tests.parallel.groups import CaseError, run_case
 from tests.refusal import refused
 
 LAYOUTS = {"FSDP2 x 2": (2, {}), "tensor parallel 2": (2, {"tp": 2}), "HSDP 2 x 2": (4, {"dp_replicate": 2}),
            "FSDP2 x TP 2 x 2": (4, {"tp": 2}), "copies x TP 2 x 2": (4, {"tp": 2, "dp_replicate": 2})}
 ALONE = (1, {})
 OUTSIDE = "tests.training.optimizers.outside"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    yield
-    end_groups()
 
 
 @functools.cache

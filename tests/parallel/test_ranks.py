@@ -17,13 +17,7 @@ from pipeline.parallel import ranks
 from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
 from pipeline.training.watchdog import longest_wait
 from tests.conftest import REPOSITORY
-from tests.parallel.groups import end_groups, run_case
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    yield
-    end_groups()
+from tests.parallel.groups import run_case
 
 
 @pytest.fixture(autouse=True)

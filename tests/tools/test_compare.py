@@ -86,25 +86,19 @@ def test_scores_and_differences_by_the_book(over_time):
     _, results = over_time
     pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
              for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-    names, answers = [f"step-{step:08d}" for step in STEPS], []
-    for step, name in zip(STEPS, names, strict=True):
+    for step in STEPS:
         found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), pairs), strict=True)
-        answers.append(torch.tensor(found, dtype=torch.float64))
-        assert row(results, model=name, metric="answer_bits_per_byte")["value"] == pytest.approx(
+        assert row(results, model=f"step-{step:08d}", metric="answer_bits_per_byte")["value"] == pytest.approx(
             sum(found) / sum(sizes), rel=1e-5)
-    each = answers[1] - answers[0]
-    apart = row(results, "differences", metric="answer_bits_per_byte")
-    assert apart == {**apart, "difference": pytest.approx(float(each.sum()) / sum(sizes), rel=1e-4), "items": 3,
-                     "first": names[0], "second": names[1], "higher": int((each > 0).sum()),
-                     "lower": int((each < 0).sum())}
-    by_page = row(results, "differences", task="pages", metric="bits_per_byte")
-    for metric in ("byte_perplexity", "word_perplexity"):
-        first, second = (row(results, model=name, metric=metric)["value"] for name in names)
-        apart = row(results, "differences", metric=metric)
-        assert apart == {**apart, "difference": pytest.approx(second - first, rel=1e-6), "items": 2,
-                         "higher": by_page["higher"], "lower": by_page["lower"]} and apart["stderr"] > 0
-    assert row(results, "differences", task="held-out text of run")["items"] == 3
-    assert 0 < row(results, model=names[1], task="held-out text of run")["value"] < 20
+    assert len(results["differences"]) == len(results["scores"]) / 2
+    for apart in results["differences"]:
+        first, second = (row(results, model=f"step-{step:08d}", task=apart["task"], metric=apart["metric"])
+                         for step in STEPS)
+        assert apart == {**apart, "first": first["model"], "second": second["model"], "items": first["n"],
+                         "difference": pytest.approx(second["value"] - first["value"], rel=1e-6)}
+        assert apart["stderr"] > 0 or not apart["difference"]
+        assert not apart["metric"].startswith("acc") or apart["higher"] + apart["lower"] <= 3
+        assert apart["metric"].startswith("acc") or apart["higher"] + apart["lower"] == apart["items"]
 
 
 def test_a_plot_of_each_score_over_tokens(over_time):
