@@ -3,13 +3,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
 from pipeline.evaluation.measurement import Measurement, overall
-from tests.parallel.groups import end_groups, run_case
 
 VOCABULARY = 50
 
@@ -79,26 +77,3 @@ def test_no_text_gives_nan_not_an_error():
     found = measure(uniform, HeldoutBatches({"x": HeldoutText([], 0)}, length=8, batch=2))
     assert found["x"].nats == 0 and math.isnan(found["x"].bits_per_byte) and math.isnan(found["x"].perplexity)
     assert Measurement(1e6, 1, 1).perplexity == math.inf, "nor does a hopeless model overflow"
-
-
-def by_rank(ranks):
-    """Run by each rank: passes of a made-up model, and the nats of two sources."""
-    calls = 0
-
-    def forward(tokens, labels, documents, positions):
-        nonlocal calls
-        calls += 1
-        ranks.barrier()  # as a sharded model does: all ranks or none
-        return torch.where(labels < 0, 0.0, (labels + 1).double().log() * 0.1 + positions * 1e-3)
-
-    texts = {"a": HeldoutText(documents([3, 40, 9, 20, 2, 7]), 50), "b": HeldoutText(documents([11, 5], 1), 20)}
-    found = measure(forward, HeldoutBatches(texts, length=8, batch=2, rank=ranks.rank, world=ranks.world))
-    return {"everyone": ranks.gather((calls, {name: entry.nats for name, entry in found.items()}))}
-
-
-def test_two_ranks_give_exactly_the_sums_of_one():
-    try:
-        (alone,), both = (run_case(count, "heldout", {"body": f"{__name__}:by_rank"})["everyone"] for count in (1, 2))
-    finally:
-        end_groups()
-    assert both == [(math.ceil(alone[0] / 2), alone[1])] * 2

@@ -1,7 +1,6 @@
 """`--model drover`: the harness's figures of our model are those of transformers on the export, to the last digit."""
 
 import json
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,8 +143,7 @@ def test_the_command_line_is_lm_evals_own(home, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "|capitals|" in shown and "drover ({'run': 'run', 'checkpoint': 2})" in shown
     saved = json.loads(next(home.glob("out*.json")).read_text())
-    found = saved["results"]["capitals"]["acc,none"]
-    assert found in (0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1) and not math.isnan(found)
+    assert saved["results"]["capitals"]["acc,none"] * 3 in (0, 1, 2, 3)
     assert main(["--model", "drover", "--model_args", "run=nowhere", "--tasks", "capitals", "--include_path",
                  "tasks"]) == 2
     assert "nowhere is no folder" in capsys.readouterr().err

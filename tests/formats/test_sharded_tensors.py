@@ -169,7 +169,7 @@ def test_ranks_that_disagree_are_refused(tmp_path):
     tensor = torch.zeros(4, 2)
     parts = [write_part(tmp_path / "0", {"x": piece(tensor, (0, 0), (2, 2))}),
              write_part(tmp_path / "1", {"x": piece(tensor.double(), (2, 0), (2, 2))})]
-    refused(ValueError, r"F32 .* in one part, F64 .* in 1", write_index, tmp_path, Index.joined(parts))
+    refused(ValueError, r"F32 .* in one part, F64 .* in 1", Index.joined, parts)
 
 
 def test_pieces_that_cannot_be_are_refused(tmp_path):

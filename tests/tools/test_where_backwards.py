@@ -99,6 +99,8 @@ def whole(tmp_path_factory, traced):
 
 
 def test_text_leads_to_file_and_record(capsys, whole, traced):
+    [page] = asked(capsys, whole, "--find", "Page 50 says")["documents"]  # after line 40 is one that is no JSON
+    assert (page["id"], page["path"], page["record"]) == ("p50", str(traced.parent / "in/pages.jsonl"), 52)
     [note] = asked(capsys, whole, "--find", "note 7: ", "--ignore-case")["documents"]
     assert note["source"] == "notes" and note["origin"].endswith("notes.txt, record 8") and "Note 7:" in note["found"]
     assert (note["path"], note["record"]) == (str(traced.parent / "in/notes.txt"), 8)
@@ -106,14 +108,6 @@ def test_text_leads_to_file_and_record(capsys, whole, traced):
     [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
     assert same.pop("text").startswith("Note 7: ")
     assert same == {name: value for name, value in note.items() if name != "found"}
-
-
-def test_documents_with_ids_of_their_own_lead_to_file_and_record(capsys, whole, traced):
-    for number, record in ((9, 10), (50, 52)):  # after line 40 is one that is no JSON
-        [page] = asked(capsys, whole, "--find", f"Page {number} says")["documents"]
-        assert page.pop("found") and (page["id"], page["record"]) == (f"p{number}", record)
-        assert (page["file"], page["path"]) == ("pages.jsonl", str(traced.parent / "in/pages.jsonl"))
-        assert asked(capsys, whole, "--id", f"pages.jsonl:{record}")["documents"] == [page]
 
 
 def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
