@@ -143,7 +143,7 @@ def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), cuts=st.integers(1, 6), seed=st.integers(0))
+@given(shape=st.lists(st.integers(1, 6), max_size=3), cuts=st.integers(1, 6), seed=st.integers(0))
 def test_holes_and_overlaps_are_refused(shape, cuts, seed):
     chance, tensor = random.Random(seed), torch.zeros(shape)
     pieces = [rectangle for rectangle in cut(shape, cuts, chance) if torch.Size(rectangle[1]).numel()]
@@ -154,15 +154,6 @@ def test_holes_and_overlaps_are_refused(shape, cuts, seed):
             if part.tensors:
                 refused(ValueError, r"x .* do not cover it exactly once", write_index, Path(name), part)
         assert not (Path(name) / INDEX).exists()
-
-
-def test_an_overlap_that_hides_a_hole_is_found(tmp_path):
-    """The counts add up: rows 0-1 twice, rows 2-3 never."""
-    half = piece(torch.zeros(4, 2), (0, 0), (2, 2))
-    for name, each, said in (("x", half, r"the element at \[0, 0\] lies in 2 of 2"),
-                             ("s", whole(torch.tensor(1.0)), "lies in 2 of 2")):
-        parts = [write_part(tmp_path / str(number), {name: each}) for number in range(2)]
-        refused(ValueError, said, write_index, tmp_path, Index.joined(parts))
 
 
 def test_ranks_that_disagree_are_refused(tmp_path):

@@ -8,8 +8,6 @@ import json
 from collections import Counter
 from contextlib import suppress
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -22,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.stores import store as stores
 from pipeline.stores.object_files import content_number, find, matches
 from pipeline.stores.store import Store
+from tests.data.source_files import batch, lines, write_batches
 from tests.refusal import refused
 from tests.stages.test_shard import files_source, folder_of, hashes, run, write_config
 
@@ -31,34 +30,30 @@ TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(numb
 
 def make_files(folder):
     """Files of every kind, some large beside a shard, one of them with a torn end, hidden ones and one in a folder."""
-    rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
-    data = b"".join(rows)
+    def rows(letter=""):
+        return [{"text": letter + text} for text in TEXTS]
 
-    def named(letter):
-        return data.replace(b'": "', b'": "' + letter)
+    def batches(letter, size):
+        return [batch(("text", [letter + text for text in TEXTS[at:at + size]])) for at in range(0, len(TEXTS), size)]
+    data, framed = lines(rows()), lines(rows("z"))
     files = {
-        "lines/a.jsonl": data + b'{"text": "cut', "lines/deep/er/b.jsonl": named(b"b")[:20_000],
+        "lines/a.jsonl": data + b'{"text": "cut', "lines/deep/er/b.jsonl": lines(rows("b"))[:20_000],
         "lines/empty.jsonl": b"", "lines/.hidden.jsonl": data,
         "text/a.txt": "\n\n".join("t" + text for text in TEXTS).encode(),
-        "frames/a.jsonl.zst": b"".join(zstandard.compress(named(b"z")[at:at + 9000])
-                                       for at in range(0, len(data), 9000)),
-        "frames/one.jsonl.zst": zstandard.compress(named(b"y")),
-        "packed/a.jsonl.gz": gzip.compress(named(b"g"), mtime=0),
-        "packed/not.jsonl.gz": b"no gzip at all", "tables/a.csv": b"text\n" + b"".join(
-            b'"c%d, ""said"" %s"\n' % (number, b"x" * (number % 50)) for number in range(300)),
-        "values/a.json": json.dumps([{"text": "j" + text} for text in TEXTS[:300]]).encode()}
+        "frames/a.jsonl.zst": b"".join(zstandard.compress(framed[at:at + 9000]) for at in range(0, len(framed), 9000)),
+        "frames/one.jsonl.zst": zstandard.compress(lines(rows("y"))),
+        "packed/a.jsonl.gz": gzip.compress(lines(rows("g")), mtime=0), "packed/not.jsonl.gz": b"no gzip at all",
+        "tables/a.csv": b"text\n" + b"".join(b'"c%d, ""said"" %s"\n' % (number, b"x" * (number % 50))
+                                             for number in range(300)),
+        "values/a.json": json.dumps(rows("j")[:300]).encode()}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "columns").mkdir()
-    table = pa.table({"text": ["p" + text for text in TEXTS], "other": list(range(len(TEXTS)))})
-    pq.write_table(table, folder / "columns/a.parquet", row_group_size=100)
+    write_batches(folder / "columns/a.parquet", *batches("p", 100))
     (folder / "columns/a.parquet.gz").write_bytes(gzip.compress((folder / "columns/a.parquet").read_bytes(), mtime=0))
-    table = pa.table({"text": ["q" + text for text in TEXTS]})
-    with pa.OSFile(f"{folder}/columns/b.arrow", "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
-    with pa.OSFile(f"{folder}/columns/c.arrow", "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table.slice(0, 50), max_chunksize=10)
+    write_batches(folder / "columns/b.arrow", *batches("q", 100))
+    write_batches(folder / "columns/c.arrow", *batches("q", 10)[:5], stream=True)
 
 
 PATTERNS = {"lines": ["lines/**/*.jsonl"], "text": ["text/a.txt"], "frames": ["frames/*"], "packed": ["packed/*.gz"],

@@ -5,8 +5,6 @@ import fcntl
 import hashlib
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +12,6 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.stores.store import Changed, Exists, Missing, Store, is_url, preflight
-from tests.conftest import environment
 from tests.refusal import refused
 
 
@@ -114,9 +111,6 @@ def test_a_store_is_its_url_in_every_process(tmp_path):
     store = Store(f"file://{tmp_path}/p/")
     store.put("x", b"12")
     assert pickle.loads(pickle.dumps(store)) == store and pickle.loads(pickle.dumps(store)).read("x") == b"12"
-    code = f"from pipeline.stores.store import Store; print(Store({store.url!r}).read('x'))"
-    other = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert other.stdout == "b'12'\n"
 
 
 def test_a_file_is_replaced_where_only_what_is_open_for_writing_can_be_locked(tmp_path, monkeypatch):
