@@ -17,6 +17,7 @@ from pipeline.evaluation.items import right_choices
 from pipeline.evaluation.paired import score
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import chosen_tasks
+from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
 from tests.refusal import refused
 
@@ -92,7 +93,7 @@ def folder(tmp_path_factory):
     """The tasks' files; data by absolute paths, so that the harness finds it by itself."""
     place = tmp_path_factory.mktemp("tasks")
     for name, task in TASKS.items():
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in task["items"]))
+        write_jsonl(place / f"{name}.jsonl", task["items"])
         (place / f"{name}.yaml").write_text(
             f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {place / name}.jsonl}}}}\n"
             f"test_split: test\nfewshot_split: test\n" + task["yaml"])

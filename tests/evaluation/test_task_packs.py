@@ -10,6 +10,7 @@ from pipeline.contract.stages import REPOSITORY
 from pipeline.evaluation.harness import HarnessModel
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import tasks_named
+from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
 
 FILES = {name: text for name, _, text in re.findall(
@@ -37,7 +38,7 @@ def pack(tmp_path_factory, harness):
     items = lines(place / "sums.jsonl")
     written, = harness.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
     items[0]["sum"] = written.strip()
-    (place / "sums.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_jsonl(place / "sums.jsonl", items)
     return place
 
 

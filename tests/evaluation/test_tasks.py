@@ -11,6 +11,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.harness import HarnessModel
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
+from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, Uniform
 from tests.refusal import refused
 
@@ -36,7 +37,7 @@ def write_task(folder, name="planted", data="items.jsonl", items=ITEMS, delimite
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.yaml").write_text(YAML.format(name=name, data=data, delimiter=delimiter))
     if items is not None:
-        (folder / data).write_text("".join(json.dumps(item) + "\n" for item in items))
+        write_jsonl(folder / data, items)
 
 
 def config(folder, *tasks, **more):

@@ -10,7 +10,7 @@ from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.config.training import TrainConfig
 from pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, slow
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
@@ -54,7 +54,7 @@ FEW = ("llama3_8b", "checkpointing selective, four kinds of layers")
 
 
 @pytest.mark.parametrize("case", [
-    *FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in [*RECIPES, *OPTIONS] if name not in FEW)])
+    *FEW, *slow(*(name for name in [*RECIPES, *OPTIONS] if name not in FEW))])
 def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
     ranks, settings = {**RECIPES, **OPTIONS}[case]

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.conftest import slow
 from tests.parallel.groups import CaseError, run_case
 from tests.refusal import refused
 
@@ -23,7 +24,7 @@ def alone(**settings):
 def steps(layout, train=(("optimizer", "muon"),), **settings):
     ranks, parallel = layout
     return run_case(ranks, "", {"body": "tests.parallel.optimizer_steps:optimizer_steps", "parallel": parallel,
-                                "train": dict(train), **settings})
+                                "train": dict(train), "steps": 6, **settings})
 
 
 def away(found, expected):
@@ -64,8 +65,7 @@ def test_a_rejected_update_changes_no_bit_on_any_rank(layout, optimizer):
     assert away(found, alone(rejected=(0, 3), train=train)) < 1e-12
 
 
-@pytest.mark.parametrize("optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow)
-                                                 for name in ("adamw", f"{OUTSIDE}:RADAM"))])
+@pytest.mark.parametrize("optimizer", ["muon", *slow("adamw", f"{OUTSIDE}:RADAM")])
 def test_a_checkpoint_of_one_layout_goes_on_under_another(tmp_path, optimizer):
     train = (("optimizer", optimizer),)
     expected, folder = alone(train=train), str(tmp_path / "step")

@@ -51,13 +51,13 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
-def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, shape=None, backend=None, severed=None,
-                train=None, parallel=None):
+def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied=False, shape=None, backend=None,
+                severed=None, train=None, parallel=None):
     """Train on these ranks, of which all call this alike.
 
-    accumulation: micro-batches of a rank in a step. tied, shape: of the model, see `model_of`. backend: of
-    torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from the graph of gradients,
-    as a fault would.
+    first: the step to begin with. accumulation: micro-batches of a rank in a step. tied, shape: of the model, see
+    `model_of`. backend: of torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from
+    the graph of gradients, as a fault would.
 
     Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
     `gradients`, of the first and the last step, whole, by parameter.
@@ -68,8 +68,9 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     grid = Grid(ranks, parallel)
     share = SEQUENCES // grid.data_ranks
     config = Config(model=model, parallel=parallel,
-                    train=TrainConfig(precision=precision, micro_batch=share // accumulation, steps=steps, lr=LR,
-                                      warmup_steps=steps // 5, compile=backend is not None, **train or {}))
+                    train=TrainConfig(**{
+                        "precision": precision, "micro_batch": share // accumulation, "steps": steps, "lr": LR,
+                        "warmup_steps": steps // 5, "compile": backend is not None, **(train or {})}))
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend or "inductor")):
         engine = build_engine(config, model, grid, DTYPES[precision], accumulation, drawn(model, 0))
     if severed:
@@ -77,13 +78,13 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     initial = whole(ranks, {name: shards for name, shards in engine.state_shards().items()
                             if name.startswith("model.")})
     results, gradients = [], []
-    for step in range(steps):
+    for step in range(first, steps):
         every = windows(step)
         batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
         if grid.context > 1:
             batch = part_of(batch, grid.context, grid.context_rank, config.train.across_documents)
         take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
-        engine.before_update = take if step in (0, steps - 1) else lambda: None
+        engine.before_update = take if step in (first, steps - 1) else lambda: None
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
                              learning_rate(step, config.train), StepLimits())
         results.append([result.loss, result.grad_norm])

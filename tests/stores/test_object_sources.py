@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.stores import store as stores
 from pipeline.stores.object_files import content_number, find, matches
 from pipeline.stores.store import Store
+from tests.conftest import slow
 from tests.data.source_files import batch, lines, write_batches
 from tests.refusal import refused
 from tests.stages.test_shard import files_source, folder_of, hashes, run, write_config
@@ -143,9 +144,8 @@ def units_of(bucket, files, name, **settings):
     return [payload for _, payload in sources.reading_units(config.shard, sources.input_files(config))]
 
 
-@pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow",
-                                                            "tables/a.csv", "values/a.json"))])
+@pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *slow(
+    "text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow", "tables/a.csv", "values/a.json")])
 def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_server, small, name, monkeypatch):
     """Whichever request it is that fails, of the first few: all documents, or an error that names the object."""
     monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
@@ -162,23 +162,6 @@ def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_ser
                 assert moto_server.url_of(name) in str(error)
                 refused[kind] += 1
     assert len(refused) == 3
-
-
-def test_a_stage_that_could_not_read_goes_on_when_it_can(tmp_path, files, moto_server, small, capsys, monkeypatch):
-    monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
-    store = Store(moto_server.url)
-    upload(files, store)
-    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", store.url)
-
-    fault = moto_server.fail("slow down", times=100_000, method="GET", path="columns/a.parquet$", after=3)
-    assert run(remote) == 2
-    said = capsys.readouterr().err
-    assert moto_server.url_of("columns/a.parquet") in said and "SlowDown" in said and "Traceback" not in said
-    assert not (folder_of(remote) / "manifest.json").exists()
-    fault.times = 0
-    for config in (remote, local):
-        shards(config, capsys=capsys)
-    same_outputs(local, remote)
 
 
 @pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "frames/a.jsonl.zst", "lines/empty.jsonl"])

@@ -26,6 +26,11 @@ ODD_TEXTS = [
 ]
 
 
+def rank_lines(tokens):
+    """A file of ranks as tiktoken reads it, of tokens in their order."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
 @pytest.fixture(scope="session")
 def texts(corpus: Path) -> list[str]:
     """The documents of the miniature corpus."""
@@ -58,9 +63,9 @@ def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
                             made[algorithm].with_name("train.log"))
     write_characters(made["char"], texts)
     of_character = byte_of_character()
-    ranks = sorted((rank, bytes(of_character[character] for character in token))
-                   for token, rank in byte_level.get_vocab().items())
-    made["tiktoken"].write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in ranks))
+    ranks = byte_level.get_vocab()
+    made["tiktoken"].write_bytes(rank_lines(bytes(of_character[character] for character in token)
+                                            for token in sorted(ranks, key=ranks.__getitem__)))
     ready = Tokenizer.from_str(byte_level.to_str())
     ready.add_special_tokens(["<s>", "</s>"])
     ready.enable_truncation(8)

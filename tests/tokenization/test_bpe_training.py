@@ -2,9 +2,6 @@
 
 import base64
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -15,7 +12,7 @@ from pipeline.tokenization.base import SPECIAL_TOKENS
 from pipeline.tokenization.bpe_training import PairCounts, train_bpe
 from pipeline.tokenization.kinds import open_tokenizer
 from pipeline.tokenization.training import chunked
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
 from tests.refusal import refused
 
 
@@ -56,8 +53,7 @@ def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_
             "train_bpe(ast.literal_eval(Path(sys.argv[1]).read_text()), TokenizerConfig(kind='bpe', vocab_size=1152), "
             "Path(sys.argv[2]))")
     path = tmp_path / "again.model"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "chunks"), str(path)], check=True, cwd=REPOSITORY,
-                   env={**os.environ, "RAYON_NUM_THREADS": str(threads), "PYTHONHASHSEED": str(threads)})
+    run_python("-c", code, tmp_path / "chunks", path, RAYON_NUM_THREADS=str(threads), PYTHONHASHSEED=str(threads))
     assert path.read_bytes() == trained.read_bytes()
 
 

@@ -1,6 +1,5 @@
 """Vocabularies from files: the record, ready tokenizers and what is wrong with some of them."""
 
-import base64
 import json
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from pipeline.tokenization.kinds import (
     write_record,
 )
 from tests.refusal import refused
-from tests.tokenization.conftest import KINDS, ODD_TEXTS
+from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_a_ready_tokenizer_and_the_settings_beside_it_are_inputs(tmp_path):
     (b"no base64! 0", ":257: not a line"), (b"QUJD", ":257: not a line"), (b"QUJD 300", "do not run from 0 to 256")])
 def test_a_broken_rank_file_names_the_line(tmp_path, line, message):
     path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256)) + line)
+    path.write_bytes(rank_lines(bytes([value]) for value in range(256)) + line)
     refused(UserError, message, open_tokenizer, "tiktoken", path)
 
 

@@ -3,14 +3,13 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import UserError
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
 from tests.refusal import refused
 from tests.waiting import wait_for
 from tools import slurm_lab
@@ -32,8 +31,7 @@ def short_folder():
 
 
 def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
-                          capture_output=True)
+    return run_python("-m", "tools.slurm_lab", *arguments, check=False)
 
 
 def processes_of(folder):

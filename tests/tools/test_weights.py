@@ -1,11 +1,9 @@
 """Weights from form to form by the command: what goes with them, interruptions, refusals, memory."""
 
-import base64
 import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -21,13 +19,14 @@ from pipeline.formats.weights import load_model, open_weights
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.kinds import open_tokenizer
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.refusal import refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
+from tests.tokenization.conftest import rank_lines
 from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -58,7 +57,7 @@ def source(model, tmp_path):
 def vocabulary(folder):
     """A tokenizer.model of Llama 3's kind: every byte, no merges."""
     path = folder / "tokenizer.model"
-    path.write_text("".join(f"{base64.b64encode(bytes([value])).decode()} {value}\n" for value in range(256)))
+    path.write_bytes(rank_lines(bytes([value]) for value in range(256)))
     return path
 
 
@@ -312,8 +311,7 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
     (tmp_path / "large/COMPLETE.json").write_text(json.dumps({
         "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}}))
-    done = subprocess.run([sys.executable, "-c", CARRY, str(tmp_path / "large"), str(tmp_path)], cwd=REPOSITORY,
-                          env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True, check=False)
+    done = run_python("-c", CARRY, tmp_path / "large", tmp_path, check=False, **LARGE_TENSORS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
     with open_weights(tmp_path / "hf") as weights:

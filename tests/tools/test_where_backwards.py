@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.contract.run import run_in
 from pipeline.data.text_shards import read_documents
+from tests.conftest import slow
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 from tools.where.__main__ import main
@@ -34,8 +35,7 @@ ORDERS = {"mixture": (4, ("train.mixture={web: 1, notes: 3}",), (192, 368)), "pa
 """Ranks, settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
 
 
-@pytest.fixture(scope="module", params=["mixture", *(pytest.param(name, marks=pytest.mark.slow)
-                                                    for name in ("phases", "packed", "packed phases"))])
+@pytest.fixture(scope="module", params=["mixture", *slow("phases", "packed", "packed phases")])
 def recorded(request, tmp_path_factory, traced):
     """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
     ranks, settings, spikes = ORDERS[request.param]

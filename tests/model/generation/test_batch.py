@@ -31,13 +31,17 @@ def room(request, monkeypatch):
     monkeypatch.setattr(cache, "STEP", request.param)
 
 
-def together(model, prompts, samplings):
+def written(model, prompts, samplings):
     """The rows, when all have ended."""
     batch = Batch(model)
     rows = [batch.add(prompt, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
     while len(batch):
         batch.step()
-    return [row.tokens for row in rows]
+    return rows
+
+
+def together(*given):
+    return [row.tokens for row in written(*given)]
 
 
 @torch.no_grad()
@@ -89,15 +93,15 @@ def test_rows_that_come_and_go_become_what_each_becomes_alone(model, room):
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.1, "top_p": 0.9}])
 def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, sampling):
     state = torch.get_rng_state()
-    def written(prompts=PROMPTS, seed=7, count=20, **more):
+    def generated(prompts=PROMPTS, seed=7, count=20, **more):
         return generate(model, prompts, count, **{"top_p": 1.0, **sampling}, seed=seed, stop_ids={3, 11}, **more)
 
-    expected = written()
-    assert expected == written(use_cache=False) == written(use_cache=False, multiple_of=4)
-    assert (expected == written(seed=8)) is (sampling["temperature"] == 0)
-    assert written(count=0) == [[]] * len(PROMPTS)
+    expected = generated()
+    assert expected == generated(use_cache=False) == generated(use_cache=False, multiple_of=4)
+    assert (expected == generated(seed=8)) is (sampling["temperature"] == 0)
+    assert generated(count=0) == [[]] * len(PROMPTS)
     model.train()
-    assert written(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
+    assert generated(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
     model.eval()
     found = together(model, PROMPTS, [Sampling(max_tokens=20, seed=7 + number, stop_ids={3, 11}, **sampling)
                                       for number in range(len(PROMPTS))])
