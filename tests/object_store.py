@@ -40,9 +40,9 @@ from tests.waiting import wait_for
 KEY, SECRET = "drover-key", "drover-Secret-0123456789"
 ANSWERS = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down", "SlowDown"),
            "too many": ("429 Too Many Requests", "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}
-FAULTS = ("error", "slow down", "too many", "cut", "delay", "refuse", "truncate")
-"""What a request can be made to meet: status 500; 503 SlowDown; 429; a body that breaks off in the middle; an answer
-that comes late; 403; a body whose length, too, is half."""
+FAULTS = (*ANSWERS, "cut", "delay", "truncate")
+"""What a request can be made to meet: status 500; 503 SlowDown; 429; 403; a body that breaks off in the middle; an
+answer that comes late; a body whose length, too, is half."""
 
 
 @dataclass

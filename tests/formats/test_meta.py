@@ -161,11 +161,11 @@ def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts
 class Hostile:
     """Unpickled by anything that executes what it is told, it makes a file."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, call=os.mkdir, *more):
+        self.told = call, (str(path), *more)
 
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return self.told
 
 
 @pytest.fixture

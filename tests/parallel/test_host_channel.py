@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipeline import errors
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
+from tests.formats.test_meta import Hostile
 from tests.parallel.groups import run_case
 from tests.refusal import refused
 
@@ -45,16 +46,6 @@ def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(parallel, tmp_path
     assert "tok_embeddings.weight: " in found["differ"] and "since step 2" in found["differ"]
 
 
-class Hostile:
-    """Unpickled by anything that executes what it is told, it makes a file."""
-
-    def __init__(self, path, call):
-        self.told = (call, (str(path), "w"))
-
-    def __reduce__(self):
-        return self.told
-
-
 @pytest.mark.parametrize("call", [open, os.mkfifo, errors.listed], ids=["open", "mkfifo", "a function beside errors"])
 def test_what_somebody_else_wrote_into_the_store_is_not_executed(tmp_path, call):
     store = dist.HashStore()
@@ -63,7 +54,7 @@ def test_what_somebody_else_wrote_into_the_store_is_not_executed(tmp_path, call)
         channel._store = store
     assert pair[0].same(OSError(28, "full", "x")).errno == 28
     assert isinstance(heard := pair[1].same(None), OSError) and (heard.errno, heard.filename) == (28, "x")
-    pair[0]._say("2", Hostile(tmp_path / "executed", call))
+    pair[0]._say("2", Hostile(tmp_path / "executed", call, "w"))
     refused(pickle.UnpicklingError, "is nothing that ranks tell each other", pair[1].same, None)
     assert not (tmp_path / "executed").exists()
 

@@ -11,7 +11,7 @@ import torch
 from pipeline.evaluation.running import TaskRunner
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.evaluation.test_contamination import corpus, text_of
-from tests.evaluation.test_task_packs import FILES, bits
+from tests.evaluation.test_task_packs import FILES, RIGHT, bits
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools.compare import main
 
@@ -73,10 +73,8 @@ def row(results, part="scores", **wanted):
 def test_scores_and_differences_by_the_book(over_time):
     """Bits of the right answers, each alone through the network; the other scores are tested in tests/evaluation."""
     _, results = over_time
-    pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
-             for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
     for step in STEPS:
-        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), pairs), strict=True)
+        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), RIGHT), strict=True)
         assert row(results, model=f"step-{step:08d}", metric="answer_bits_per_byte")["value"] == pytest.approx(
             sum(found) / sum(sizes), rel=1e-5)
     for found in results["scores"]:
