@@ -18,7 +18,7 @@ from pipeline.evaluation.lm_eval_model import DroverModel
 from pipeline.evaluation.tasks import write_absolute
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.evaluation.test_task_packs import FILES
-from tests.refusal import refused
+from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools.lm_eval import main
 
@@ -144,12 +144,11 @@ def test_the_command_line_is_lm_evals_own(home, monkeypatch, capsys):
     assert "|capitals|" in shown and "drover ({'run': 'run', 'checkpoint': 2})" in shown
     saved = json.loads(next(home.glob("out*.json")).read_text())
     assert saved["results"]["capitals"]["acc,none"] * 3 in (0, 1, 2, 3)
-    assert main(["--model", "drover", "--model_args", "run=nowhere", "--tasks", "capitals", "--include_path",
-                 "tasks"]) == 2
-    assert "nowhere is no folder" in capsys.readouterr().err
+    assert "nowhere is no folder" in printed(capsys, main, "--model", "drover", "--model_args", "run=nowhere",
+                                             "--tasks", "capitals", "--include_path", "tasks", expect=2)
 
 
 def test_a_cache_is_for_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["--model", "drover", "--use_cache", "x", "--tasks", "y"]) == 2
-    assert "different requests" in capsys.readouterr().err
+    assert "different requests" in printed(capsys, main, "--model", "drover", "--use_cache", "x", "--tasks", "y",
+                                           expect=2)

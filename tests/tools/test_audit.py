@@ -9,6 +9,7 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.data.exclusion import Excluded
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from pipeline.training.data.token_check import DAMAGED
+from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tools.audit import _tolerance, audit, main
 
@@ -97,8 +98,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
 
 
 def test_nothing_to_audit_is_said(tmp_path, capsys):
-    assert main(["--run", str(tmp_path)]) == 2
-    assert "nothing to audit" in capsys.readouterr().err
+    assert "nothing to audit" in printed(capsys, main, "--run", tmp_path, expect=2)
 
 
 def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded):

@@ -23,7 +23,7 @@ from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
-from tests.refusal import refused
+from tests.refusal import printed, refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
 from tests.tokenization.conftest import rank_lines
@@ -61,15 +61,8 @@ def vocabulary(folder):
     return path
 
 
-def give(capsys, *arguments, expect=0):
-    """Run the command; what it printed."""
-    assert main([str(argument) for argument in arguments]) == expect
-    said = capsys.readouterr()
-    return said.err if expect else said.out
-
-
 def carry(capsys, source, target, form, *more, expect=0):
-    return give(capsys, "--from", source, "--to", target, "--format", form, *more, expect=expect)
+    return printed(capsys, main, "--from", source, "--to", target, "--format", form, *more, expect=expect)
 
 
 def contents(folder):
@@ -242,7 +235,7 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
     (["--format", "hf", "--shard-gb", "nan"], "--shard-gb must be above 0"),
     (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Take --parts 1 or 2 or 4.")])
 def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
-    assert said in give(capsys, "--from", source, "--to", tmp_path / "x", *more, expect=2)
+    assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
 
 

@@ -11,6 +11,7 @@ import pytest
 from pipeline.contract.run import run_in
 from pipeline.data.text_shards import read_documents
 from tests.conftest import slow
+from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 from tools.where.__main__ import main
@@ -87,8 +88,8 @@ def test_epochs_of_a_phase_that_reads_anew_are_told_as_its_own(capsys, tmp_path,
     told = capsys.readouterr().out
     assert re.search(r"trained on in .* \(epochs (0, )?0 of phase 2", told)
     assert re.search(r"^    step 1[0-8]  .* epoch 0 of phase 2  tokens", told, re.M)
-    assert main(["--run", str(phased.folder), "--id", "p3", "--ranks", "16"]) == 2
-    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in capsys.readouterr().err
+    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in printed(
+        capsys, main, "--run", phased.folder, "--id", "p3", "--ranks", "16", expect=2)
     assert main(["--run", str(phased.folder), "--step", "20", "--rank", "0", "--ranks", "16"]) == 0
     assert main(["--run", str(phased.folder), "--step", "30", "--rank", "0", "--ranks", "16"]) == 2
 
@@ -116,8 +117,7 @@ def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
     assert asked(capsys, whole, *says, "500", "--processes", "2") == some
     assert len(some["documents"]) > 60 and not some["more"]
     assert asked(capsys, whole, *says, "4") == {**some, "documents": some["documents"][:4], "more": True}
-    assert main(["--run", str(whole.folder), *says, "4"]) == 0
-    assert "ended at --limit 4" in capsys.readouterr().out
+    assert "ended at --limit 4" in printed(capsys, main, "--run", whole.folder, *says, "4")
 
 
 def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
@@ -164,8 +164,7 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
     (["--find", "says", "--source", "books"], "There is no such source; there are web, notes"),
     (["--id", "p3", "--ranks", "3"], "asked: 3"), (["--find", "says", "--processes", "0"], "asked: 0")])
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
-    assert main(["--run", str(whole.folder), *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):
