@@ -38,14 +38,21 @@ def test_every_token_is_on_one_rank_in_chunks_that_cut_each_document_evenly(row)
 
 @pytest.mark.parametrize(("length", "ranks"), [(512, 2), (512, 8), (8192, 4)])
 def test_work_is_within_5_percent_of_even(length, ranks):
-    """Also where documents are equal, of one token, or short after a long one; torch's balancer gives the last, of 4
-    and 12 tokens over two ranks, 26 and 62 pairs."""
-    cuts = np.cumsum(np.random.default_rng(0).lognormal(np.log(100), 1.2, length).astype(int) + 1)
-    rows = [np.diff([0, *cuts[cuts < length], length]), *([size] * (length // size) for size in (1, 64, length)),
-            [length * 3 // 4, *[1] * (length // 4)], [length // 4, length * 3 // 4]]
+    """Also where documents are equal, of one token, or short after a long one."""
+    cuts = [np.cumsum(np.random.default_rng(0).lognormal(np.log(size), 1.2, length).astype(int) + 1)
+            for size in (20, 100, 700)]
+    rows = [*(np.diff([0, *places[places < length], length]) for places in cuts),
+            *([*[size] * (length // size), *[length % size] * (length % size > 0)] for size in (1, 3, 13, 100, 512)),
+            [length * 3 // 4, *[1] * (length // 4)]]
     for row in rows:
         work = plan(tuple(map(int, row)), ranks).work()
         assert max(work) <= 1.05 * sum(work) / ranks and min(work) >= 0.95 * sum(work) / ranks
+
+
+def test_documents_that_torchs_balancer_leaves_uneven():
+    """[4, 12] over two ranks: 26 and 62 pairs there."""
+    assert plan((4, 12), 2).work() == [44, 44]
+    assert plan((1024, 7168), 4).work() == [sum(plan((1024, 7168), 4).work()) // 4] * 4
 
 
 def test_a_row_that_does_not_come_out_even_is_refused():
