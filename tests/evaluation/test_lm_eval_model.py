@@ -79,7 +79,7 @@ def same(found, expected):
 
 
 def test_a_run_gives_its_settings_and_arguments_go_before(home):
-    model = DroverModel(run=str(home / "run"), device="cpu")
+    model = DroverModel(run=str(home / "run"), checkpoint="newest", device="cpu")
     assert (model.length, model.batch, model.path.name) == (256, 3, "step-00000007")
     model = DroverModel(run=str(home / "run"), checkpoint=2, batch=5, max_length=100, dtype="bfloat16", device="cpu",
                         batch_size="auto")

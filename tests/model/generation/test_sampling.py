@@ -68,3 +68,9 @@ def test_draws_have_the_probabilities_of_what_is_left_and_their_seed_decides():
     shares = torch.bincount(torch.tensor(drawn(0, 4000)), minlength=4) / 4000
     assert shares[0] == 0 and torch.allclose(shares, torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), rtol=0, atol=0.025)
     assert draw(scores, Sampling(temperature=0), None) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_no_numbers_are_named(temperature):
+    refused(FloatingPointError, "scores are NaN", draw, torch.tensor([1.0, torch.nan, 2.0]),
+            Sampling(temperature=temperature), torch.Generator())
