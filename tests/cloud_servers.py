@@ -18,11 +18,7 @@ import hmac
 import http.client
 import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -37,12 +33,15 @@ from tests.object_store import (
     SECRET,
     Bucket,
     FaultyServer,
+    answered,
     answers,
-    end_with_parent,
     free_ports,
     hurry,
     moto_s3,
+    refuse,
+    running,
     served,
+    set_environment,
 )
 from tests.waiting import wait_for
 
@@ -75,7 +74,7 @@ class Forwarded:
         given = {name: value for name, value in answer.getheaders()
                  if name.lower() not in ("connection", "keep-alive", "transfer-encoding", "date")}
         if given.get("content-range") == OF_NOTHING:
-            return _refused(start, "416 Range Not Satisfiable", "InvalidRange", "The range specified is invalid.")
+            return refuse(start, "416 Range Not Satisfiable", "InvalidRange", "The range specified is invalid.")
         if environ["REQUEST_METHOD"] != "HEAD":
             given = {name: value for name, value in given.items() if name.lower() != "content-length"}
             given["Content-Length"] = str(len(data))
@@ -90,25 +89,18 @@ def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     if program is None:
         pytest.skip(NO_AZURITE)
     folder, [port] = tmp_path_factory.mktemp("azurite"), free_ports(1)
-    options = ["--blobPort", str(port), "--inMemoryPersistence", "--disableTelemetry", "--silent"]
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=folder, start_new_session=True,
-                                   env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{AZURE_KEY}"},
-                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
-    try:
+    command = [program, "--blobPort", str(port), "--inMemoryPersistence", "--disableTelemetry", "--silent"]
+    with running(command, folder, AZURITE_ACCOUNTS=f"{ACCOUNT}:{AZURE_KEY}") as process:
         wait_for(lambda: answers(port), lambda: f"Azurite answers; {folder}/log", of=process)
         with served(Forwarded(port)) as (endpoint, server):
             yield f"{endpoint}/{ACCOUNT}", server
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture
 def azurite(azurite_server: tuple[str, FaultyServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A new container on Azurite, and the environment for it, as a user sets it for an address of their own."""
     endpoint, server = azurite_server
-    _environment(monkeypatch, AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY=AZURE_KEY,
+    set_environment(monkeypatch, AZURE_STORAGE_ACCOUNT_NAME=ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY=AZURE_KEY,
                  AZURE_STORAGE_ENDPOINT=endpoint)
     hurry(monkeypatch)
     wrong = base64.b64encode(f"wrong-{SECRET}".encode()).decode()
@@ -147,7 +139,7 @@ class GoogleStandIn:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if not self._signed(environ.get("HTTP_AUTHORIZATION", "")):
-            return _refused(start, "401 Unauthorized", "AuthenticationRequired", "Authentication required.")
+            return refuse(start, "401 Unauthorized", "AuthenticationRequired", "Authentication required.")
         environ["HTTP_AUTHORIZATION"] = MOTOS
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         asked = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
@@ -157,13 +149,11 @@ class GoogleStandIn:
         deleted = method == "DELETE" and "uploadId" not in asked
         with self._lock:
             if condition is not None and int(condition) != self._generations.get(path, 0):
-                return _refused(start, "412 Precondition Failed", "PreconditionFailed",
+                return refuse(start, "412 Precondition Failed", "PreconditionFailed",
                                 "At least one of the pre-conditions you specified did not hold.")
             if deleted and path not in self._generations:
-                return _refused(start, "404 Not Found", "NoSuchKey", "The specified key does not exist.")
-            told: list[Any] = []
-            data = b"".join(self._storage(environ, lambda *answer: told.append(answer)))
-            status, headers = told[0][:2]
+                return refuse(start, "404 Not Found", "NoSuchKey", "The specified key does not exist.")
+            status, headers, data = answered(self._storage, environ)
             if status.startswith("2") and written:
                 self._generations[path] = next(self._numbers)
             elif status.startswith("2") and deleted:
@@ -183,12 +173,6 @@ class GoogleStandIn:
         except InvalidSignature:
             return False
         return True
-
-
-def _refused(start: Callable[..., Any], status: str, code: str, message: str) -> list[bytes]:
-    body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
-    start(status, [("Content-Type", "application/xml; charset=UTF-8"), ("Content-Length", str(len(body)))])
-    return [body.encode()]
 
 
 @pytest.fixture(scope="session")
@@ -211,7 +195,7 @@ def google(google_server: tuple[str, FaultyServer, list[Path]], monkeypatch: pyt
     """A new bucket on the stand-in for Google's store, and the environment for it."""
     from werkzeug.test import Client
     endpoint, server, files = google_server
-    _environment(monkeypatch, GOOGLE_APPLICATION_CREDENTIALS=str(files[0]), GOOGLE_BASE_URL=endpoint)
+    set_environment(monkeypatch, GOOGLE_APPLICATION_CREDENTIALS=str(files[0]), GOOGLE_BASE_URL=endpoint)
     hurry(monkeypatch)
     name = f"drover-{uuid.uuid4().hex[:12]}"
     assert Client(moto_s3()).put(f"/{name}", base_url="http://127.0.0.1").status_code == 200
@@ -219,10 +203,3 @@ def google(google_server: tuple[str, FaultyServer, list[Path]], monkeypatch: pyt
     yield Bucket(name, endpoint, server, "gs", key=("GOOGLE_APPLICATION_CREDENTIALS", str(files[1])),
                  address="GOOGLE_BASE_URL")
     server.faults.clear()
-
-
-def _environment(patch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
-        patch.delenv(name)
-    for name, value in {**variables, "NO_PROXY": "127.0.0.1"}.items():
-        patch.setenv(name, value)

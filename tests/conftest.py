@@ -45,6 +45,11 @@ MINI = {
 }
 
 
+def slow(*values: Any) -> list[Any]:
+    """Values of a parameter that are left to `make test-all`."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def merged(base: dict, changes: dict) -> dict:
     """`changes` laid over `base`, section by section."""
     return {**base, **{key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -64,6 +69,12 @@ def environment(threads: int = 1) -> dict[str, str]:
     """The environment of a child: ours importable, few threads, no network libraries phoning home, bytecode kept."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+
+def run_python(*arguments: object, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+    """An interpreter with these arguments, to its end; variables: more of its environment."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=REPOSITORY, env={**environment(), **variables},
+                          text=True, capture_output=True, check=check)
 
 
 def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> list[str]:

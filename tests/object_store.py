@@ -40,9 +40,9 @@ from tests.waiting import wait_for
 KEY, SECRET = "drover-key", "drover-Secret-0123456789"
 ANSWERS = {"error": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down", "SlowDown"),
            "too many": ("429 Too Many Requests", "SlowDown"), "refuse": ("403 Forbidden", "AccessDenied")}
-FAULTS = ("error", "slow down", "too many", "cut", "delay", "refuse", "truncate")
-"""What a request can be made to meet: status 500; 503 SlowDown; 429; a body that breaks off in the middle; an answer
-that comes late; 403; a body whose length, too, is half."""
+FAULTS = (*ANSWERS, "cut", "delay", "truncate")
+"""What a request can be made to meet: status 500; 503 SlowDown; 429; 403; a body that breaks off in the middle; an
+answer that comes late; a body whose length, too, is half."""
 
 
 @dataclass
@@ -122,10 +122,7 @@ class FaultyServer:
             fault = next((one for one in self.faults if one.meets(method, path)), None)
         kind = None if fault is None else fault.kind
         if kind in ANSWERS:
-            status, code = ANSWERS[str(kind)]
-            body = f"<Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
-            start(status, [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
-            return [body]
+            return refuse(start, *ANSWERS[str(kind)], "as the test asked")
         if fault is not None and kind == "delay":
             time.sleep(fault.seconds)
         if kind == "cut":
@@ -145,48 +142,73 @@ def _cut(body: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _truncated(application: Any, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-    answers: list[tuple[Any, ...]] = []
-    data = b"".join(application(environ, lambda *answer: answers.append(answer)))
-    status, headers = answers[0][:2]
+    status, headers, data = answered(application, environ)
     data = data[:len(data) // 2]
     start(status, [(name, str(len(data)) if name.lower() == "content-length" else value) for name, value in headers])
     return [data]
 
 
-def set_environment(patch: pytest.MonkeyPatch, endpoint: str, key: str = KEY, secret: str = SECRET) -> None:
-    """As a user sets it for a server of their own."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+def answered(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
+    """An application's status, headers and body."""
+    told: list[Any] = []
+    data = b"".join(application(environ, lambda *answer: told.append(answer)))
+    return (*told[0][:2], data)
+
+
+def refuse(start: Callable[..., Any], status: str, code: str, message: str) -> list[bytes]:
+    """Answer with an error in the XML that stores have in common."""
+    body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    start(status, [("Content-Type", "application/xml; charset=UTF-8"), ("Content-Length", str(len(body)))])
+    return [body.encode()]
+
+
+def set_environment(patch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) -> None:
+    """As a user sets it for a server of their own: that of S3's kind at `endpoint`, or of another by `variables`."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         patch.delenv(name)
-    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret,
-                        "AWS_REGION": "us-east-1"}.items():
+    s3 = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+          "AWS_REGION": "us-east-1"}
+    for name, value in {**(s3 if endpoint else variables), "NO_PROXY": "127.0.0.1"}.items():
         patch.setenv(name, value)
-    patch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def client(endpoint: str) -> Any:
+    """Of S3's own library."""
+    import boto3
+    return boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+                        region_name="us-east-1")
 
 
 def make_bucket(endpoint: str) -> str:
     """A new bucket's name."""
-    import boto3
     name = f"drover-{uuid.uuid4().hex[:12]}"
-    boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-                 region_name="us-east-1").create_bucket(Bucket=name)
+    client(endpoint).create_bucket(Bucket=name)
     return name
+
+
+@contextmanager
+def running(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server in a process of its own, which logs into `folder`; variables: more of its environment."""
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True,
+                                   env={**os.environ, **variables},
+                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # asked nicely, SeaweedFS takes 20 s
+        process.wait()
 
 
 @pytest.fixture(scope="session")
 def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The address of a SeaweedFS server of this worker's own, and the name of its bucket."""
     folder = tmp_path_factory.mktemp("seaweed")
-    sockets = tempfile.mkdtemp(prefix="weed-", dir="/tmp")  # the path of a Unix socket is short
-    port, process = _start_seaweed(folder, sockets)
-    try:
-        wait_for(lambda: answers(port), lambda: f"SeaweedFS answers; {folder}/log", of=process)
-        endpoint = f"http://127.0.0.1:{port}"
-        bucket = wait_for(lambda: _ready_bucket(endpoint), lambda: f"SeaweedFS is ready; {folder}/log", of=process)
-        yield endpoint, bucket
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # asked nicely, it takes 20 s
-        process.wait()
-        shutil.rmtree(sockets)
+    with tempfile.TemporaryDirectory(prefix="weed-", dir="/tmp") as sockets:  # the path of a Unix socket is short
+        endpoint, command = _seaweed_command(folder, sockets)
+        with running(command, folder) as process:
+            bucket = wait_for(lambda: _ready_bucket(endpoint), lambda: f"SeaweedFS is ready; {folder}/log", of=process)
+            yield endpoint, bucket
 
 
 @pytest.fixture
@@ -247,26 +269,23 @@ def moto_server(moto_application: tuple[str, FaultyServer], monkeypatch: pytest.
     server.faults.clear()
 
 
-def _start_seaweed(folder: Path, sockets: str) -> tuple[int, subprocess.Popen[bytes]]:
+def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
+    """The server's address, and what starts it."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
     identities = folder / "identities.json"
     identities.write_text(json.dumps({"identities": [{
         "name": "drover", "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}))
-    names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
-             "s3.port", "s3.port.grpc"]
+    names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
                "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
                "filer.localSocket": f"{sockets}/filer", "s3": "true", "s3.config": identities,
                "s3.iam": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "s3.localSocket": f"{sockets}/s3",
                "s3.autoCreateBucket": "false"}
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen([program, "server", *(f"-{name}={value}" for name, value in options.items())],
-                                   stdout=log, stderr=log, cwd=folder, start_new_session=True,
-                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
-    return ports["s3.port"], process
+    return f"http://127.0.0.1:{ports['s3.port']}", [program, "server", *(f"-{name}={value}"
+                                                                       for name, value in options.items())]
 
 
 def end_with_parent() -> None:
@@ -275,9 +294,7 @@ def end_with_parent() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(one.getsockname()[1]) for one in held]
     for one in held:
         one.close()
@@ -295,12 +312,10 @@ def answers(port: int) -> bool:
 
 def _ready_bucket(endpoint: str) -> str:
     """A bucket into which an object can be put, which comes some seconds after the first answer; until then nothing."""
-    import boto3
     from botocore.exceptions import BotoCoreError, ClientError
     try:
         bucket = make_bucket(endpoint)
-        boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
-                     region_name="us-east-1").put_object(Bucket=bucket, Key="a", Body=b"a")
+        client(endpoint).put_object(Bucket=bucket, Key="a", Body=b"a")
         return bucket
     except (BotoCoreError, ClientError):
         return ""

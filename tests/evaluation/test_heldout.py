@@ -3,18 +3,17 @@
 import json
 import multiprocessing
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.data.chosen_documents import ChosenDocuments, choose
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
-from pipeline.evaluation import bits_per_byte, compressing
+from pipeline.evaluation import compressing
 from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
 from pipeline.evaluation.compressing import Baselines
+from tests.refusal import refused
 from tests.token_shards import write_documents
 
 
@@ -51,56 +50,25 @@ def test_documents_are_taken_in_the_order_of_their_keys_over_all_shards(shards, 
     assert len(choose([], None)) == len(choose([], limit)) == 0
 
 
-def test_ranks_keep_the_documents_of_their_own_batches(shards):
-    documents = list(ChosenDocuments(shards, choose(shards, None)))
-    kept = []
-    for rank in range(3):
-        whole, own = (HeldoutBatches({"s": HeldoutText(documents, 1)}, length=16, batch=2, rank=rank, world=3)
-                      for _ in range(2))
-        own.keep_own()
-        kept.append(set(own.texts["s"].documents))
-        for mine, expected in zip(own, whole, strict=True):
-            assert all(np.array_equal(getattr(mine, name), getattr(expected, name))
-                       for name in ("windows", "tokens", "labels", "documents", "positions"))
-    assert set().union(*kept) == set(range(40)) and all(len(of_rank) < 40 for of_rank in kept)
-
-
-def test_a_rank_reads_what_it_measures(shards, monkeypatch):
+def test_a_rank_reads_and_keeps_what_it_measures(shards, monkeypatch):
     chosen = choose(shards, None)
     text = HeldoutText(ChosenDocuments(shards, chosen), 1, chosen.lengths.tolist())
-    read = []
-    original = TokenShard.document_tokens
+    read, of_rank, original = [], [], TokenShard.document_tokens
     monkeypatch.setattr(TokenShard, "document_tokens", lambda self, index: read.append(
         int(original(self, index)[0])) or original(self, index))
-    of_rank = []
     for rank in range(4):
         batches = HeldoutBatches({"s": text}, length=32, batch=2, rank=rank, world=4)
         assert not read, "making them reads nothing"
-        assert sum(len(batch.windows) for batch in batches) > 0
+        whole = list(batches)
         of_rank.append(set(read))
+        batches.keep_own()
         read.clear()
+        assert set(batches.texts["s"].documents) == of_rank[-1]
+        for mine, expected in zip(batches, whole, strict=True):
+            assert all(np.array_equal(getattr(mine, name), getattr(expected, name))
+                       for name in ("windows", "tokens", "labels", "documents", "positions"))
+        assert not read and sum(len(batch.windows) for batch in whole) > 0
     assert set().union(*of_rank) == set(range(40)) and sum(map(len, of_rank)) == 40, "each document by one rank"
-
-
-def test_ranks_are_kept_in_step_for_the_batches_alone(shards, monkeypatch):
-    """What keeps them in step uses collectives of its own, which no sum over all ranks may meet."""
-    inside, sums = [], []
-
-    @contextmanager
-    def together():
-        inside.append(True)
-        yield
-        inside.pop()
-
-    def forward(tokens, labels, documents, positions):
-        assert inside
-        return torch.zeros(tokens.shape)
-    monkeypatch.setattr(bits_per_byte.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(bits_per_byte.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(bits_per_byte.dist, "all_reduce", lambda tensor: sums.append(list(inside)))
-    text = HeldoutText(list(ChosenDocuments(shards, choose(shards, None))), 1)
-    bits_per_byte.measure(forward, HeldoutBatches({"s": text}, length=16, batch=2), together=together())
-    assert sums == [[]]
 
 
 class OneRank:
@@ -133,12 +101,10 @@ def test_who_waits_for_the_baselines_meets_the_others_again_and_again(begun):
 def test_what_goes_wrong_beside_is_told_everywhere(begun):
     compared, answer = begun
     answer.send((None, "Document 3 was made of another text."))
-    with pytest.raises(UserError, match="Document 3 was made"):
-        compared.result()
+    refused(UserError, "Document 3 was made", compared.result)
 
 
 def test_a_process_that_was_killed_is_not_waited_for(begun):
     compared, answer = begun
     answer.close()
-    with pytest.raises(UserError, match="compression baselines died"):
-        compared.result()
+    refused(UserError, "compression baselines died", compared.result)

@@ -8,6 +8,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import open_model, run_of
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = ByteTokenizer()
@@ -19,8 +20,8 @@ def models():
     return {step: for_tokenizer(TOKENIZER, seed=step) for step in (2, 7)}
 
 
-def opened(path):
-    return open_model(path, torch.device("cpu"), torch.float32)
+def opened(path, dtype=torch.float32):
+    return open_model(path, torch.device("cpu"), dtype)
 
 
 def is_model(found, model):
@@ -35,7 +36,9 @@ def test_a_run_and_the_checkpoints_inside_of_it(models, tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs/one", models, TOKENIZER)
     found = opened(run)
     is_model(found, models[7])
-    assert found.path == run / "train/checkpoints/step-00000007"
+    assert found.path == run / "train/checkpoints/step-00000007" and not found.model.training
+    assert {(each.dtype, each.requires_grad) for each in opened(run, torch.bfloat16).model.parameters()} == {
+        (torch.bfloat16, False)}
     is_model(opened(run / "train/checkpoints/step-00000002"), models[2])
     (tmp_path / "link").symlink_to(run / "train/checkpoints/step-00000002")
     is_model(opened(tmp_path / "link"), models[2])
@@ -58,23 +61,13 @@ def test_a_hugging_face_folder_has_its_own(models, tmp_path):
     is_model(found, models[2])
     assert found.path == folder and run_of(folder) is None
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"no tokenizer\.json"):
-        opened(folder)
+    refused(UserError, r"no tokenizer\.json", opened, folder)
 
 
 def test_what_lacks_a_tokenizer_or_has_anothers_is_refused(models, tmp_path):
     run = write_run(tmp_path / "one", models, None)
-    with pytest.raises(UserError, match=r"stage tokenizer of .* is not done"):
-        opened(run)
+    refused(UserError, r"stage tokenizer of .* is not done", opened, run)
     shutil.copytree(run / "train/checkpoints/step-00000002", tmp_path / "alone")
-    with pytest.raises(UserError, match="outside of a run"):
-        opened(tmp_path / "alone")
+    refused(UserError, "outside of a run", opened, tmp_path / "alone")
     small = write_run(tmp_path / "two", {1: for_tokenizer(TOKENIZER, vocab_size=300)}, TOKENIZER)
-    with pytest.raises(UserError, match="knows 300 ids, but its tokenizer has 512"):
-        opened(small)
-
-
-def test_the_device_and_type_are_as_asked(models, tmp_path):
-    found = open_model(write_run(tmp_path / "one", models, TOKENIZER), torch.device("cpu"), torch.bfloat16)
-    assert {parameter.dtype for parameter in found.model.parameters()} == {torch.bfloat16}
-    assert not found.model.training and not any(parameter.requires_grad for parameter in found.model.parameters())
+    refused(UserError, "knows 300 ids, but its tokenizer has 512", opened, small)

@@ -17,7 +17,9 @@ from pipeline.evaluation.items import right_choices
 from pipeline.evaluation.paired import score
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import chosen_tasks
+from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
+from tests.refusal import refused
 
 ITERS = 40
 """Bootstrap draws: enough that another number of them, or another seed, gives another standard error."""
@@ -91,7 +93,7 @@ def folder(tmp_path_factory):
     """The tasks' files; data by absolute paths, so that the harness finds it by itself."""
     place = tmp_path_factory.mktemp("tasks")
     for name, task in TASKS.items():
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in task["items"]))
+        write_jsonl(place / f"{name}.jsonl", task["items"])
         (place / f"{name}.yaml").write_text(
             f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {place / name}.jsonl}}}}\n"
             f"test_split: test\nfewshot_split: test\n" + task["yaml"])
@@ -199,13 +201,13 @@ def test_a_task_that_fails_is_named_in_a_sentence(model, folder, tmp_path, capfd
         "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: broken.jsonl}}\ntest_split: test\n"
         "output_type: multiple_choice\ndoc_to_text: query\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "metric_list: [{metric: acc}]\n")
-    with pytest.raises(UserError, match=r"^The task broken \(.*broken.yaml\) failed: TypeError: .*\.$"):
-        ours(model, tmp_path, "broken", log=tmp_path / "lm_eval.log")
+    refused(UserError, r"^The task broken \(.*broken.yaml\) failed: TypeError: .*\.$", ours, model, tmp_path, "broken",
+            log=tmp_path / "lm_eval.log")
     assert "Traceback" in (tmp_path / "lm_eval.log").read_text()
     told = capfd.readouterr()
     assert (told.out, told.err) == ("", "")
 
 
 def test_an_answer_beyond_the_model_is_named_with_its_task(folder):
-    with pytest.raises(UserError, match=r"The task winograd .* failed: A task asks for .* the model takes 8"):
-        ours(small_model(context=8), folder, "winograd")
+    refused(UserError, r"The task winograd .* failed: A task asks for .* the model takes 8", ours,
+            small_model(context=8), folder, "winograd")

@@ -10,6 +10,7 @@ from pipeline.contract.stages import REPOSITORY
 from pipeline.evaluation.harness import HarnessModel
 from pipeline.evaluation.running import TaskRunner
 from pipeline.evaluation.tasks import tasks_named
+from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
 
 FILES = {name: text for name, _, text in re.findall(
@@ -37,7 +38,7 @@ def pack(tmp_path_factory, harness):
     items = lines(place / "sums.jsonl")
     written, = harness.generate_until(requests(("2 + 3 =", {"until": ["\n"], "max_gen_toks": 8})))
     items[0]["sum"] = written.strip()
-    (place / "sums.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_jsonl(place / "sums.jsonl", items)
     return place
 
 
@@ -73,10 +74,13 @@ def test_every_row_can_be_read_alone(results, pack, name):
     assert len(found["per_item"]["hashes"]) == len(data)
 
 
-def test_bits_of_the_right_choices(results, pack, model):
-    pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
-             for item in lines(pack / "capitals.jsonl")]
-    expected = bits(model, pairs)
+RIGHT = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
+         for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
+"""Questions of the task capitals, with their answers."""
+
+
+def test_bits_of_the_right_choices(results, model):
+    expected = bits(model, RIGHT)
     assert results["capitals"]["answer_bits_per_byte"] == pytest.approx(
         sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
     assert results["capitals"]["per_item"]["metrics"]["answer_bits_per_byte"] == [

@@ -20,6 +20,7 @@ from pipeline.formats.comparison import (
     compare_tensors,
 )
 from tests.formats.exporting import write_state
+from tests.refusal import refused
 
 CONFIG = ModelConfig(dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=96, vocab_size=160, context_length=256)
 IDS = torch.randint(0, 160, (1, 200), generator=torch.Generator().manual_seed(1))
@@ -130,8 +131,7 @@ THETA = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_th
 def test_a_defect_of_the_files_is_named(tmp_path, monkeypatch, plant, message):
     weights = sharp()
     plant(exported(tmp_path, weights), monkeypatch)
-    with pytest.raises(UserError, match=message):
-        judged(tmp_path, weights)
+    refused(UserError, message, judged, tmp_path, weights)
 
 
 def same_order(folder, monkeypatch):
@@ -160,16 +160,16 @@ def test_a_defect_that_reads_back_as_it_was_written_is_seen_by_transformers(tmp_
     """Writer and reader of one program agree on anything; what transformers makes of it is the proof."""
     weights = sharp()
     plant(exported(tmp_path, weights), monkeypatch)
-    with pytest.raises(UserError, match=r"(?s)transformers' logits are off by up to .*" + message):
-        judged(tmp_path, weights, whole=whole)
+    refused(UserError, r"(?s)transformers' logits are off by up to .*" + message, judged, tmp_path, weights,
+            whole=whole)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path):
     weights = sharp()
     weights["norm.weight"][3] = float("inf")
     exported(tmp_path, weights)
-    with pytest.raises(UserError, match="logits that are NaN or infinite"):
-        compare_logits(tmp_path, CONFIG, weights.__getitem__, IDS, whole=False)
+    refused(UserError, "logits that are NaN or infinite", compare_logits, tmp_path, CONFIG, weights.__getitem__, IDS,
+            whole=False)
 
 
 def test_each_side_is_judged():

@@ -14,6 +14,7 @@ from pipeline.config.shapes import shape_of
 from pipeline.formats.huggingface import from_huggingface, read_folder, to_huggingface
 from pipeline.formats.huggingface_config import config_to_json
 from tests.formats.exporting import write_state
+from tests.refusal import refused
 
 SMALL = {"dim": 48, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 80, "vocab_size": 90}
 SCALING = {"context_length": 512, "rope_scaling": RopeScaling(factor=8, original_context_length=64)}
@@ -98,8 +99,8 @@ def test_the_export_has_the_name_that_transformers_has_for_it(name, architecture
 
 def test_what_transformers_has_no_name_for_is_refused(tmp_path):
     config = CONFIGS["SmolLM3"].model_copy(update={"qk_norm": True})
-    with pytest.raises(ValueError, match=r"qk_norm .* and model.no_rope_layer_interval .* no class of transformers"):
-        write(built(config), tmp_path)
+    refused(ValueError, r"qk_norm .* and model.no_rope_layer_interval .* no class of transformers", write,
+            built(config), tmp_path)
 
 
 @pytest.mark.parametrize("class_name, settings, read", [
@@ -185,8 +186,5 @@ def test_state_that_does_not_fit_is_refused(tmp_path):
     for wrong, message in (({k: v for k, v in state.items() if k != "output.weight"}, r"output\.weight"),
                            (state | {"rope.freqs": torch.ones(4)}, r"rope\.freqs"),
                            (state | {"norm.weight": torch.ones(3)}, r"norm.weight is \(3,\)")):
-        with pytest.raises(ValueError, match=message):
-            write_state(tmp_path, wrong, config, dtype=torch.float32, bos_id=1, eos_id=2)
+        refused(ValueError, message, write_state, tmp_path, wrong, config, dtype=torch.float32, bos_id=1, eos_id=2)
     assert not list(tmp_path.iterdir())
-
-"""210 MB in float32, its largest tensors 4.2 MB."""

@@ -1,12 +1,12 @@
 """The causal mask that continues a cache, and the cache. What attention computes is compared with transformers
 (tests/formats) and over documents (test_backends)."""
 
-import pytest
 import torch
 
 from model.attention.layout import Layout
 from model.attention.module import KeyValueCache
 from model.config import ModelConfig
+from tests.refusal import refused
 
 
 def test_mask_is_left_out_where_plain_causal_is_meant():
@@ -23,5 +23,4 @@ def test_a_cache_refuses_overflow():
     cache = KeyValueCache(capacity=5)
     cache.extend(*(torch.ones(2, 5, 2, 8),) * 2)
     assert config.layers * (cache.keys.nbytes + cache.values.nbytes) == config.kv_cache_bytes(2, 5, 4)
-    with pytest.raises(ValueError, match=r"holds 5 tokens; 5 \+ 1"):
-        cache.extend(*(torch.ones(2, 1, 2, 8),) * 2)
+    refused(ValueError, r"holds 5 tokens; 5 \+ 1", cache.extend, *(torch.ones(2, 1, 2, 8),) * 2)

@@ -16,6 +16,7 @@ from model.llama import Llama, initialise
 from tests.model import varlen_on_cpu
 from tests.model.agreement import agree
 from tests.model.varlen_on_cpu import VarlenOnCpu
+from tests.refusal import refused
 
 WAYS: list[Backend] = [Sdpa(), ByDocument(), VarlenOnCpu()]
 """With a backward pass on a CPU. A new backend belongs here."""
@@ -90,13 +91,6 @@ def test_lengths_are_read_where_the_loader_did_not_give_them():
     assert Documents(cut).lengths == (2, 2, 3, 1)
     with pytest.raises(ValueError, match="have 7 tokens together; there are 8"):
         _ = Documents(cut, [3, 4]).lengths
-
-
-def test_a_cut_document_does_not_go_on_in_the_next_row():
-    cut = Documents(torch.tensor([[0] * 3 + [1] * 5, [1] * 6 + [2] * 2]))
-    three = inputs([[8], [8]])
-    dense, *others = (attend(*three, Layout.of(None, backend, cut, torch.float64)) for backend in WAYS)
-    assert len(others) == 2 and all(torch.allclose(found, dense, rtol=0, atol=1e-13) for found in others)
 
 
 def test_neighbours_of_one_length_are_one_call():
@@ -193,8 +187,7 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
     ("model.attention.backend:Documents", "is no class derived from"),
 ])
 def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
-    with pytest.raises(ValueError, match=says):
-        choose(name, CPU)
+    refused(ValueError, says, choose, name, CPU)
 
 
 def test_a_backend_from_outside_is_taken_by_its_place():

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 
 from model.attention.backend import Backend, Where
@@ -11,6 +10,7 @@ from model.attention.sdpa import Sdpa, dense_mask
 from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.training.engines.engine import without_gradient
+from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 
 CPU = torch.device("cpu")
@@ -18,16 +18,16 @@ SHAPE = {"dim": 48, "layers": 1, "heads": 6, "kv_heads": 2, "ffn_dim": 64, "voca
 
 
 def test_a_window_is_so_many_keys_the_querys_own_included():
-    seen = dense_mask(5, 0, None, CPU, window=3)[0, 0] == 0
-    assert seen.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
-    behind = dense_mask(2, 3, None, CPU, window=3)[0, 0] == 0  # three tokens in a cache
-    assert behind.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    for queries, cached in ((5, 0), (2, 3)):
+        seen = dense_mask(queries, cached, None, CPU, window=3)[0, 0] == 0
+        back = torch.arange(cached, cached + queries)[:, None] - torch.arange(cached + queries)
+        assert torch.equal(seen, (back >= 0) & (back < 3))
 
 
 def test_a_backend_that_knows_no_window_is_not_taken_for_one():
     windowed = Where(CPU, torch.float32, compiled=False, head_dim=8, windowed=True)
-    with pytest.raises(ValueError, match=r"knows no sliding window\. Take auto, which is by_document here"):
-        choose("tests.model.test_descendants:Ignorant", windowed)
+    refused(ValueError, r"knows no sliding window\. Take auto, which is by_document here", choose,
+            "tests.model.test_descendants:Ignorant", windowed)
     assert choose("auto", windowed).backend.windows and Backend.windows is False
 
 

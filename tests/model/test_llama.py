@@ -9,6 +9,7 @@ from model.attention.module import KeyValueCache
 from model.config import ModelConfig
 from model.llama import Llama, initialise
 from tests.model.agreement import agree
+from tests.refusal import refused
 
 CONFIG = ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=64, vocab_size=50, context_length=32)
 TIED = CONFIG.model_copy(update={"tied_embeddings": True})
@@ -43,8 +44,8 @@ def test_names_and_count(config):
 
 
 def test_constructor_names_every_problem():
-    with pytest.raises(ValueError, match=r"dim \(100\).*kv_heads \(3\).*vocab_size is None"):
-        Llama(ModelConfig(dim=100, heads=8, kv_heads=3))
+    refused(ValueError, r"dim \(100\).*kv_heads \(3\).*vocab_size is None", Llama,
+            ModelConfig(dim=100, heads=8, kv_heads=3))
 
 
 @both
@@ -92,6 +93,5 @@ def test_model_from_the_meta_device_computes_the_same_and_stays_tied(config):
     (5, {"labels": random_tokens(1, 5), "last_only": True}, "last_only exclude"),
     (5, {"mask": torch.zeros(1, 1, 5, 5)}, "mask is for caches")])
 def test_refusals(length, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        built()(random_tokens(1, length), **arguments)
+    refused(ValueError, message, built(), random_tokens(1, length), **arguments)
     assert built()(random_tokens(1, 32)).shape == (1, 32, 50)

@@ -96,9 +96,7 @@ def test_problems_are_sentences_with_numbers(changes, sentences):
         assert sentence in problem
 
 
-@pytest.mark.parametrize(
-    "changes", [{"dmi": 256}, {"dim": "256"}, {"dim": 256.0}, {"rope_theta": float("nan")}]
-)
+@pytest.mark.parametrize("changes", [{"dmi": 256}, {"dim": "256"}, {"rope_theta": float("nan")}])
 def test_wrong_names_and_types_are_refused(changes):
     with pytest.raises(pydantic.ValidationError):
         ModelConfig(**changes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.config import ModelConfig, RopeScaling, YarnScaling
+from model.config import ModelConfig, RopeScaling
 from model.rope import RotaryTable, rotary_frequencies, rotate
 from tests.model.agreement import agree
 
@@ -13,23 +13,6 @@ POSITIONS = torch.arange(64)[None]
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_yarn_keeps_fast_pairs_blends_by_number_and_stretches_slow_ones():
-    """Of 128 dimensions with base 10^6, pair 23.6 turns 32 times within 32,768 tokens, and pair 39.7 once."""
-    found = rotary_frequencies(128, 1e6, YarnScaling(kind="yarn", factor=4, original_context_length=32768))
-    golden = {22: 10**-2.0625, 23: 10**-2.15625, 24: 10**-2.25 * (1 - 0.75 / 17),
-              31: 10**-2.90625 * (1 - 0.75 * 8 / 17), 40: 10**-3.75 / 4, 63: 10**-5.90625 / 4}
-    for pair, value in golden.items():
-        assert found[pair].item() == pytest.approx(value, rel=1e-12), pair
-    faster = rotary_frequencies(128, 1e6, YarnScaling(kind="yarn", factor=4, original_context_length=32768,
-                                                      beta_fast=64, beta_slow=2))
-    assert faster[22] != found[22] and faster[39] != found[39]
-
-
-def test_exponent_is_not_doubled():
-    expected = torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
-    assert torch.allclose(rotary_frequencies(8, 1e4), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("head_dim", "factor", "bands", "golden"), [

@@ -1,28 +1,20 @@
 """What every rank does where optimizers are compared: steps, rejected ones, given gradients; saving and loading."""
 
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.data.sampling.batch import pack
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
-from pipeline.parallel.grid import Grid, own
-from pipeline.parallel.initial_values import drawn
-from pipeline.training.engines.build import build_engine
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers.schedule import learning_rate
-from pipeline.training.precision import DTYPES
-from tests.parallel.train_steps import MODEL, SEQUENCES, whole, windows
+from pipeline.parallel.grid import own
+from tests.parallel.train_steps import each_engine, train_steps, whole
 
 
-def optimizer_steps(ranks, precision="fp64", steps=6, first=0, tied=False, rejected=(), given=False, save=None,
-                    load=None, train=None, parallel=None):
-    """Train on these ranks from step `first` up to step `steps`.
+def optimizer_steps(ranks, first=0, rejected=(), given=False, save=None, load=None, train=None, **settings):
+    """`train_steps` from step `first` on, by a schedule of ten steps.
 
     rejected: steps whose loss is no number, so that gradients are not either. given: gradients are replaced by ones
     that are made up whole, the same under every layout. save, load: folders of checkpoints, written at the end, read
@@ -32,32 +24,34 @@ def optimizer_steps(ranks, precision="fp64", steps=6, first=0, tied=False, rejec
     checkpoint; `held`, whether weights and states were the same to the last bit, on all ranks, after each rejected
     step.
     """
-    model, parallel = MODEL.model_copy(update={"tied_embeddings": tied}), ParallelConfig(**parallel or {})
-    grid = Grid(ranks, parallel)
-    share = SEQUENCES // grid.data_ranks
-    config = Config(model=model, parallel=parallel, train=TrainConfig(
-        **{"precision": precision, "micro_batch": share, "steps": 10, "lr": 5e-4, "warmup_steps": 2, **(train or {})}))
-    engine = build_engine(config, model, grid, DTYPES[precision], 1, None if load else drawn(model, 0))
-    if load:
-        with CheckpointReader(Path(load)) as reader:
-            engine.load(reader, first)
-    results, held = [], []
-    for step in range(first, steps):
-        every = windows(step)
-        batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
-        engine.loss_factor = float("nan") if step in rejected else 1.0
-        engine.proven = engine.proven or step in rejected
-        engine.before_update = (lambda step=step: give(engine, step)) if given else lambda: None
-        before = copied(engine)
-        result = engine.step(batch.split(share), 1, pack(every).targets, learning_rate(step, config.train),
-                             StepLimits())
-        results.append([result.loss, result.grad_norm, result.applied])
-        if step in rejected:
-            after = copied(engine)
-            held.append(ranks.sum(not all(torch.equal(before[key], after[key]) for key in before)) == [0.0])
+    results, held, built, numbers = [], [], [], count(first)
+
+    def watch(engine):
+        built.append(engine)
+        if load:
+            with CheckpointReader(Path(load)) as reader:
+                engine.load(reader, first)
+        step = engine.step
+
+        def stepping(*arguments):
+            number = next(numbers)
+            engine.loss_factor = float("nan") if number in rejected else 1.0
+            engine.proven = engine.proven or number in rejected
+            engine.before_update = partial(give, engine, number) if given else lambda: None
+            before = copied(engine)
+            result = step(*arguments)
+            results.append([result.loss, result.grad_norm, result.applied])
+            if number in rejected:
+                after = copied(engine)
+                held.append(ranks.sum(not all(torch.equal(before[key], after[key]) for key in before)) == [0.0])
+            return result
+        engine.step = stepping
+
+    with each_engine(watch):
+        train_steps(ranks, first=first, train={"steps": 10, "warmup_steps": 2, **(train or {})}, **settings)
     if save:
-        store(ranks, engine, Path(save))
-    return {"results": results, "state": whole(ranks, engine.state_shards()), "held": held}
+        store(ranks, built[0], Path(save))
+    return {"results": results, "state": whole(ranks, built[0].state_shards()), "held": held}
 
 
 def copied(engine):

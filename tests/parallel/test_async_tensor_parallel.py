@@ -8,8 +8,9 @@ import torch.distributed as dist
 from pipeline.errors import UserError
 from pipeline.parallel.async_tensor_parallel import overlapping
 from pipeline.parallel.ranks import start_ranks, stop_ranks
-from tests.parallel.groups import end_groups, run_case
+from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, lacks
+from tests.refusal import refused
 
 ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
 
@@ -18,12 +19,9 @@ ONE_BLOCK = {"steps": 2, "shape": {"layers": 1}}
 def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
     if lack := lacks(Case("", settings={"backend": "inductor"})):
         pytest.skip(lack)
-    try:
-        expected = run_case(1, "", dict(ONE_BLOCK))["results"]
-        found = run_case(2, "async", {"body": "tests.parallel.fused_products:overlapped", **ONE_BLOCK,
-                                      "parallel": {"tp": 2, "async_tp": True}})
-    finally:
-        end_groups()
+    expected = run_case(1, "", dict(ONE_BLOCK))["results"]
+    found = run_case(2, "async", {"body": "tests.parallel.fused_products:overlapped", **ONE_BLOCK,
+                                  "parallel": {"tp": 2, "async_tp": True}})
     np.testing.assert_allclose(found["results"], expected, rtol=1e-12)
     forward, backward = filter(None, found["graphs"])  # those of the loss exchange nothing
     assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
@@ -34,7 +32,7 @@ def test_every_exchange_of_a_forward_pass_is_cut_and_nothing_else_changes():
 def test_where_ranks_cannot_reach_each_others_memory_it_is_refused():
     start_ranks()
     try:
-        with pytest.raises(UserError, match=r"parallel.async_tp needs GPUs of one node.*Set parallel.async_tp=false"):
-            overlapping(dist.group.WORLD, torch.device("cpu"))
+        refused(UserError, r"parallel.async_tp needs GPUs of one node.*Set parallel.async_tp=false", overlapping,
+                dist.group.WORLD, torch.device("cpu"))
     finally:
         stop_ranks()

@@ -10,11 +10,12 @@ from model.attention.sdpa import Sdpa
 from pipeline.config.loading import load_config
 from pipeline.config.training import TrainConfig
 from pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, slow
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
 from tests.parallel.test_activation_checkpointing import DOCUMENTS, TOKENS, built
+from tests.refusal import refused
 
 LAYERS = 12
 """More than the graphs that `compiled_calls` allows: were one not shared, the run would stop."""
@@ -53,7 +54,7 @@ FEW = ("llama3_8b", "checkpointing selective, four kinds of layers")
 
 
 @pytest.mark.parametrize("case", [
-    *FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in [*RECIPES, *OPTIONS] if name not in FEW)])
+    *FEW, *slow(*(name for name in [*RECIPES, *OPTIONS] if name not in FEW))])
 def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
     ranks, settings = {**RECIPES, **OPTIONS}[case]
@@ -79,8 +80,8 @@ def compiled(monkeypatch):
 def test_blocks_that_need_too_many_graphs_stop_the_run_with_the_reason(compiled):
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled(TOKENS, documents=DOCUMENTS)
-        with pytest.raises(RuntimeError, match=r"limit of compiled graphs.*size mismatch at index 1.*compile=false"):
-            compiled(TOKENS[:, :20], documents=DOCUMENTS[:, :20])
+        refused(RuntimeError, r"limit of compiled graphs.*size mismatch at index 1.*compile=false", compiled,
+                TOKENS[:, :20], documents=DOCUMENTS[:, :20])
 
 
 def test_the_share_is_of_the_calls_since_it_was_last_asked_without_those_uncompiled_on_purpose(compiled):

@@ -17,7 +17,8 @@ from pipeline.parallel.context_parallel import _sum, gathered, part_of, places
 from tests.model.agreement import agree
 from tests.model.test_backends import WAYS, inputs, names, numbered
 from tests.model.varlen_on_cpu import NAME
-from tests.parallel.groups import end_groups, run_case
+from tests.parallel.groups import run_case
+from tests.refusal import refused
 
 ROWS = {
     "one document": ((48,), (48,)),
@@ -26,13 +27,6 @@ ROWS = {
     "shorter than the chunks": ((3, 5, 2, 7, 1, 6, 4, 3, 5, 12), (2,) * 24),
 }
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    """Ranks that wait for another case cost processor time."""
-    yield
-    end_groups()
 
 
 def by_ranks(whole, index):
@@ -160,5 +154,5 @@ def test_other_documents_are_not_compiled_anew():
 def test_backends_that_know_no_segments_are_not_taken():
     where = Where(CPU, torch.float32, compiled=False, head_dim=64, segmented=True)
     assert choose("auto", where).backend.name == "by_document"
-    with pytest.raises(UserError, match=r"'flex' knows no context parallelism\. Take auto, which is by_document here"):
-        choose_attention("flex", ModelConfig(), CPU, torch.float32, compiled=False, segmented=True)
+    refused(UserError, r"'flex' knows no context parallelism\. Take auto, which is by_document here", choose_attention,
+            "flex", ModelConfig(), CPU, torch.float32, compiled=False, segmented=True)

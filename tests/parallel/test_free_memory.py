@@ -1,15 +1,13 @@
 """What a rank may still take: the least of what host, control groups and the process's own limits leave."""
 
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from pipeline.parallel import free_memory as module
 from pipeline.parallel.free_memory import free_memory
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
 
 CPU = torch.device("cpu")
 
@@ -53,5 +51,4 @@ def test_a_limit_of_the_process_counts(kind):
     code = ("import resource, torch; from pipeline.parallel import free_memory as module; "
             "module._of_host, module._of_groups = lambda: 2**50, lambda: []; "
             f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(module.free_memory(torch.device('cpu')))")
-    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert 0 < int(told.stdout) < 8 * 2**30
+    assert 0 < int(run_python("-c", code).stdout) < 8 * 2**30

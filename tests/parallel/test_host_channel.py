@@ -5,13 +5,7 @@ import torch
 
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
-from tests.parallel.groups import end_groups, run_case
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    yield
-    end_groups()
+from tests.parallel.groups import run_case
 
 
 @pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])

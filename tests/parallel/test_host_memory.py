@@ -1,12 +1,10 @@
 """What the C library does with freed memory, seen by the pages that the kernel has to hand out."""
 
-import subprocess
-import sys
 
 import pytest
 
 from pipeline.parallel import host_memory
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
 
 BLOCKS = """
 import resource, sys
@@ -25,8 +23,7 @@ print((pages() - before) * resource.getpagesize() // 2**20)
 
 def faulted_mb(how: str) -> int:
     """MB that were faulted in while 4 blocks of 64 MB were made and freed, after a first one."""
-    return int(subprocess.run([sys.executable, "-c", BLOCKS, how], cwd=REPOSITORY, capture_output=True, text=True,
-                              check=True).stdout)
+    return int(run_python("-c", BLOCKS, how).stdout)
 
 
 def test_a_freed_block_is_used_again():

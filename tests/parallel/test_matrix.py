@@ -11,7 +11,7 @@ import torch
 from model.llama import Llama, initialise
 from pipeline.data.sampling.batch import pack
 from tests.parallel.crossing import pairs
-from tests.parallel.groups import CaseError, end_groups, run_case
+from tests.parallel.groups import CaseError, run_case
 from tests.parallel.matrix import (
     ATTENTION,
     CASES,
@@ -30,18 +30,12 @@ from tests.parallel.matrix import (
 )
 from tests.parallel.matrix_table import TABLE, machine
 from tests.parallel.train_steps import MODEL, model_of, windows
+from tests.refusal import refused
 
 COMPARED = [case.name for case in LAYOUTS if case.reference is not None]
 RUN = [*(case for case in LAYOUTS if case.reference), *crossed_covering(), *ATTENTION]
 FEW = few(RUN)
 TIED = [name for name, case in CASES.items() if case.settings.get("tied")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    """Ranks that wait for another case cost processor time, which the tests after these want."""
-    yield
-    end_groups()
 
 
 @pytest.mark.parametrize("name", [
@@ -72,8 +66,8 @@ def test_a_parameter_without_a_gradient_stops_training_by_name(severed, parallel
     case = Case("to fail", ranks=2, settings={"precision": "fp32", "severed": severed, "parallel": parallel})
     if lack := lacks(case):
         pytest.skip(lack)
-    with pytest.raises(CaseError, match=f"UserError: Training stopped in its first step.*{re.escape(names)}"):
-        run_case(case.ranks, f"{case.name}, {kind_of(case)}", case.settings)
+    refused(CaseError, f"UserError: Training stopped in its first step.*{re.escape(names)}", run_case, case.ranks,
+            f"{case.name}, {kind_of(case)}", case.settings)
 
 
 def traffic(**settings):

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline.training.engines.norms import layer_norms
-from tests.parallel.groups import end_groups, run_case
+from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, kind_of, lacks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    """Ranks that wait for another case cost processor time."""
-    yield
-    end_groups()
 
 
 @pytest.mark.parametrize("ranks, settings", [

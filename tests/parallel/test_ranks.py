@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -16,14 +14,8 @@ from pipeline.config.tree import Config
 from pipeline.parallel import ranks
 from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
 from pipeline.training.watchdog import longest_wait
-from tests.conftest import REPOSITORY
-from tests.parallel.groups import end_groups, run_case
-
-
-@pytest.fixture(scope="module", autouse=True)
-def groups_end():
-    yield
-    end_groups()
+from tests.conftest import run_python
+from tests.parallel.groups import run_case
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +47,7 @@ def test_torch_reads_it_after_its_import():
         pytest.skip("this torch does not tell its settings")
     program = ("import torch; from pipeline.parallel.ranks import extend_segments; extend_segments(); "
                "print(torch._C._accelerator_getAllocatorSettings())")
-    said = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "expandable_segments:True"
+    assert run_python("-c", program).stdout.strip() == "expandable_segments:True"
 
 
 def test_groups_have_names_and_wait_as_long_as_is_said():

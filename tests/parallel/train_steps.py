@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import ModelConfig
 from pipeline.config.parallel import ParallelConfig
@@ -31,6 +30,7 @@ from pipeline.training.engines.norms import measured
 from pipeline.training.guards import StepLimits
 from pipeline.training.optimizers.schedule import learning_rate
 from pipeline.training.precision import DTYPES
+from tests.model.agreement import operators
 from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
 from tests.model.varlen_on_cpu import NAME
 
@@ -51,13 +51,13 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
-def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, shape=None, backend=None, severed=None,
-                train=None, parallel=None):
+def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied=False, shape=None, backend=None,
+                severed=None, train=None, parallel=None):
     """Train on these ranks, of which all call this alike.
 
-    accumulation: micro-batches of a rank in a step. tied, shape: of the model, see `model_of`. backend: of
-    torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from the graph of gradients,
-    as a fault would.
+    first: the step to begin with. accumulation: micro-batches of a rank in a step. tied, shape: of the model, see
+    `model_of`. backend: of torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from
+    the graph of gradients, as a fault would.
 
     Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
     `gradients`, of the first and the last step, whole, by parameter.
@@ -68,8 +68,9 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     grid = Grid(ranks, parallel)
     share = SEQUENCES // grid.data_ranks
     config = Config(model=model, parallel=parallel,
-                    train=TrainConfig(precision=precision, micro_batch=share // accumulation, steps=steps, lr=LR,
-                                      warmup_steps=steps // 5, compile=backend is not None, **train or {}))
+                    train=TrainConfig(**{
+                        "precision": precision, "micro_batch": share // accumulation, "steps": steps, "lr": LR,
+                        "warmup_steps": steps // 5, "compile": backend is not None, **(train or {})}))
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend or "inductor")):
         engine = build_engine(config, model, grid, DTYPES[precision], accumulation, drawn(model, 0))
     if severed:
@@ -77,13 +78,13 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
     initial = whole(ranks, {name: shards for name, shards in engine.state_shards().items()
                             if name.startswith("model.")})
     results, gradients = [], []
-    for step in range(steps):
+    for step in range(first, steps):
         every = windows(step)
         batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
         if grid.context > 1:
             batch = part_of(batch, grid.context, grid.context_rank, config.train.across_documents)
         take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
-        engine.before_update = take if step in (0, steps - 1) else lambda: None
+        engine.before_update = take if step in (first, steps - 1) else lambda: None
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
                              learning_rate(step, config.train), StepLimits())
         results.append([result.loss, result.grad_norm])
@@ -91,12 +92,22 @@ def train_steps(ranks, precision="fp64", steps=12, accumulation=1, tied=False, s
 
 
 @contextlib.contextmanager
+def each_engine(prepare):
+    """Have `prepare(engine)` called with the engines that `train_steps` builds."""
+    build = build_engine
+
+    def prepared(*given):
+        engine = build(*given)
+        prepare(engine)
+        return engine
+
+    with mock.patch(f"{__name__}.build_engine", prepared):
+        yield
+
+
 def after_each_step(look):
     """Have `look(engine)` called after each step of the engines that `train_steps` builds."""
-    built = build_engine
-
-    def watched(*given):
-        engine = built(*given)
+    def watch(engine):
         step = engine.step
 
         def stepping(*arguments):
@@ -104,10 +115,36 @@ def after_each_step(look):
             look(engine)
             return result
         engine.step = stepping
-        return engine
 
-    with mock.patch(f"{__name__}.build_engine", watched):
-        yield
+    return each_engine(watch)
+
+
+@contextlib.contextmanager
+def counted(**collectives):
+    """How often those of torch's collectives are called, by kind; several names of one are those of torch versions."""
+    counts = dict.fromkeys(collectives, 0)
+
+    def counting(kind, collective):
+        def call(*given, **named):
+            counts[kind] += 1
+            return collective(*given, **named)
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for kind, names in collectives.items():
+            for name in names:
+                if (collective := getattr(dist, name, None)) is not None:
+                    patches.enter_context(mock.patch.object(dist, name, counting(kind, collective)))
+        yield counts
+
+
+GATHERS, REDUCTIONS = (("all_gather_single", "all_gather_into_tensor"),  # as torch 2.13 and 2.11
+                       ("reduce_scatter_single", "reduce_scatter_tensor"))
+
+
+def blocks(module):
+    """(name, block) of each block in a module."""
+    return [(name, inner) for name, inner in module.named_modules() if name.rpartition(".")[0] == "layers"]
 
 
 def passes(ranks, **settings):
@@ -132,14 +169,13 @@ def passes(ranks, **settings):
 
 def norms(ranks, **settings):
     """What `engines/norms.py` measures in each step, and the norms that follow from whole gradients and weights."""
-    found, computed, built = [], [], build_engine
+    found, computed = [], []
 
     def weights(engine):
         return whole(ranks, {name.removeprefix("model."): shards for name, shards in engine.state_shards().items()
                              if name.startswith("model.")})
 
-    def watched(*given):
-        engine = built(*given)
+    def watch(engine):
         step = engine.step
 
         def stepping(*arguments):
@@ -155,9 +191,8 @@ def norms(ranks, **settings):
                     gradients[name], after[name], after[name] - before[name])] for name in after})
             return result
         engine.step = stepping
-        return engine
 
-    with mock.patch(f"{__name__}.build_engine", watched):
+    with each_engine(watch):
         done = train_steps(ranks, **settings)
     return {**done, "norms": found, "computed": computed}
 
@@ -188,39 +223,24 @@ def compiled_calls(ranks, **settings):
 def traffic(ranks, **settings):
     """How often this rank gathered weights and reduced gradients in `train_steps`; and how often it had gathered when
     a module first began its forward pass, or a block its backward pass."""
-    counts, seen = {"gathers": 0, "reductions": 0}, {"forward": [], "backward": []}
-    built = build_engine
+    seen = {"forward": {}, "backward": {}}
+    with counted(gathers=GATHERS, reductions=REDUCTIONS) as counts:
+        def note(direction, name):
+            def hook(*given):
+                seen[direction].setdefault(name, counts["gathers"])
+            return hook
 
-    def counted(kind, collective):
-        def call(*given, **named):
-            counts[kind] += 1
-            return collective(*given, **named)
-        return call
+        def watch(engine):
+            held = blocks(engine.model)
+            for name, module in [*held, *((name, engine.model.get_submodule(name))
+                                          for name in ("tok_embeddings", "output"))]:
+                module.register_forward_pre_hook(note("forward", name))
+            for name, module in held:
+                module.register_full_backward_pre_hook(note("backward", name))
 
-    def note(name, direction):
-        def hook(*given):
-            if name not in dict(seen[direction]):
-                seen[direction].append((name, counts["gathers"]))
-        return hook
-
-    def watched(*given):
-        engine = built(*given)
-        for name, module in engine.model.named_modules():
-            if name in ("tok_embeddings", "output") or name.rpartition(".")[0] == "layers":
-                module.register_forward_pre_hook(note(name, "forward"))
-            if name.rpartition(".")[0] == "layers":
-                module.register_full_backward_pre_hook(note(name, "backward"))
-        return engine
-
-    with contextlib.ExitStack() as patches:
-        for kind, names in (("gathers", ("all_gather_single", "all_gather_into_tensor")),  # as torch 2.13 and 2.11
-                            ("reductions", ("reduce_scatter_single", "reduce_scatter_tensor"))):
-            for name in names:
-                if (collective := getattr(dist, name, None)) is not None:
-                    patches.enter_context(mock.patch.object(dist, name, counted(kind, collective)))
-        patches.enter_context(mock.patch(f"{__name__}.build_engine", watched))
-        train_steps(ranks, **settings)
-    return {**counts, **seen}
+        with each_engine(watch):
+            train_steps(ranks, **settings)
+    return {**counts, **{direction: list(first.items()) for direction, first in seen.items()}}
 
 
 def reduced_early(ranks, **settings):
@@ -228,33 +248,21 @@ def reduced_early(ranks, **settings):
     begun when each of its blocks began its last backward pass, in the order of these; what `train_steps` returns."""
     found = {}
     for name, stage in (("ours", reducing_stage.ReducingStage), ("torch's", PipelineStage)):
-        begun, last, built = [0], {}, build_engine
+        last = {}
+        with counted(reductions=REDUCTIONS) as counts, mock.patch.object(reducing_stage, "ReducingStage", stage):
+            def note(block, counts=counts, last=last):
+                def hook(*given):
+                    last.pop(block, None)
+                    last[block] = counts["reductions"]
+                return hook
 
-        def reduce(*given, collective, begun=begun, **named):
-            begun[0] += 1
-            return collective(*given, **named)
+            def watch(engine, note=note):
+                for held in engine.model.stages:
+                    for block, module in blocks(held):
+                        module.register_full_backward_pre_hook(note(block))
 
-        def note(name, begun=begun, last=last):
-            def hook(*given):
-                last.pop(name, None)
-                last[name] = begun[0]
-            return hook
-
-        def watched(*given, built=built, note=note):
-            engine = built(*given)
-            for held in engine.model.stages:
-                for name, module in held.named_modules():
-                    if name.rpartition(".")[0] == "layers":
-                        module.register_full_backward_pre_hook(note(name))
-            return engine
-
-        with contextlib.ExitStack() as patches:
-            for name_of in ("reduce_scatter_single", "reduce_scatter_tensor"):  # as torch 2.13 and 2.11
-                if (collective := getattr(dist, name_of, None)) is not None:
-                    patches.enter_context(mock.patch.object(dist, name_of, partial(reduce, collective=collective)))
-            patches.enter_context(mock.patch(f"{__name__}.build_engine", watched))
-            patches.enter_context(mock.patch.object(reducing_stage, "ReducingStage", stage))
-            done = train_steps(ranks, steps=1, **settings)
+            with each_engine(watch):
+                done = train_steps(ranks, steps=1, **settings)
         found[name] = {**done, "begun": list(last.values()), "blocks": list(last)}
     return found
 
@@ -273,10 +281,10 @@ def graphs(ranks, **settings):
 def attention_calls(ranks, **settings):
     """How often this rank computed attention forward, and gathered keys and values for it, in `train_steps` with
     varlen's kernel for the CPU."""
-    before, counted = KERNEL_CALLS["forward"], Counted(torch.ops._c10d_functional.all_gather_into_tensor.default)
-    with counted:
-        train_steps(ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings)
-    return {"attention": KERNEL_CALLS["forward"] - before, "gathered": counted.calls}
+    before = KERNEL_CALLS["forward"]
+    names = operators(partial(train_steps, ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings))
+    return {"attention": KERNEL_CALLS["forward"] - before,
+            "gathered": names.count("_c10d_functional::all_gather_into_tensor")}
 
 
 def computed_meanwhile(ranks, backend=None, **settings):
@@ -284,9 +292,7 @@ def computed_meanwhile(ranks, backend=None, **settings):
     those that run, or of the code that inductor makes. `gathers`, `sums` of gradients."""
     settings = {"train": {"attention": NAME, **settings.pop("train", {})}, "steps": 1, **settings}
     if backend is None:
-        with Ordered() as order:
-            train_steps(ranks, **settings)
-        lines = order.names
+        lines = operators(partial(train_steps, ranks, **settings))
     else:
         _, codes = run_and_get_code(partial(train_steps, ranks, backend=backend, **settings))
         lines = [line for code in codes for line in code.splitlines()
@@ -298,33 +304,9 @@ def computed_meanwhile(ranks, backend=None, **settings):
             begun.append(0)
         elif "wait_tensor" in line:
             begun = None
-        elif begun is not None and ("aten.mm" in line or "extern_kernels.mm(" in line):
+        elif begun is not None and ("aten::mm" in line or "extern_kernels.mm(" in line):
             begun[-1] += 1
     return found
-
-
-class Ordered(TorchDispatchMode):
-    """Notes the operators that run, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(str(operator))
-        return operator(*args, **(kwargs or {}))
-
-
-class Counted(TorchDispatchMode):
-    """Counts calls of an operator."""
-
-    def __init__(self, operator):
-        super().__init__()
-        self.operator, self.calls = operator, 0
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        self.calls += operator is self.operator
-        return operator(*arguments, **options or {})
 
 
 def waits(ranks, seconds, parallel):

@@ -6,13 +6,10 @@ import pytest
 
 from pipeline.stores import store as stores
 from pipeline.stores.store import Store
+from tests.conftest import slow
 
 BIG = 2 * stores.BLOCK_BYTES + 12_345
 """More than two of the blocks in which objects are read, and than one part of an upload."""
-
-
-def slow(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(params=["file", "memory", "moto_server", "google", *slow("seaweed", "azurite")])

@@ -8,6 +8,7 @@ from pipeline.errors import UserError
 from pipeline.stores import store as stores
 from pipeline.stores.clouds import Cloud
 from pipeline.stores.store import Changed, Store, preflight
+from tests.refusal import refused
 
 
 @pytest.mark.parametrize("kind", ["error", "slow down", "too many"])
@@ -20,8 +21,7 @@ def test_a_server_that_is_overloaded_for_a_while_is_asked_again(failing, kind):
         fault.times += 3
         assert call() == expected and fault.met == fault.times
     fault.times = 10_000
-    with pytest.raises(UserError, match=rf"{failing.url}/a/b: read failed.*(500|SlowDown)"):
-        store.read("a/b")
+    refused(UserError, rf"{failing.url}/a/b: read failed.*(500|SlowDown)", store.read, "a/b")
 
 
 def test_a_part_that_fails_is_sent_again_and_a_body_that_breaks_off_is_read_on(failing, big, tmp_path):
@@ -44,8 +44,7 @@ def test_a_listing_that_breaks_off_is_begun_again_and_that_is_said(failing, capf
     failing.fail("cut", times=1, method="GET", path=failing.listing)
     assert len(list(store.list())) == 5 and "Listing again" in capfd.readouterr().out
     failing.fail("cut", times=10, method="GET", path=failing.listing)
-    with pytest.raises(UserError, match="list failed"):
-        list(store.list())
+    refused(UserError, "list failed", list, store.list())
 
 
 @pytest.mark.parametrize("kind", ["cut", "truncate", "error", "refuse"])
@@ -54,8 +53,7 @@ def test_what_did_not_come_whole_never_becomes_a_file(failing, big, tmp_path, ki
     store.put("big", big)
     fault = failing.fail(kind, times=10_000, method="GET", path="big", after=1)
     for call in (lambda: store.fetch("big", target), lambda: store.stream("big").read(), lambda: store.read("big")):
-        with pytest.raises(UserError, match=f"{failing.url}/big"):
-            call()
+        refused(UserError, f"{failing.url}/big", call)
     assert fault.met and list(tmp_path.iterdir()) == []
 
 
@@ -67,8 +65,7 @@ def test_a_late_answer_is_waited_for_and_a_server_that_hangs_is_given_up(failing
     monkeypatch.setattr("pipeline.stores.clouds.REQUEST_S", 0.3)
     monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
     failing.fail("delay", times=10, method="GET", path="x", seconds=3)
-    with pytest.raises(UserError, match="read failed"):
-        store.read("x")
+    refused(UserError, "read failed", store.read, "x")
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_path, monkeypatch):
@@ -77,8 +74,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_
     stream = store.stream("big")
     stream.read(10)
     store.put("big", big[::-1])
-    with pytest.raises(Changed, match="big"):
-        stream.read()
+    refused(Changed, "big", stream.read)
     read = Store.read
 
     def replacing(self, path, start=0, stop=None, **more):
@@ -87,8 +83,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_
             store.put("big", big)
         return data
     monkeypatch.setattr(Store, "read", replacing)
-    with pytest.raises(Changed, match="big"):
-        store.fetch("big", tmp_path / "target")
+    refused(Changed, "big", store.fetch, "big", tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -99,5 +94,4 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, big, tmp_
 def test_a_server_that_does_not_keep_its_promises_is_found_out(moto_server, monkeypatch, spoil, says):
     put = Cloud.put
     monkeypatch.setattr(Cloud, "put", lambda self, key, *asked: put(self, key, *spoil(*asked)))
-    with pytest.raises(UserError, match=says):
-        preflight(Store(moto_server.url))
+    refused(UserError, says, preflight, Store(moto_server.url))

@@ -8,8 +8,6 @@ import json
 from collections import Counter
 from contextlib import suppress
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -22,7 +20,9 @@ from pipeline.errors import UserError
 from pipeline.stores import store as stores
 from pipeline.stores.object_files import content_number, find, matches
 from pipeline.stores.store import Store
-from tests.object_store import SECRET
+from tests.conftest import slow
+from tests.data.source_files import batch, lines, write_batches
+from tests.refusal import refused
 from tests.stages.test_shard import files_source, folder_of, hashes, run, write_config
 
 TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(number).encode()).hexdigest()
@@ -31,34 +31,30 @@ TEXTS = [f"{number} \u2028 " + "word " * (number % 97) + hashlib.sha512(str(numb
 
 def make_files(folder):
     """Files of every kind, some large beside a shard, one of them with a torn end, hidden ones and one in a folder."""
-    rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
-    data = b"".join(rows)
+    def rows(letter=""):
+        return [{"text": letter + text} for text in TEXTS]
 
-    def named(letter):
-        return data.replace(b'": "', b'": "' + letter)
+    def batches(letter, size):
+        return [batch(("text", [letter + text for text in TEXTS[at:at + size]])) for at in range(0, len(TEXTS), size)]
+    data, framed = lines(rows()), lines(rows("z"))
     files = {
-        "lines/a.jsonl": data + b'{"text": "cut', "lines/deep/er/b.jsonl": named(b"b")[:20_000],
+        "lines/a.jsonl": data + b'{"text": "cut', "lines/deep/er/b.jsonl": lines(rows("b"))[:20_000],
         "lines/empty.jsonl": b"", "lines/.hidden.jsonl": data,
         "text/a.txt": "\n\n".join("t" + text for text in TEXTS).encode(),
-        "frames/a.jsonl.zst": b"".join(zstandard.compress(named(b"z")[at:at + 9000])
-                                       for at in range(0, len(data), 9000)),
-        "frames/one.jsonl.zst": zstandard.compress(named(b"y")),
-        "packed/a.jsonl.gz": gzip.compress(named(b"g"), mtime=0),
-        "packed/not.jsonl.gz": b"no gzip at all", "tables/a.csv": b"text\n" + b"".join(
-            b'"c%d, ""said"" %s"\n' % (number, b"x" * (number % 50)) for number in range(300)),
-        "values/a.json": json.dumps([{"text": "j" + text} for text in TEXTS[:300]]).encode()}
+        "frames/a.jsonl.zst": b"".join(zstandard.compress(framed[at:at + 9000]) for at in range(0, len(framed), 9000)),
+        "frames/one.jsonl.zst": zstandard.compress(lines(rows("y"))),
+        "packed/a.jsonl.gz": gzip.compress(lines(rows("g")), mtime=0), "packed/not.jsonl.gz": b"no gzip at all",
+        "tables/a.csv": b"text\n" + b"".join(b'"c%d, ""said"" %s"\n' % (number, b"x" * (number % 50))
+                                             for number in range(300)),
+        "values/a.json": json.dumps(rows("j")[:300]).encode()}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "columns").mkdir()
-    table = pa.table({"text": ["p" + text for text in TEXTS], "other": list(range(len(TEXTS)))})
-    pq.write_table(table, folder / "columns/a.parquet", row_group_size=100)
+    write_batches(folder / "columns/a.parquet", *batches("p", 100))
     (folder / "columns/a.parquet.gz").write_bytes(gzip.compress((folder / "columns/a.parquet").read_bytes(), mtime=0))
-    table = pa.table({"text": ["q" + text for text in TEXTS]})
-    with pa.OSFile(f"{folder}/columns/b.arrow", "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
-    with pa.OSFile(f"{folder}/columns/c.arrow", "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table.slice(0, 50), max_chunksize=10)
+    write_batches(folder / "columns/b.arrow", *batches("q", 100))
+    write_batches(folder / "columns/c.arrow", *batches("q", 10)[:5], stream=True)
 
 
 PATTERNS = {"lines": ["lines/**/*.jsonl"], "text": ["text/a.txt"], "frames": ["frames/*"], "packed": ["packed/*.gz"],
@@ -141,18 +137,6 @@ def test_shards_do_not_depend_on_processes_or_how_files_are_named(tmp_path, file
     same_outputs(remote, folder)
 
 
-def test_a_store_that_fails_now_and_then_gives_the_same_shards(tmp_path, files, failing, small, capsys):
-    upload(files, Store(failing.url))
-    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", failing.url)
-    faults = [failing.fail(kind, times=2, method="GET", path=pattern, after=after)
-              for after, kind in enumerate(("error", "slow down", "cut"))
-              for pattern in ("a.jsonl$", "zst", "gz", "parquet", "arrow", "txt", failing.listing)]
-    shards(local, capsys=capsys)
-    assert "Listing again" in shards(remote, capsys=capsys)
-    same_outputs(local, remote)
-    assert sum(fault.met for fault in faults) >= len(faults)
-
-
 def units_of(bucket, files, name, **settings):
     """Put a file into a bucket, and plan to read it."""
     Store(bucket.url).put(name, files / name)
@@ -160,9 +144,8 @@ def units_of(bucket, files, name, **settings):
     return [payload for _, payload in sources.reading_units(config.shard, sources.input_files(config))]
 
 
-@pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow",
-                                                            "tables/a.csv", "values/a.json"))])
+@pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *slow(
+    "text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow", "tables/a.csv", "values/a.json")])
 def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_server, small, name, monkeypatch):
     """Whichever request it is that fails, of the first few: all documents, or an error that names the object."""
     monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
@@ -181,35 +164,6 @@ def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_ser
     assert len(refused) == 3
 
 
-def test_a_stage_that_could_not_read_goes_on_when_it_can(tmp_path, files, moto_server, small, capsys, monkeypatch):
-    """What has changed meanwhile, of the same size, is refused by name; the next start reads what is there."""
-    monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
-    store, units, name = Store(moto_server.url), sources.reading_units, "text/a.txt"
-    upload(files, store)
-    local, remote = config_for(tmp_path / "local", files), config_for(tmp_path / "remote", store.url)
-
-    def refused(*parts):
-        assert run(remote) == 2
-        said = capsys.readouterr().err
-        assert all(part in said for part in parts) and "Traceback" not in said
-        assert not (folder_of(remote) / "manifest.json").exists()
-
-    def changing(*arguments):
-        found = units(*arguments)
-        (files / name).write_bytes((files / name).read_bytes().replace(b"word", b"WORD"))
-        store.put(name, files / name)
-        return found
-    with monkeypatch.context() as patch:
-        patch.setattr("pipeline.shard.reading_units", changing)
-        refused(moto_server.url_of(name), "reads what is there")
-    fault = moto_server.fail("slow down", times=100_000, method="GET", path="columns/a.parquet$", after=3)
-    refused(moto_server.url_of("columns/a.parquet"), "SlowDown")
-    fault.times = 0
-    for config in (remote, local):
-        shards(config, capsys=capsys)
-    same_outputs(local, remote)
-
-
 @pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "frames/a.jsonl.zst", "lines/empty.jsonl"])
 def test_an_object_that_changes_under_way_is_refused_by_name(files, moto_server, small, name):
     store = Store(moto_server.url)
@@ -225,8 +179,7 @@ def test_an_object_that_changes_under_way_is_refused_by_name(files, moto_server,
         with suppress(UserError):  # all of the old content, where all of it was fetched already
             assert list(reading) == undisturbed[1:]
         for documents in map(unit_documents, units):
-            with pytest.raises(UserError, match=rf"source s: {moto_server.url_of(name)} .*reads what is there"):
-                list(documents)
+            refused(UserError, rf"source s: {moto_server.url_of(name)} .*reads what is there", list, documents)
 
 
 def refused_by_submit(config, capsys):
@@ -251,13 +204,6 @@ def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files
                  "source mixed: `paths` has files of this machine and objects"):
         assert part in said, said
     assert "source ending" not in said
-
-
-def test_a_wrong_secret_is_refused_before_anything_is_queued(tmp_path, checking, capsys, monkeypatch):
-    config, (name, wrong) = config_for(tmp_path / "remote", checking.url), checking.key
-    monkeypatch.setenv(name, wrong)
-    said = refused_by_submit(config, capsys)
-    assert said.count(name) == sum(map(len, PATTERNS.values())) and wrong not in said and SECRET not in said
 
 
 def test_every_byte_is_fetched_once_and_small_objects_by_one_request(tmp_path, files, moto_server):
@@ -292,8 +238,7 @@ def test_a_name_with_wildcards_that_is_there_is_meant(checking):
     assert [found.name for found in find(checking.url_of("a[12].txt"))] == ["a1.txt"]
     assert [found.name for found in find(checking.url_of("b"))] == ["x.txt"] == \
         [found.name for found in find(checking.url_of("b/"))]
-    with pytest.raises(UserError, match="no object"):
-        find(checking.url_of("a"))
+    refused(UserError, "no object", find, checking.url_of("a"))
 
 
 def test_the_number_of_a_content_follows_the_etag():

@@ -5,8 +5,6 @@ import fcntl
 import hashlib
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +12,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.stores.store import Changed, Exists, Missing, Store, is_url, preflight
-from tests.conftest import environment
+from tests.refusal import refused
 
 
 def test_what_is_a_url():
@@ -52,12 +50,10 @@ def test_ranges_are_read_exactly_or_not_at_all(store):
     store.put("data", bytes(range(200)))
     assert store.read("data", 10, 20) == bytes(range(10, 20))
     assert store.read("data", 150) == bytes(range(150, 200)) and store.read("data", 7, 7) == b""
-    with pytest.raises(UserError, match="10 bytes from 195 on, got 5"):
-        store.read("data", 195, 205)
+    refused(UserError, "10 bytes from 195 on, got 5", store.read, "data", 195, 205)
     with pytest.raises(UserError):
         store.read("data", 300, 310)
-    with pytest.raises(Missing, match="nix"):
-        store.read("nix")
+    refused(Missing, "nix", store.read, "nix")
     with pytest.raises(Changed):
         store.read("data", 0, 5, etag='"another"')
 
@@ -115,9 +111,6 @@ def test_a_store_is_its_url_in_every_process(tmp_path):
     store = Store(f"file://{tmp_path}/p/")
     store.put("x", b"12")
     assert pickle.loads(pickle.dumps(store)) == store and pickle.loads(pickle.dumps(store)).read("x") == b"12"
-    code = f"from pipeline.stores.store import Store; print(Store({store.url!r}).read('x'))"
-    other = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert other.stdout == "b'12'\n"
 
 
 def test_a_file_is_replaced_where_only_what_is_open_for_writing_can_be_locked(tmp_path, monkeypatch):
@@ -131,5 +124,4 @@ def test_a_file_is_replaced_where_only_what_is_open_for_writing_can_be_locked(tm
     monkeypatch.setattr("fcntl.flock", of_nfs)
     first = store.put("lock", b"1")
     assert store.put("lock", b"22", replaces=first.etag).size == 2 and store.read("lock") == b"22"
-    with pytest.raises(UserError, match="write failed"):
-        Store(f"file://{tmp_path}/lock").put("x", b"1")
+    refused(UserError, "write failed", Store(f"file://{tmp_path}/lock").put, "x", b"1")

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.data import TokenizerConfig
+from pipeline.errors import UserError
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
 from pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
 from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN, TiktokenTokenizer
 from pipeline.tokenization.training import chunked, train_sentencepiece
+from tests.refusal import refused
 
 KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")
 
@@ -24,6 +26,19 @@ ODD_TEXTS = [
     "1234567 3.14159 0xFF 1_000", "don't I'LL we've ſhe's", "\ufeffbom", "\U0010ffff\ue000", "=" * 300, " " * 300 + "x",
     "\u2581 the mark\u2581itself", "العربية עברית हिन्दी ไทย", "#" * 17 + "-" * 33, "\x00\x01\x7f\x80",
 ]
+
+
+def largest_that_fits(told, train):
+    """The size that training names where 32,768 is too large, with which it then succeeds."""
+    size = int(refused(UserError, rf"{told}.*Set it to \d+ or less", train, 32768).split("Set it to ")[1].split()[0])
+    assert size % 128 == 0
+    train(size)
+    return size
+
+
+def rank_lines(tokens):
+    """A file of ranks as tiktoken reads it, of tokens in their order."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +73,9 @@ def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
                             made[algorithm].with_name("train.log"))
     write_characters(made["char"], texts)
     of_character = byte_of_character()
-    ranks = sorted((rank, bytes(of_character[character] for character in token))
-                   for token, rank in byte_level.get_vocab().items())
-    made["tiktoken"].write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in ranks))
+    ranks = byte_level.get_vocab()
+    made["tiktoken"].write_bytes(rank_lines(bytes(of_character[character] for character in token)
+                                            for token in sorted(ranks, key=ranks.__getitem__)))
     ready = Tokenizer.from_str(byte_level.to_str())
     ready.add_special_tokens(["<s>", "</s>"])
     ready.enable_truncation(8)

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.tokenization.hub import fetched, names_the_hub
+from tests.refusal import refused
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
@@ -38,9 +39,9 @@ def test_the_hub_is_asked_where_the_cache_has_nothing(cache, monkeypatch):
 
 
 def test_where_there_is_no_network_it_says_what_to_do(cache):
-    with pytest.raises(UserError, match=r"^tokenizer\.path: nothing lies at someone/some-model") as caught:
-        fetched("someone/some-model", FILES)
-    assert "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir" in str(caught.value)
+    refused(UserError, r"^tokenizer\.path: nothing lies at someone/some-model.*"
+            "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir",
+            fetched, "someone/some-model", FILES)
 
 
 def test_what_lies_here_is_never_taken_for_the_hub(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Vocabularies from files: the record, ready tokenizers and what is wrong with some of them."""
 
-import base64
 import json
 from types import SimpleNamespace
 
@@ -17,7 +16,8 @@ from pipeline.tokenization.kinds import (
     vocabulary_record,
     write_record,
 )
-from tests.tokenization.conftest import KINDS, ODD_TEXTS
+from tests.refusal import refused
+from tests.tokenization.conftest import KINDS, ODD_TEXTS, rank_lines
 
 
 @pytest.fixture
@@ -48,14 +48,11 @@ def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folder,
 def test_another_file_than_the_recorded_one_is_refused(folder, files):
     place = folder("bpe")
     (place / "tokenizer.model").write_bytes(files["unigram"].read_bytes())
-    with pytest.raises(UserError, match=r"not the file that .*vocabulary.json was written for"):
-        load_tokenizer(place)
+    refused(UserError, r"not the file that .*vocabulary.json was written for", load_tokenizer, place)
     (place / "tokenizer.model").unlink()
-    with pytest.raises(UserError, match="missing"):
-        load_tokenizer(place)
+    refused(UserError, "missing", load_tokenizer, place)
     (place / "vocabulary.json").unlink()
-    with pytest.raises(UserError, match="--stage tokenizer"):
-        load_tokenizer(place)
+    refused(UserError, "--stage tokenizer", load_tokenizer, place)
 
 
 def config(kind, path):
@@ -75,17 +72,15 @@ def test_a_ready_tokenizer_and_the_settings_beside_it_are_inputs(tmp_path):
     (b"no base64! 0", ":257: not a line"), (b"QUJD", ":257: not a line"), (b"QUJD 300", "do not run from 0 to 256")])
 def test_a_broken_rank_file_names_the_line(tmp_path, line, message):
     path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256)) + line)
-    with pytest.raises(UserError, match=message):
-        open_tokenizer("tiktoken", path)
+    path.write_bytes(rank_lines(bytes([value]) for value in range(256)) + line)
+    refused(UserError, message, open_tokenizer, "tiktoken", path)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "huggingface"])
 def test_a_file_of_another_kind_is_named(tmp_path, kind):
     path = tmp_path / "file"
     path.write_text("{}\n")
-    with pytest.raises(UserError, match=str(path)):
-        open_tokenizer(kind, path)
+    refused(UserError, str(path), open_tokenizer, kind, path)
 
 
 def hugging_face_file(folder, byte_level, *tokens, settings=None):
@@ -110,11 +105,5 @@ def test_bos_and_eos_are_found(tmp_path, byte_level, tokens, settings, bounds):
 
 
 def test_a_tokenizer_without_bos_says_what_to_add(tmp_path, byte_level):
-    with pytest.raises(UserError, match=r"no token that is known as BOS, .*tokenizer_config.json"):
-        HuggingFaceTokenizer(hugging_face_file(tmp_path, byte_level, "</s>"))
-
-
-def test_truncation_that_a_file_asks_for_is_ignored(files, texts):
-    assert json.loads(files["huggingface"].read_text())["truncation"]["max_length"] == 8
-    vocabulary = HuggingFaceTokenizer(files["huggingface"])
-    assert vocabulary.decode(vocabulary.encode(texts[0])) == texts[0]
+    refused(UserError, r"no token that is known as BOS, .*tokenizer_config.json", HuggingFaceTokenizer,
+            hugging_face_file(tmp_path, byte_level, "</s>"))

@@ -10,6 +10,8 @@ from pipeline.config.data import TokenizerConfig
 from pipeline.errors import UserError
 from pipeline.tokenization import training
 from pipeline.tokenization.training import Sample, chunked, refuse_skipped, sampled, train_sentencepiece
+from tests.refusal import refused
+from tests.tokenization.conftest import largest_that_fits
 
 
 @given(st.text("ab\n ü漢", max_size=200).map(lambda text: text * 97))
@@ -65,8 +67,8 @@ def test_training_again_gives_the_same_bytes_and_on_any_threads_the_same_pieces(
 
 def test_skipped_text_fails_training(tmp_path, texts):
     too_long = "word " * 20_000  # 100,000 bytes: sentencepiece would drop it in silence
-    with pytest.raises(UserError, match=r"left out 1 too long and 0 NUL-bearing"):
-        train_sentencepiece([*texts[:20], too_long], TokenizerConfig(vocab_size=640), tmp_path / "m", tmp_path / "log")
+    refused(UserError, r"left out 1 too long and 0 NUL-bearing", train_sentencepiece, [*texts[:20], too_long],
+            TokenizerConfig(vocab_size=640), tmp_path / "m", tmp_path / "log")
     assert not (tmp_path / "m").exists()
 
 
@@ -74,8 +76,7 @@ def test_text_with_nul_that_reached_the_trainer_fails_training(tmp_path):
     log = tmp_path / "log"
     log.write_text("trainer_interface.cc(548) LOG(INFO) Found null character. The corpus must be encoded in utf-8.\n"
                    "trainer_interface.cc(655) LOG(INFO) Done! preprocessed 5 sentences.\n")
-    with pytest.raises(UserError, match="1 NUL-bearing"):
-        refuse_skipped(log)
+    refused(UserError, "1 NUL-bearing", refuse_skipped, log)
 
 
 @pytest.mark.parametrize(("texts", "size", "message"), [
@@ -85,19 +86,12 @@ def test_text_with_nul_that_reached_the_trainer_fails_training(tmp_path):
 ])
 def test_what_cannot_be_trained_says_what_to_change(tmp_path, texts, size, message):
     settings = TokenizerConfig(vocab_size=size, character_coverage=1.0)
-    with pytest.raises(UserError, match=message):
-        train_sentencepiece(texts, settings, tmp_path / "m", tmp_path / "log")
+    refused(UserError, message, train_sentencepiece, texts, settings, tmp_path / "m", tmp_path / "log")
 
 
 def test_a_too_large_vocabulary_is_told_the_largest_that_fits(tmp_path, texts):
-    def train(size):
-        train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m", tmp_path / "log")
-
-    with pytest.raises(UserError, match=r"Set it to (\d+) or less") as caught:
-        train(32768)
-    size = int(str(caught.value).split("Set it to ")[1].split()[0])
-    assert size % 128 == 0
-    train(size)
+    largest_that_fits("", lambda size: train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m",
+                                                           tmp_path / "log"))
 
 
 def test_the_trainer_speaks_although_somebody_silenced_it(tmp_path, texts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pipeline.config.loading import load_config, save_config
@@ -14,6 +13,7 @@ from pipeline.files import write_json
 from pipeline.records.checkpoints import FORMAT, MARKER
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from pipeline.training.data.opening import open_training_data, read_shard_table
+from tests.data.source_files import write_jsonl
 
 STEPS, EVERY = 30, 5
 
@@ -79,7 +79,7 @@ class Recorded:
         """The files, as they are on the disk of such a run."""
         for name, records in (("metrics", self.lines), ("events", [{"event": event, **self.place}
                                                                    for event in self.events])):
-            (self.train / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            write_jsonl(self.train / f"{name}.jsonl", records)
         for step, (cursor, skipped) in list(self.checkpoints.items())[1:]:
             write_json(self.train / f"checkpoints/step-{step:08d}/{MARKER}", {
                 "format": FORMAT, "files": [],

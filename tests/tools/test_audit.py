@@ -9,6 +9,7 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.data.exclusion import Excluded
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from pipeline.training.data.token_check import DAMAGED
+from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tools.audit import _tolerance, audit, main
 
@@ -52,28 +53,31 @@ def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
     assert "proven: every other sample was used exactly once" in found.lines()[-1]
 
 
-@pytest.mark.parametrize("plant, expected", [
-    (lambda run: run.lines.remove(lines_of(run, 7)[0]), "step 7 has no line"),
-    (lambda run: edit(run, 20, samples=[323, 336]), "samples [320, 323) were lost before step 20"),
-    (lambda run: edit(run, 20, samples=[315, 336]), "samples [315, 320) were used again in step 20"),
-    (lambda run: edit(run, 14, samples=[192, 208]), "samples [192, 208) were used again in step 14"),
-    (lambda run: edit(run, 30, samples=[496, 600]), "checkpoint step-00000030 counts 512 samples, the log 600"),
-    (lambda run: edit(run, 13, left_out=None), "step 13 used samples [192, 208), which a rollback excludes"),
-    (lambda run: edit(run, 13, left_out=[[192, 210]]), "step 13 passed over samples [208, 210), which no rollback"),
-    (lambda run: edit(run, 12, samples=[160, 176]), "step 12 was done twice with different samples"),
-    (lambda run: edit(run, 12, loss=1.0), "step 12 was done twice with different loss"),
-    (lambda run: edit(run, 12, loss="nan"), "step 12 was done twice with different loss"),
-    (lambda run: edit(run, 12, skipped="spike"), "step 12 was done twice with different skipped"),
-    (lambda run: edit(run, 17, left_out=[[260, 261]]), "step 17 was done twice with different left_out"),
-    (lambda run: edit(run, 8, skipped=None), "step 8 counts as an update, with loss nan"),
-    (lambda run: edit(run, 9, grad_norm="inf"), "step 9 counts as an update, with loss"),
-    (lambda run: edit(run, 9, skipped="spike"), "checkpoint step-00000010 counts 1 skipped updates, the log 2"),
-    (lambda run: (run.train / "rollbacks.json").unlink(), "was done after 1 rollbacks, rollbacks.json has 0"),
-])
-def test_planted_faults_are_named(recorded, plant, expected, capsys):
-    plant(recorded)
+@pytest.mark.parametrize("step, changes, expected", [
+    (20, {"samples": [323, 336]}, "samples [320, 323) were lost before step 20"),
+    (20, {"samples": [315, 336]}, "samples [315, 320) were used again in step 20"),
+    (14, {"samples": [192, 208]}, "samples [192, 208) were used again in step 14"),
+    (30, {"samples": [496, 600]}, "checkpoint step-00000030 counts 512 samples, the log 600"),
+    (13, {"left_out": None}, "step 13 used samples [192, 208), which a rollback excludes"),
+    (13, {"left_out": [[192, 210]]}, "step 13 passed over samples [208, 210), which no rollback"),
+    (12, {"samples": [160, 176]}, "step 12 was done twice with different samples"),
+    (12, {"loss": "nan"}, "step 12 was done twice with different loss"),
+    (12, {"skipped": "spike"}, "step 12 was done twice with different skipped"),
+    (17, {"left_out": [[260, 261]]}, "step 17 was done twice with different left_out"),
+    (8, {"skipped": None}, "step 8 counts as an update, with loss nan"),
+    (9, {"grad_norm": "inf"}, "step 9 counts as an update, with loss"),
+    (9, {"skipped": "spike"}, "checkpoint step-00000010 counts 1 skipped updates, the log 2")])
+def test_planted_faults_are_named(recorded, step, changes, expected, capsys):
+    edit(recorded, step, **changes)
     assert main(["--run", str(written(recorded))]) == 1
     assert expected in capsys.readouterr().out
+
+
+def test_a_lost_line_and_lost_rollbacks_are_named(recorded):
+    recorded.lines.remove(lines_of(recorded, 7)[0])
+    (recorded.train / "rollbacks.json").unlink()
+    faults = "\n".join(audit(written(recorded)).faults)
+    assert "step 7 has no line" in faults and "was done after 1 rollbacks, rollbacks.json has 0" in faults
 
 
 def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
@@ -94,8 +98,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
 
 
 def test_nothing_to_audit_is_said(tmp_path, capsys):
-    assert main(["--run", str(tmp_path)]) == 2
-    assert "nothing to audit" in capsys.readouterr().err
+    assert "nothing to audit" in printed(capsys, main, "--run", tmp_path, expect=2)
 
 
 def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from model.presets import preset
+from tests.refusal import printed
 from tools import bench_generate
 from tools.bench_generate import main
 
@@ -48,5 +49,4 @@ def test_rounds_pair_the_times_and_turn_the_order_round(monkeypatch):
     (["--new", "0", "--threads", "0"], "--new must be above 0, not 0; --threads must be above 0, not 0."),
     (["--new", "2000"], "exceed the context of ladder_1m, 1024")])
 def test_what_cannot_be_measured_is_said(arguments, said, capsys):
-    assert main([*SMALL, *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, main, *SMALL, *arguments, expect=2)

@@ -1,14 +1,12 @@
 """The benchmark of layouts: each can be had on a node of eight, runs from end to end here, and its figures add up."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.checks import problems, rank_problems
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import run_python
 from tools import bench_layouts
 from tools.bench_layouts import LAYOUTS, Row, config_of, exposed, main, table, torchrun
 
@@ -45,9 +43,8 @@ def measured(folder):
 
 @pytest.mark.slow
 def test_the_self_test_measures_layouts_and_a_failed_one_stops_no_other(tmp_path):
-    command = [sys.executable, "-m", "tools.bench_layouts", "--self-test", "--out", str(tmp_path), "--only"]
-    done = subprocess.run([*command, "pp 2 x tp 4", "cp 8", "copy on"], cwd=REPOSITORY, env=environment(), text=True,
-                          capture_output=True, check=False)
+    done = run_python("-m", "tools.bench_layouts", "--self-test", "--out", tmp_path, "--only", "pp 2 x tp 4", "cp 8",
+                      "copy on", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = measured(tmp_path)
     lacking = rows.pop("8b, a copy on each node")

@@ -12,6 +12,7 @@ from pipeline.evaluation.prompts import ChatTemplate
 from pipeline.tokenization.base import BOS
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools import chat
 from tools.chat import main
@@ -50,8 +51,8 @@ def continued(model, prompt, count):
 @pytest.mark.parametrize("place", ["run", "checkpoint", "hf"])
 def test_prompts_are_continued_in_their_order(places, model, place, capsys):
     prompts = ["def main():", "a much longer prompt than the first\n", "é"]
-    assert main(["--model", str(places[place]), *prompts, "--temperature", "0", "--max-tokens", "30"]) == 0
-    assert capsys.readouterr().out == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
+    assert printed(capsys, main, "--model", places[place], *prompts, "--temperature", "0", "--max-tokens",
+                   "30") == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
 
 
 def test_the_settings_reach_the_model(places, model, capsys):
@@ -144,8 +145,8 @@ def test_a_run_has_the_template_of_its_tokenizer_and_ends_where_it_says(model, t
     write_hugging_face(TOKENIZER, run / "tokenizer/hf")
     settings = run / "tokenizer/hf/tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
-    assert main(["--model", str(run), *CHAT, "Hello"]) == 0
-    assert capsys.readouterr().out == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
+    assert printed(capsys, main, "--model", run, *CHAT,
+                   "Hello") == f"{greedy(model, spelled([('user', 'Hello')]), 12)}\n"
 
 
 def test_what_controls_a_terminal_is_not_sent_to_one(capsys, monkeypatch):
@@ -161,6 +162,5 @@ def test_code_beside_a_tokenizer_is_not_run(places, tmp_path):
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
-    with pytest.raises(UserError, match="needs Python code that lies beside it, which is not run"):
-        ChatTemplate(folder)
+    refused(UserError, "needs Python code that lies beside it, which is not run", ChatTemplate, folder)
     assert not (tmp_path / "executed").exists()

@@ -11,7 +11,7 @@ import torch
 from pipeline.evaluation.running import TaskRunner
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.evaluation.test_contamination import corpus, text_of
-from tests.evaluation.test_task_packs import FILES, bits
+from tests.evaluation.test_task_packs import FILES, RIGHT, bits
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tools.compare import main
 
@@ -70,41 +70,25 @@ def row(results, part="scores", **wanted):
     return found
 
 
-def test_every_row_can_be_read_alone(over_time):
-    _, results = over_time
-    assert {(found["metric"], found["model"]) for found in results["scores"]} >= {
-        (metric, f"step-{step:08d}") for step in STEPS for metric in (
-            "acc", "acc_norm", "answer_bits_per_byte", "bits_per_byte", "byte_perplexity", "word_perplexity")}
-    for found in results["scores"]:
-        assert found["version"] and found["stderr"] >= 0 and found["n"] == 3 - (found["task"] == "pages")
-        assert found["tokens"] == 1000 * int(found["model"][-1])
-        assert (found["chance"] is None) == (not found["metric"].startswith("acc"))
-
-
 def test_scores_and_differences_by_the_book(over_time):
     """Bits of the right answers, each alone through the network; the other scores are tested in tests/evaluation."""
     _, results = over_time
-    pairs = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
-             for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-    names, answers = [f"step-{step:08d}" for step in STEPS], []
-    for step, name in zip(STEPS, names, strict=True):
-        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), pairs), strict=True)
-        answers.append(torch.tensor(found, dtype=torch.float64))
-        assert row(results, model=name, metric="answer_bits_per_byte")["value"] == pytest.approx(
+    for step in STEPS:
+        found, sizes = zip(*bits(for_tokenizer(TOKENIZER, seed=step), RIGHT), strict=True)
+        assert row(results, model=f"step-{step:08d}", metric="answer_bits_per_byte")["value"] == pytest.approx(
             sum(found) / sum(sizes), rel=1e-5)
-    each = answers[1] - answers[0]
-    apart = row(results, "differences", metric="answer_bits_per_byte")
-    assert apart == {**apart, "difference": pytest.approx(float(each.sum()) / sum(sizes), rel=1e-4), "items": 3,
-                     "first": names[0], "second": names[1], "higher": int((each > 0).sum()),
-                     "lower": int((each < 0).sum())}
-    by_page = row(results, "differences", task="pages", metric="bits_per_byte")
-    for metric in ("byte_perplexity", "word_perplexity"):
-        first, second = (row(results, model=name, metric=metric)["value"] for name in names)
-        apart = row(results, "differences", metric=metric)
-        assert apart == {**apart, "difference": pytest.approx(second - first, rel=1e-6), "items": 2,
-                         "higher": by_page["higher"], "lower": by_page["lower"]} and apart["stderr"] > 0
-    assert row(results, "differences", task="held-out text of run")["items"] == 3
-    assert 0 < row(results, model=names[1], task="held-out text of run")["value"] < 20
+    for found in results["scores"]:
+        assert found["version"] and found["stderr"] >= 0 and found["tokens"] == 1000 * int(found["model"][-1])
+        assert (found["chance"] is None) == (not found["metric"].startswith("acc"))
+    assert len(results["differences"]) == len(results["scores"]) / 2 == 7
+    for apart in results["differences"]:
+        first, second = (row(results, model=f"step-{step:08d}", task=apart["task"], metric=apart["metric"])
+                         for step in STEPS)
+        assert apart == {**apart, "first": first["model"], "second": second["model"], "items": first["n"],
+                         "difference": pytest.approx(second["value"] - first["value"], rel=1e-6)}
+        assert apart["stderr"] > 0 or not apart["difference"]
+        assert not apart["metric"].startswith("acc") or apart["higher"] + apart["lower"] <= 3
+        assert apart["metric"].startswith("acc") or apart["higher"] + apart["lower"] == apart["items"]
 
 
 def test_a_plot_of_each_score_over_tokens(over_time):

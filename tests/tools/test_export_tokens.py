@@ -4,8 +4,6 @@ import json
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -15,7 +13,7 @@ import pytest
 from pipeline.contract.run import run_in
 from pipeline.data.shard_table import open_shards
 from pipeline.files import sha256_file
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import run_python, slow
 from tests.formats.test_sharded_tensors import files_of
 from tests.tools.traced import make_traced
 from tools.export_tokens.__main__ import main
@@ -110,11 +108,10 @@ main(sys.argv[1:])
 def killed(run, form, out):
     """Export in a process that is killed before its fifth part."""
     arguments = ["--run", str(run), "--format", form, "--out", str(out), "--processes", "1"]
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, env=environment(), check=False)
-    assert done.returncode == -signal.SIGKILL and not out.exists()
+    assert run_python("-c", KILLED, *arguments, check=False).returncode == -signal.SIGKILL and not out.exists()
 
 
-@pytest.mark.parametrize("form", ["megatron", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["megatron", *slow("hf")])
 def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, capsys, form):
     out = tmp_path / "out"
     killed(run, form, out)

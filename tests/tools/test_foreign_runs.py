@@ -15,6 +15,7 @@ from pipeline.files import sealed_text
 from pipeline.tokenization.simple import ByteTokenizer
 from tests.conftest import merged
 from tests.evaluation.test_task_packs import FILES
+from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
 from tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
@@ -110,8 +111,7 @@ def test_who_looks_at_a_run_or_stops_it_imports_nothing(home, ran, capsys):
 def test_settings_that_need_a_plugin_are_refused_with_its_name(tmp_path, ran):
     """A plugin may extend Drover's own tables, so that nobody else can read the configuration."""
     (tmp_path / "config.yaml").write_text("plugins: [theirs.py]\nshard: {filters: [{kind: theirs}]}\n")
-    with pytest.raises(UserError, match=r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py"):
-        run_in(tmp_path)
+    refused(UserError, r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py", run_in, tmp_path)
 
 
 def test_a_plugin_that_cannot_be_imported_is_refused_before_a_tool_begins(home, ran, capsys):

@@ -4,6 +4,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.files import append_line
+from tests.refusal import refused
 from tools.parity import main, report, windows
 
 
@@ -31,10 +32,8 @@ def test_heldout_text_is_judged_and_what_becomes_zero_is_told():
 
 
 def test_runs_on_other_samples_or_with_few_steps_are_not_compared():
-    with pytest.raises(UserError, match="In step 1 the two runs saw other samples"):
-        windows(records(), records(first=1))
-    with pytest.raises(UserError, match="have 9 logged steps in common"):
-        windows(records(), records()[:9])
+    refused(UserError, "In step 1 the two runs saw other samples", windows, records(), records(first=1))
+    refused(UserError, "have 9 logged steps in common", windows, records(), records()[:9])
 
 
 def test_the_command_says_so_by_its_exit_status(tmp_path, capsys):

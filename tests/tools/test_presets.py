@@ -3,17 +3,12 @@
 import pytest
 
 from model.presets import PRESETS
+from tests.refusal import printed
 from tools.presets import main
 
 
-def printed(capsys, *arguments, expect=0):
-    assert main(list(arguments)) == expect
-    said = capsys.readouterr()
-    return said.err if expect else said.out
-
-
 def test_the_table_has_every_preset_with_its_numbers(capsys):
-    lines = printed(capsys).splitlines()
+    lines = printed(capsys, main).splitlines()
     cells = {line.split()[0]: line.split() for line in lines[1:1 + len(PRESETS)]}
     assert cells.keys() == PRESETS.keys()
     assert "8,030,261,248" in cells["llama3_8b"] and "5.791e+10" in cells["llama3_8b"]
@@ -33,7 +28,7 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
       "weights 16.06 GB in 16 bits, 8.03 GB in 8 bits, 4.02 GB in 4 bits"]),
     (["llama2_70b", "--tokens-per-parameter", "1", "--budget"], ["6.898e+10 tokens", "2.855e+22 FLOPs"])])
 def test_one_presets_numbers(capsys, arguments, parts):
-    said = printed(capsys, *arguments)
+    said = printed(capsys, main, *arguments)
     assert all(part in said for part in parts), said
 
 
@@ -41,4 +36,4 @@ def test_one_presets_numbers(capsys, arguments, parts):
     (["llama4"], "There is no preset 'llama4'"), (["llama3_8b", "--batch", "0"], "--batch must be above 0, not 0"),
     (["llama3_8b", "--budget", "--mfu", "nan"], "--mfu must be above 0, not nan")])
 def test_what_makes_no_sense_is_refused(capsys, arguments, said):
-    assert said in printed(capsys, *arguments, expect=2)
+    assert said in printed(capsys, main, *arguments, expect=2)

@@ -1,7 +1,6 @@
 """The server, over real sockets: OpenAI's forms, requests that are written together, places that are bounded and come
 free again."""
 
-import codecs
 import copy
 import http.client
 import importlib.util
@@ -18,6 +17,7 @@ from pipeline.evaluation.open_model import open_model
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from pipeline.files import append_line
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.refusal import printed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
@@ -113,19 +113,6 @@ def test_it_says_what_it_has_and_a_completion_is_what_the_model_writes(run_port,
         "usage": {"prompt_tokens": 7, "completion_tokens": 16, "total_tokens": 23}}
 
 
-def test_a_stream_is_the_same_text_in_pieces(run_port, model):
-    body = {"prompt": ["one", "two"], "max_tokens": 20, "temperature": 0, "echo": True}
-    parts = events(run_port, **body, stream_options={"include_usage": True})
-    assert parts.pop()["usage"] == {"prompt_tokens": 8, "completion_tokens": 40, "total_tokens": 48}
-    texts, ends = ["", ""], [None, None]
-    for [choice] in (part["choices"] for part in parts):
-        texts[choice["index"]] += choice["text"]
-        ends[choice["index"]] = choice["finish_reason"]
-    assert texts == [f"{prompt}{continued(model, prompt, 20)}" for prompt in ("one", "two")]
-    assert ends == ["length"] * 2 and len(parts) > 10
-    assert [choice["text"] for choice in complete(run_port, **body)["choices"]] == texts
-
-
 def name_of(token):
     """How the server writes an id, worked out again."""
     content = TOKENIZER.token_bytes(token)
@@ -151,9 +138,6 @@ def test_log_probabilities_are_those_of_one_forward_pass(run_port, model, settin
     ids, first = prompt + list(map(id_of, told["tokens"][-24:])), 0 if echo else len(prompt)
     shown = ids[first:]
     assert choice["text"] == TOKENIZER.decode(shown) and told["tokens"] == list(map(name_of, shown))
-    before = [b"".join(map(TOKENIZER.token_bytes, shown[:count])) for count in range(len(shown))]
-    assert told["text_offset"] == [len(codecs.getincrementaldecoder("utf-8")("replace").decode(content))
-                                   for content in before]
     if echo:
         assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
     rows = model(torch.tensor([ids]))[0].log_softmax(-1)[max(first, 1) - 1:-1]
@@ -164,20 +148,25 @@ def test_log_probabilities_are_those_of_one_forward_pass(run_port, model, settin
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_streamed_pieces_tell_of_the_same_tokens(run_port, model, stop):
+def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_port, model, stop):
     """Also where a stop string holds tokens back: those that belong to it alone are not told of."""
-    body = {"prompt": "def é", "max_tokens": 24, "temperature": 0, "echo": True, "logprobs": 2}
-    [unstopped] = complete(run_port, **body)["choices"]
+    prompts = ["one", "def é"][stop:]  # where others end at another time, sums are rounded otherwise
+    body = {"prompt": prompts, "max_tokens": 24, "temperature": 0, "echo": True, "logprobs": 2}
+    unstopped = complete(run_port, **body)["choices"]
+    assert [choice["text"] for choice in unstopped] == [f"{prompt}{continued(model, prompt, 24)}" for prompt in prompts]
     if stop:
-        body["stop"] = continued(model, "def é", 24)[3:5]
-    [whole] = complete(run_port, **body)["choices"]
-    parts = [part["choices"][0] for part in events(run_port, **body)]
-    assert "".join(part["text"] for part in parts) == whole["text"] and len(parts) > (1 if stop else 5)
-    shown = sum(offset < len(whole["text"]) for offset in unstopped["logprobs"]["text_offset"])
+        body["stop"] = continued(model, prompts[-1], 24)[3:5]
+    found, parts = complete(run_port, **body), events(run_port, **body, stream_options={"include_usage": True})
+    assert parts.pop()["usage"] == found["usage"] and len(parts) > (1 if stop else 10)
+    for whole, full in zip(found["choices"], unstopped, strict=True):
+        pieces = [choice for part in parts for choice in part["choices"] if choice["index"] == whole["index"]]
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        assert pieces[-1]["finish_reason"] == whole["finish_reason"]
+        shown = sum(offset < len(whole["text"]) for offset in full["logprobs"]["text_offset"])
+        for key, values in full["logprobs"].items():
+            assert whole["logprobs"][key] == values[:shown]
+            assert [value for piece in pieces for value in piece["logprobs"][key]] == values[:shown]
     assert (shown < 31) == stop
-    for key, values in unstopped["logprobs"].items():
-        assert whole["logprobs"][key] == values[:shown]
-        assert [value for part in parts for value in part["logprobs"][key]] == values[:shown]
 
 
 def test_ids_stops_seeds_and_several_choices(run_port, model):
@@ -198,22 +187,18 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
     ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", 400),
     ({"prompt": "x", "logprobs": 6}, "logprobs must be from 0 to 5, not 6", 400),
-    ({"prompt": "x", "logprobs": True}, "logprobs: Input should be a valid integer", 400),
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
-    ({"prompt": "x", "best_of": 2}, "best_of is not supported", 400),
     ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
     ({"prompt": "x", "stop": [1]}, "stop must be", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop must be at most 16 strings of at most 256 characters", 400),
-    ({"prompt": "x", "stop": "x" * 257}, "stop must be at most 16", 400),
     ({"prompt": "x" * (CONTEXT + 10_001)}, "prompt has a text of more than 310000 characters", 400),
     ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
     ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
     ({"prompt": {}}, "prompt must be", 400),
-    ({"prompt": []}, "prompt must be", 400), ({"prompt": [512]}, r"outside 0 .. 511", 400),
+    ({"prompt": [512]}, r"outside 0 .. 511", 400),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
 def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, status):
     error = ask(run_port, "/v1/completions", body, expect=status)["error"]
@@ -346,5 +331,4 @@ def test_chats_go_through_the_template(model, tmp_path):
     (["--batch", "0"], "--batch must be at least 1"), (["--port", "70000"], "cannot be listened on"),
     (["--host", "203.0.113.7"], "cannot be listened on"), ([], "is no folder")])
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, said, capsys, tmp_path):
-    assert serve.main(["--model", str(tmp_path / "none"), "--port", "0", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, serve.main, "--model", tmp_path / "none", "--port", "0", *arguments, expect=2)

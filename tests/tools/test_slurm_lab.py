@@ -3,14 +3,14 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import UserError
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
+from tests.refusal import refused
 from tests.waiting import wait_for
 from tools import slurm_lab
 from tools.slurm_lab import Lab, missing_programs
@@ -31,8 +31,7 @@ def short_folder():
 
 
 def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "tools.slurm_lab", *map(str, arguments)], cwd=REPOSITORY, text=True,
-                          capture_output=True)
+    return run_python("-m", "tools.slurm_lab", *arguments, check=False)
 
 
 def processes_of(folder):
@@ -71,8 +70,7 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
     assert "Requested operation is presently disabled" in out.read_text()
     wait_for(lambda: ask(first, "sacct", "--noheader", "--jobs=1").stdout, lambda: "sacct knows no job")
     assert ask(second, "sacct").returncode == 1
-    with pytest.raises(UserError, match="no node n3; it has n1, n2"):
-        first.kill_node("n3")
+    refused(UserError, "no node n3; it has n1, n2", first.kill_node, "n3")
     assert "n2             " in command("status", "--folder", first.folder).stdout
     assert len(processes_of(first.folder)) > 4 and command("down", "--folder", first.folder).returncode == 0
     assert processes_of(first.folder) == [] and not first.folder.exists()
@@ -85,28 +83,23 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
 
 def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):
     monkeypatch.setattr(slurm_lab, "_which", lambda program: None if program == "slurmd" else "/bin/true")
-    with pytest.raises(UserError, match=r"no slurmd\. On Debian or Ubuntu .*slurm_lab install"):
-        Lab(short_folder / "a").up(1)
+    refused(UserError, r"no slurmd\. On Debian or Ubuntu .*slurm_lab install", Lab(short_folder / "a").up, 1)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError, match=r"sudo apt-get install .*slurm-wlm slurmdbd munge mariadb-server"):
-        slurm_lab.install()
+    refused(UserError, r"sudo apt-get install .*slurm-wlm slurmdbd munge mariadb-server", slurm_lab.install)
 
 
 def test_folders_that_do_not_do_are_refused(short_folder, monkeypatch):
     check_folder(Path("/tmp") / ("x" * (LONGEST_FOLDER - 5)))
     for path, why in ((f"/tmp/{'x' * (LONGEST_FOLDER - 4)}", "leave room for"),
                       ("/tmp/a b", r"slurm\.conf cannot hold the path")):
-        with pytest.raises(UserError, match=why):
-            check_folder(Path(path))
+        refused(UserError, why, check_folder, Path(path))
     letter = short_folder / "mine" / "letter.txt"
     letter.parent.mkdir()
     letter.write_text("dear")
     monkeypatch.setattr(slurm_lab, "_which", lambda program: "/bin/true")
-    with pytest.raises(UserError, match="holds something that is not a Slurm lab"):
-        Lab(letter.parent).up(1)
+    refused(UserError, "holds something that is not a Slurm lab", Lab(letter.parent).up, 1)
     assert letter.exists() and not Lab(letter.parent).is_up
-    with pytest.raises(UserError, match="There is no Slurm lab in"):
-        Lab(short_folder / "none").kill_node("n1")
+    refused(UserError, "There is no Slurm lab in", Lab(short_folder / "none").kill_node, "n1")
 
 
 def test_ports_are_given_once_and_written_for_one_node_and_for_many():

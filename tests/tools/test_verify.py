@@ -3,15 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline.files import read_json, read_sealed, sealed_text, sha256_file, write_json, write_sealed
-from tests.conftest import REPOSITORY, run_stage, write_config
+from tests.conftest import run_python, run_stage, write_config
 from tools.verify.__main__ import main, share_of, verify
 from tools.verify.checks import WENT, check_file, check_seal
 from tools.verify.findings import Report
@@ -70,8 +68,7 @@ def test_an_untouched_run_is_in_order(whole, capsys):
     assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["problems"] == []
-    command = [sys.executable, "-m", "tools.verify", "--run", str(whole), "--processes", "2", "--json"]
-    assert json.loads(subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True).stdout) == alone
+    assert json.loads(run_python("-m", "tools.verify", "--run", whole, "--processes", "2", "--json").stdout) == alone
 
 
 def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):

@@ -1,11 +1,9 @@
 """Weights from form to form by the command: what goes with them, interruptions, refusals, memory."""
 
-import base64
 import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -21,12 +19,14 @@ from pipeline.formats.weights import load_model, open_weights
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
 from pipeline.tokenization.kinds import open_tokenizer
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
+from tests.refusal import printed, refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
+from tests.tokenization.conftest import rank_lines
 from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -57,19 +57,12 @@ def source(model, tmp_path):
 def vocabulary(folder):
     """A tokenizer.model of Llama 3's kind: every byte, no merges."""
     path = folder / "tokenizer.model"
-    path.write_text("".join(f"{base64.b64encode(bytes([value])).decode()} {value}\n" for value in range(256)))
+    path.write_bytes(rank_lines(bytes([value]) for value in range(256)))
     return path
 
 
-def give(capsys, *arguments, expect=0):
-    """Run the command; what it printed."""
-    assert main([str(argument) for argument in arguments]) == expect
-    said = capsys.readouterr()
-    return said.err if expect else said.out
-
-
 def carry(capsys, source, target, form, *more, expect=0):
-    return give(capsys, "--from", source, "--to", target, "--format", form, *more, expect=expect)
+    return printed(capsys, main, "--from", source, "--to", target, "--format", form, *more, expect=expect)
 
 
 def contents(folder):
@@ -151,13 +144,11 @@ def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, t
         assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
         assert load_model(weights, torch.device("cpu"), torch.float32).config == SHAPE
     assert complete_checkpoints(tmp_path / "run/train") == []
-    with pytest.raises(UserError, match="is not a complete checkpoint"):
-        read_marker(made)
+    refused(UserError, "is not a complete checkpoint", read_marker, made)
     for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
                                ("weights.json", ('"', ""), r"weights\.json is damaged")):
         (made / name).write_text((made / name).read_text().replace(*change))
-        with pytest.raises(UserError, match=said):
-            open_weights(made)
+        refused(UserError, said, open_weights, made)
 
 
 class Killed(BaseException):
@@ -244,7 +235,7 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
     (["--format", "hf", "--shard-gb", "nan"], "--shard-gb must be above 0"),
     (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Take --parts 1 or 2 or 4.")])
 def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
-    assert said in give(capsys, "--from", source, "--to", tmp_path / "x", *more, expect=2)
+    assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
 
 
@@ -313,8 +304,7 @@ def test_memory_is_needed_for_a_part_not_for_the_model(model, tmp_path):
     write_checkpoint(tmp_path / "large", {f"model.{name}": torch.ones(shape) for name, shape in shapes.items()}, 2, 2)
     (tmp_path / "large/COMPLETE.json").write_text(json.dumps({
         "format": 2, "progress": {}, "files": [], "config": {"model": LARGE.model_dump(mode="json")}}))
-    done = subprocess.run([sys.executable, "-c", CARRY, str(tmp_path / "large"), str(tmp_path)], cwd=REPOSITORY,
-                          env={**environment(), **LARGE_TENSORS}, capture_output=True, text=True, check=False)
+    done = run_python("-c", CARRY, tmp_path / "large", tmp_path, check=False, **LARGE_TENSORS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the limit is felt" in done.stdout
     with open_weights(tmp_path / "hf") as weights:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tools.where.__main__ import main
 
@@ -48,5 +49,4 @@ def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, 
                                        ["--step", "3", "--rank", "0", "--ranks", "3"], ["--samples", "5", "5"],
                                        ["--samples", "5", "9", "--rank", "0"]])
 def test_what_makes_no_sense_is_refused(capsys, recorded, arguments):
-    assert main(["--run", str(recorded.folder), *arguments]) == 2
-    assert "asked: " in capsys.readouterr().err
+    assert "asked: " in printed(capsys, main, "--run", recorded.folder, *arguments, expect=2)

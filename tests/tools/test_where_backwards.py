@@ -10,6 +10,8 @@ import pytest
 
 from pipeline.contract.run import run_in
 from pipeline.data.text_shards import read_documents
+from tests.conftest import slow
+from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 from tools.where.__main__ import main
@@ -34,8 +36,7 @@ ORDERS = {"mixture": (4, ("train.mixture={web: 1, notes: 3}",), (192, 368)), "pa
 """Ranks, settings, and the first samples of two steps that are undone; with phases, one is the last of its phase."""
 
 
-@pytest.fixture(scope="module", params=["mixture", *(pytest.param(name, marks=pytest.mark.slow)
-                                                    for name in ("phases", "packed", "packed phases"))])
+@pytest.fixture(scope="module", params=["mixture", *slow("phases", "packed", "packed phases")])
 def recorded(request, tmp_path_factory, traced):
     """30 of 36 steps, of which step 8 skipped its update and two were undone by rollbacks."""
     ranks, settings, spikes = ORDERS[request.param]
@@ -87,8 +88,8 @@ def test_epochs_of_a_phase_that_reads_anew_are_told_as_its_own(capsys, tmp_path,
     told = capsys.readouterr().out
     assert re.search(r"trained on in .* \(epochs (0, )?0 of phase 2", told)
     assert re.search(r"^    step 1[0-8]  .* epoch 0 of phase 2  tokens", told, re.M)
-    assert main(["--run", str(phased.folder), "--id", "p3", "--ranks", "16"]) == 2
-    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in capsys.readouterr().err
+    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in printed(
+        capsys, main, "--run", phased.folder, "--id", "p3", "--ranks", "16", expect=2)
     assert main(["--run", str(phased.folder), "--step", "20", "--rank", "0", "--ranks", "16"]) == 0
     assert main(["--run", str(phased.folder), "--step", "30", "--rank", "0", "--ranks", "16"]) == 2
 
@@ -99,6 +100,8 @@ def whole(tmp_path_factory, traced):
 
 
 def test_text_leads_to_file_and_record(capsys, whole, traced):
+    [page] = asked(capsys, whole, "--find", "Page 50 says")["documents"]  # after line 40 is one that is no JSON
+    assert (page["id"], page["path"], page["record"]) == ("p50", str(traced.parent / "in/pages.jsonl"), 52)
     [note] = asked(capsys, whole, "--find", "note 7: ", "--ignore-case")["documents"]
     assert note["source"] == "notes" and note["origin"].endswith("notes.txt, record 8") and "Note 7:" in note["found"]
     assert (note["path"], note["record"]) == (str(traced.parent / "in/notes.txt"), 8)
@@ -108,22 +111,13 @@ def test_text_leads_to_file_and_record(capsys, whole, traced):
     assert same == {name: value for name, value in note.items() if name != "found"}
 
 
-def test_documents_with_ids_of_their_own_lead_to_file_and_record(capsys, whole, traced):
-    for number, record in ((9, 10), (50, 52)):  # after line 40 is one that is no JSON
-        [page] = asked(capsys, whole, "--find", f"Page {number} says")["documents"]
-        assert page.pop("found") and (page["id"], page["record"]) == (f"p{number}", record)
-        assert (page["file"], page["path"]) == ("pages.jsonl", str(traced.parent / "in/pages.jsonl"))
-        assert asked(capsys, whole, "--id", f"pages.jsonl:{record}")["documents"] == [page]
-
-
 def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
     says = ("--find", "says", "--limit")
     some = asked(capsys, whole, *says, "500")
     assert asked(capsys, whole, *says, "500", "--processes", "2") == some
     assert len(some["documents"]) > 60 and not some["more"]
     assert asked(capsys, whole, *says, "4") == {**some, "documents": some["documents"][:4], "more": True}
-    assert main(["--run", str(whole.folder), *says, "4"]) == 0
-    assert "ended at --limit 4" in capsys.readouterr().out
+    assert "ended at --limit 4" in printed(capsys, main, "--run", whole.folder, *says, "4")
 
 
 def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
@@ -170,8 +164,7 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
     (["--find", "says", "--source", "books"], "There is no such source; there are web, notes"),
     (["--id", "p3", "--ranks", "3"], "asked: 3"), (["--find", "says", "--processes", "0"], "asked: 0")])
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
-    assert main(["--run", str(whole.folder), *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
 
 
 def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, tmp_path, traced):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.generation.batch import Batch
 from model.generation.sampling import Sampling
 from pipeline.formats.weights import load_model, open_weights
 from pipeline.tokenization.simple import ByteTokenizer
+from tests.model.generation.test_batch import written
 from tests.tiny_models import for_tokenizer, write_huggingface
 
 TOKENIZER = ByteTokenizer()
@@ -38,11 +38,8 @@ def theirs(model, prompt, eos, **settings):
 
 
 def ours(model, prompts, eos, penalty=1.0):
-    batch = Batch(model)
-    rows = [batch.add(prompt, Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos}))
-            for prompt in prompts]
-    while len(batch):
-        batch.step()
+    sampling = Sampling(max_tokens=NEW, repetition_penalty=penalty, stop_ids={eos})
+    rows = written(model, prompts, [sampling] * len(prompts))
     return [row.tokens + [eos] * (row.end == "stop") for row in rows]
 
 

@@ -13,6 +13,7 @@ from model.generation.batch import Batch
 from model.generation.sampling import Sampling, penalised
 from model.generation.writer import stream
 from model.llama import Llama
+from tests.refusal import refused
 from tests.tiny_models import DESCENDANT, opinionated
 
 CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
@@ -30,13 +31,17 @@ def room(request, monkeypatch):
     monkeypatch.setattr(cache, "STEP", request.param)
 
 
-def together(model, prompts, samplings):
+def written(model, prompts, samplings):
     """The rows, when all have ended."""
     batch = Batch(model)
     rows = [batch.add(prompt, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
     while len(batch):
         batch.step()
-    return [row.tokens for row in rows]
+    return rows
+
+
+def together(*given):
+    return [row.tokens for row in written(*given)]
 
 
 @torch.no_grad()
@@ -88,7 +93,16 @@ def test_rows_that_come_and_go_become_what_each_becomes_alone(model, room):
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.1, "top_p": 0.9}])
 def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, sampling):
     state = torch.get_rng_state()
-    expected = generate(model, PROMPTS, 20, **{"top_p": 1.0, **sampling}, seed=7, stop_ids={3, 11})
+    def generated(prompts=PROMPTS, seed=7, count=20, **more):
+        return generate(model, prompts, count, **{"top_p": 1.0, **sampling}, seed=seed, stop_ids={3, 11}, **more)
+
+    expected = generated()
+    assert expected == generated(use_cache=False) == generated(use_cache=False, multiple_of=4)
+    assert (expected == generated(seed=8)) is (sampling["temperature"] == 0)
+    assert generated(count=0) == [[]] * len(PROMPTS)
+    model.train()
+    assert generated(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
+    model.eval()
     found = together(model, PROMPTS, [Sampling(max_tokens=20, seed=7 + number, stop_ids={3, 11}, **sampling)
                                       for number in range(len(PROMPTS))])
     assert found == expected and any(len(row) < 20 for row in found)
@@ -110,8 +124,7 @@ def test_one_pass_gives_every_row_a_token_and_a_prompts_last_logits_alone(model)
     ([90], r"outside 0 \.\. 89"), ([-1], r"outside 0 \.\. 89")])
 def test_prompts_that_cannot_be_continued_are_refused(model, prompt, said):
     batch = Batch(model)
-    with pytest.raises(ValueError, match=said):
-        batch.add(prompt, Sampling(max_tokens=5))
+    refused(ValueError, said, batch.add, prompt, Sampling(max_tokens=5))
     assert len(batch) == 0 and batch.add([0, 89] + [1] * 57, Sampling(max_tokens=5))
 
 
@@ -130,5 +143,5 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(model, temperature):
     assert [row.end for row in rows] == ["length", "failed", "length"] and not rows[1].tokens
     assert [row.tokens for row in rows[::2]] == together(
         broken, [[1, 2], [4]], [Sampling(max_tokens=5, temperature=temperature, seed=3)] * 2)
-    with pytest.raises(FloatingPointError, match="scores are NaN"):
-        list(stream(broken, lambda token: b"x", [[1], [7]], [Sampling(max_tokens=5, temperature=temperature)] * 2))
+    refused(FloatingPointError, "scores are NaN", list,
+            stream(broken, lambda token: b"x", [[1], [7]], [Sampling(max_tokens=5, temperature=temperature)] * 2))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model.generation.sampling import Sampling, draw, kept, penalised
+from tests.refusal import refused
 
 
 def test_everything_that_is_wrong_is_said_at_once():
@@ -18,8 +19,7 @@ def test_everything_that_is_wrong_is_said_at_once():
     for wrong in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": float("nan")},
                   {"min_p": float("nan")}, {"repetition_penalty": float("nan")}, {"top_p": 1.01}, {"stop": "end"},
                   {"seed": 2**63}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Sampling(**wrong)
+        refused(ValueError, next(iter(wrong)), Sampling, **wrong)
     Sampling(max_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=2**63 - 1, logprobs=0, prompt_logprobs=0)
 
 
@@ -72,5 +72,5 @@ def test_draws_have_the_probabilities_of_what_is_left_and_their_seed_decides():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_scores_that_are_no_numbers_are_named(temperature):
-    with pytest.raises(FloatingPointError, match="scores are NaN"):
-        draw(torch.tensor([1.0, torch.nan, 2.0]), Sampling(temperature=temperature), torch.Generator())
+    refused(FloatingPointError, "scores are NaN", draw, torch.tensor([1.0, torch.nan, 2.0]),
+            Sampling(temperature=temperature), torch.Generator())

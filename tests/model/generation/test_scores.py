@@ -3,27 +3,17 @@
 import pytest
 import torch
 
-from model.config import ModelConfig
 from model.generation import batch as batches
-from model.generation.batch import Batch
 from model.generation.sampling import Sampling
+from tests.model.generation.test_batch import CONFIG, written
 from tests.tiny_models import opinionated
 
-CONFIG = ModelConfig(dim=48, layers=3, heads=6, kv_heads=2, ffn_dim=64, vocab_size=90, context_length=64)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [17] * 20]
 
 
 @pytest.fixture(scope="module")
 def model():
     return opinionated(CONFIG)
-
-
-def written(model, samplings):
-    batch = Batch(model)
-    rows = [batch.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, samplings, strict=True)]
-    while len(batch):
-        batch.step()
-    return rows
 
 
 def agree(scores, tokens, logprobs, count):
@@ -41,7 +31,7 @@ def test_rows_together_are_told_of_as_one_pass_over_each_has_it(model, logits, m
     monkeypatch.setattr(batches, "LOGITS_IN_MEMORY", logits)
     common = {"max_tokens": 20, "temperature": 1.4, "top_k": 7, "repetition_penalty": 1.2}
     asked = [(2, 1), (None, None), (0, None), (90, 5)]
-    rows = written(model, [Sampling(seed=number, logprobs=count, prompt_logprobs=of_prompt, **common)
+    rows = written(model, PROMPTS, [Sampling(seed=number, logprobs=count, prompt_logprobs=of_prompt, **common)
                            for number, (count, of_prompt) in enumerate(asked)])
     for row, (count, of_prompt) in zip(rows, asked, strict=True):
         logprobs = model(torch.tensor([row.prompt + row.tokens]))[0].log_softmax(-1)
@@ -56,6 +46,6 @@ def test_nobody_asks_and_nothing_is_computed(model, monkeypatch):
     def refuse(*arguments):
         raise AssertionError
     monkeypatch.setattr(batches, "token_scores", refuse)
-    assert not any(row.scores or row.prompt_scores for row in written(model, [Sampling(max_tokens=4)] * 4))
+    assert not any(row.scores or row.prompt_scores for row in written(model, PROMPTS, [Sampling(max_tokens=4)] * 4))
     with pytest.raises(AssertionError):
-        written(model, [Sampling(max_tokens=4, logprobs=0)] * 4)
+        written(model, PROMPTS, [Sampling(max_tokens=4, logprobs=0)] * 4)
