@@ -87,7 +87,7 @@ def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch
     monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", HANG_S)
     monkeypatch.setattr("pipeline.training.watchdog.REST_S", 0.1)
     folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
-    early, late, far = (context.Process(target=hang, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
+    early, late, far = (context.Process(target=silent, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
     early.start()
     wait_for((folder / "node0.jsonl").is_file)
     time.sleep(1.5)  # longer than it rests at the end
@@ -104,20 +104,14 @@ def test_a_rank_waits_for_the_records_of_all_and_then_ends(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_writes_nothing_but_not_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 3.0)
-    process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "hangs" / "x", 0, 2))
+    process = multiprocessing.get_context("fork").Process(target=silent, args=(tmp_path / "hangs" / "x", 0, 2))
     process.start()
     process.join(HANG_S)
     assert process.exitcode == HUNG_STATUS and not (tmp_path / "hangs/x/complete").exists()
 
 
-def hang(folder, rank, ranks):
-    with Watchdog(folder, rank, 0.2, ranks) as watchdog:
-        watchdog.finished(7, 0.01)
-        time.sleep(HANG_S)
-
-
-def silent(folder):
-    with Watchdog(folder, 0, 0.3) as watchdog:
+def silent(folder, rank=0, ranks=1):
+    with Watchdog(folder, rank, 0.3, ranks) as watchdog:
         watchdog.finished(7, 0.01)
         time.sleep(HANG_S)
 

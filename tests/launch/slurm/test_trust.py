@@ -198,11 +198,7 @@ def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_
     assert not problems and folder.parent == node_folder() and not (folder / "launch/__pycache__").exists()
     subprocess.run(["sh", "-c", "mv run old && cp -r old run && echo evil | tee run/code/*/launch/a.py"], cwd=tmp_path,
                    user=OTHER, group=OTHER, check=True)
-    assert "evil" in (Path(blind.code) / "launch/a.py").read_text()
     assert (folder / "launch/a.py").read_text() == "NAME = 'launch/a.py'\n"
-    assert check(blind) == "", "the copy on this node is the one that was submitted"
-    shutil.rmtree(folder)
-    assert "(changed: launch/a.py)" in check(blind), "another node copies nothing else"
     tmp_path.chmod(0o1777)
     said = check(saved(submitted))
     assert said.startswith(f"{run}, ") and f"belongs to the user {OTHER}" in said and f"{tmp_path} may" not in said, \
@@ -285,21 +281,16 @@ def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
     assert "may be written by everybody (mode 0777)" in check(submitted)
 
 
-def test_the_copy_is_nobody_elses_to_write_though_the_checkout_is(checkout, tmp_path):
-    (checkout / "launch/a.py").chmod(0o666)
-    copy = take_snapshot(tmp_path / "run", checkout)
-    assert stat.S_IMODE((copy / "launch/a.py").stat().st_mode) == 0o644
-
-
 # ---- the script
 
 
 def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     os.umask(0o002)
+    (slurm.checkout / "launch/slurm/trust.py").chmod(0o666)
     slurm.accepted("--stage", "all")
     loose = [path for folder in ("code", "logs", "launch") for path in (slurm.run / folder).rglob("*")
              if path.stat().st_mode & 0o022]
-    assert not loose, "what is submitted is one's own, whatever the umask"
+    assert not loose, "what is submitted is one's own, whatever the umask and the checkout"
     lines = (slurm.queue / "104").read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
     script = "\n".join(["#!/bin/bash", *lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
