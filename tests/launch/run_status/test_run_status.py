@@ -103,8 +103,8 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
 
 
 @pytest.mark.parametrize("path, content, remark", [
-    ("train/STATE.json", '{"status": "ru', ""), (".locks/train", "process", ""), ("train/manifest.json", "{", "is damaged"),
-    ("train/manifest.json", '{"format": 99}', "written by another version"), ("launch/chain.json", '{"jo', "")])
+    ("train/STATE.json", '{"status": "ru', ""), (".locks/train", "process", ""), ("launch/chain.json", '{"jo', ""),
+    ("train/manifest.json", '{"format": 99}', "by another version"), ("train/manifest.json", "{", "is damaged")])
 def test_files_that_are_torn_or_foreign(run, path, content, remark):
     write_text(run.training().folder / path, content)
     seen = run.status({"16": "RUNNING", **DEPENDENTS})
