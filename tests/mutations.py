@@ -25,12 +25,10 @@ from pipeline.errors import UserError
 
 DEEP, DIGITS = "@deep@", "@digits@"
 """Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""
-VALUES = (None, True, False, -1, 0, 1, 255, 2**31, 2**53 + 1, 2**60, 2**63, -2**63, 2**64, 10**30, 10**400, 0.5, -0.0,
-          1e308, float("nan"), float("inf"), -float("inf"), "", "x", "\0", "nan", "1", "../../etc/passwd", "/", ".",
-          "\udc80\ud800", "\x1b]0;x\7", "x" * 70_000, "2026-11-25T00:00:00", "9999-99-99", [], {}, [[]], [None], [1, 2],
-          [{}], {"a": None}, {"": []}, DEEP, DIGITS)
-NUMBERS = (0, 1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63,
-           (1 << 64) - 1, -8)
+VALUES = (None, True, -1, 0, 1, 2**31, 2**60, 2**64, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x", "\0",
+          "1", "../../etc/passwd", "/", "\udc80\ud800", "\x1b]0;x\7", "x" * 70_000, "2026-11-25T00:00:00", "9999-99-99",
+          [], {}, [[]], [None], [1, 2], [{}], {"": []}, DEEP, DIGITS)
+NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**60, 2**63 - 1, 2**63, -1, -8)
 STRUCTURED = (".json", ".jsonl", ".yaml")
 MEMORY, SECONDS = 2 << 30, 60
 """More than a case may take, by far."""
@@ -133,56 +131,38 @@ def _changed(tree: Any, chance: Random) -> Any:
     while isinstance(node[key], dict | list) and node[key] and chance.random() < 0.85:
         node = node[key]
         key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
-    value = node[key]
-    match chance.randrange(10):
-        case 0:
-            del node[key]
-        case 1:
-            node[key] = [value]
-        case 2 if isinstance(node, dict):
-            node[chance.choice(["new", "", "\0", "__class__", "0", key + " "])] = node.pop(key)
-        case 3 if isinstance(node, list):
-            node.extend([value] * chance.choice([1, 1000]))
-        case 4 if isinstance(node, dict):
-            node[key] = node[chance.choice(list(node))]
-        case 5 | 6 if isinstance(value, int | float):
-            node[key] = chance.choice([-value, value + 1, value - 1, value * 1000, str(value), bool(value), 1 << 60])
-        case 5 | 6 if isinstance(value, str):
-            node[key] = chance.choice([value[:-1], value * 2, ascii(value), f"../{value}", f"{value}\0",
-                                       value[:1] * 70_000])
-        case _:
-            node[key] = chance.choice(VALUES)
+    value, draw = node[key], chance.randrange(10)
+    near: list[Any] = [[value], *([node[chance.choice(list(node))]] if isinstance(node, dict) else [])]
+    if isinstance(value, int | float):
+        near += [-value, value + 1, value - 1, value * 1000, str(value), bool(value), 1 << 60]
+    if isinstance(value, str):
+        near += [value[:-1], value * 2, ascii(value), f"../{value}", f"{value}\0", value[:1] * 70_000]
+    if draw == 0:
+        del node[key]
+    elif draw == 1 and isinstance(node, dict):
+        node[chance.choice(["new", "", "\0", "__class__", "0", key + " "])] = node.pop(key)
+    elif draw == 1:
+        node.extend([value] * chance.choice([1, 1000]))
+    else:
+        node[key] = chance.choice(near if draw < 5 else VALUES)
     return root[0] if root else None
 
 
 def _bytes(whole: bytes, chance: Random) -> bytes:
-    data, at, length = bytearray(whole), chance.randrange(len(whole) + 1), chance.choice([1, 2, 8, 64, 4096])
+    at, length, size = chance.randrange(len(whole) + 1), chance.choice([1, 2, 8, 64, 4096]), chance.choice([1, 2, 4, 8])
     if chance.random() < 0.3:  # where headers are
         at = min(at, chance.randrange(64))
-    match chance.randrange(10):
-        case 0:
-            return bytes(data[:at])
-        case 1:
-            del data[at:at + length]
-        case 2:
-            data[at:at] = chance.randbytes(length)
-        case 3:
-            data[at:at] = data[at:at + length]
-        case 4:
-            data[at:at + length] = bytes(min(length, len(data) - at))
-        case 5 | 6:
-            size = chance.choice([1, 2, 4, 8])
-            number = chance.choice(NUMBERS) & ((1 << 8 * size) - 1)
-            data[at:at + size] = number.to_bytes(size, chance.choice(["little", "little", "big"]))
-        case 7:
-            return chance.choice([b"", b"\0" * 5000, b"\xef\xbb\xbf" + whole, b"\xff\xfe" + whole, whole * 2, b"[]",
-                                  b"null", b"{}", whole.decode("latin-1").encode("utf-16"), b"[" * 200_000, b"-", b"\n",
-                                  pickle.dumps(Path("x")), b"PK\3\4" + whole, b"\x1f\x8b" + whole])
-        case _:
-            for _ in range(chance.choice([1, 1, 3, 20])):
-                if data:
-                    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    return bytes(data)
+    head, cut, tail = whole[:at], whole[at:at + length], whole[at + length:]
+    number = chance.choice(NUMBERS) & ((1 << 8 * size) - 1)
+    written = head + number.to_bytes(size, chance.choice(["little", "little", "big"])) + whole[at + size:]
+    flipped = bytearray(whole)
+    for _ in range(chance.choice([1, 1, 3, 20]) if whole else 0):
+        flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+    other = chance.choice([b"", b"\0" * 5000, b"\xef\xbb\xbf" + whole, b"\xff\xfe" + whole, whole * 2, b"[]", b"null",
+                           b"{}", whole.decode("latin-1").encode("utf-16"), b"[" * 200_000, b"-", b"\n",
+                           pickle.dumps(Path("x")), b"PK\3\4" + whole, b"\x1f\x8b" + whole])
+    return chance.choice([head, head + tail, head + chance.randbytes(length) + cut + tail, head + cut + cut + tail,
+                          head + bytes(len(cut)) + tail, written, written, other, bytes(flipped), bytes(flipped)])
 
 
 def _tar(whole: bytes, chance: Random) -> bytes:

@@ -47,11 +47,6 @@ tokenizer: {vocab_size: 700}
     assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
 
 
-def test_a_tree_of_which_nothing_is_right_is_refused_all_the_same(tmp_path):
-    path = write(tmp_path / "c.yaml", "train: 5\nmodel: [1]\nshard: {sources: 7}\nlaunch: x\nname: {}\n")
-    assert refusal(path).startswith("5 problems")
-
-
 @pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5e1", 25)])
 def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
     path = write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")

@@ -113,11 +113,13 @@ def test_the_largest_micro_batch_that_fits_is_taken_in_each_phase(parallel):
     assert None in seen and len(seen) > 4
 
 
-@pytest.mark.parametrize(("name", "ranks"), [
-    ("demo", 2), ("phases_demo", 2), ("shakespeare_char", 1), ("shakespeare_char_gpu", 1), ("tinystories", 8),
-    ("llama3.2_1b", 8), ("llama3_8b", 8), ("llama3_8b_128k", 8), ("llama3_70b", 1024), ("llama3_405b", 16384)])
-def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks):
-    settings = load_config(REPOSITORY / f"configs/{name}.yaml")
+@pytest.mark.parametrize(("name", "ranks", "overrides"), [
+    ("demo", 2, []), ("phases_demo", 2, []), ("shakespeare_char", 1, []), ("shakespeare_char_gpu", 1, []),
+    ("tinystories", 8, []), ("llama3.2_1b", 8, []), ("llama3_8b", 8, []), ("llama3_8b_128k", 8, []),
+    ("llama3_70b", 1024, []), ("llama3_405b", 16384, []),
+    ("llama3_405b", 16384, ["train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16"])])
+def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks, overrides):
+    settings = load_config(REPOSITORY / f"configs/{name}.yaml", overrides)
     for _, within in in_phases(settings):
         assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
     assert rank_problems(settings, ranks) == []

@@ -8,7 +8,6 @@ import yaml
 from launch.checks import refuse_unusable_stores
 from launch.submit import main
 from pipeline.config.checks import problems
-from pipeline.config.loading import load_config
 from pipeline.config.tree import Config
 from tests.object_store import SECRET
 
@@ -34,13 +33,6 @@ def test_both_need_a_place_of_their_own():
     assert "convert.copy_to s3://bucket/a/export lies in train.checkpoint.copy_to s3://bucket/a" in \
         str(told("s3://bucket/a/", "s3://bucket/a/export"))
     assert not told("s3://bucket/a", "s3://bucket/ab") and not told("abfss://box@account/a", "gs://bucket/a")
-
-
-def test_where_it_is_copied_to_is_no_part_of_what_is_made(place):
-    from pipeline.config.section import identity
-    plain = load_config(place / "c.yaml")
-    copied = load_config(place / "c.yaml", ["train.checkpoint.copy_to=s3://b/a", "convert.copy_to=s3://b/c"])
-    assert identity(plain.train) == identity(copied.train) and identity(plain.convert) == identity(copied.convert)
 
 
 @pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])

@@ -19,10 +19,6 @@ def test_every_shipped_config_loads_and_is_possible(path):
     assert load_config(path).name
 
 
-def test_the_promised_configs_are_shipped():
-    assert {path.name for path in SHIPPED} >= {"demo.yaml", "tinystories.yaml", "llama3_8b.yaml", "llama3.2_1b.yaml"}
-
-
 @pytest.mark.parametrize("name, parameters", [("llama3_8b", 8_030_261_248), ("llama3.2_1b", 1_235_814_400)])
 def test_llama_configs_have_the_published_sizes(name, parameters):
     model = load_config(REPOSITORY / f"configs/{name}.yaml").model
@@ -95,7 +91,6 @@ def test_every_problem_is_reported_at_once_with_file_and_line(tmp_path):
 
 
 def test_broken_files_are_refused_in_one_sentence(tmp_path):
-    assert "cannot be read" in refusal(tmp_path / "none.yaml")
     assert "not valid YAML" in refusal(write(tmp_path / "broken.yaml", "train: [1\n"))
     assert "written twice" in refusal(write(tmp_path / "twice.yaml", "name: a\ntrain: {}\nname: b\n"))
     assert "mapping" in refusal(write(tmp_path / "list.yaml", "- 1\n"))
@@ -104,7 +99,8 @@ def test_broken_files_are_refused_in_one_sentence(tmp_path):
 def test_execution_fields_are_no_identity():
     config = load_config(REPOSITORY / "configs/demo.yaml")
     same = load_config(REPOSITORY / "configs/demo.yaml",
-                       ["name=other", "launch.processes=7", "train.micro_batch=1", "train.checkpoint.keep=9"])
+                       ["name=other", "launch.processes=7", "train.micro_batch=1", "train.checkpoint.keep=9",
+                        "train.checkpoint.copy_to=s3://b/a", "convert.copy_to=s3://b/c"])
     other = load_config(REPOSITORY / "configs/demo.yaml", ["train.lr=0.5"])
     assert identity(config) == identity(same) != identity(other)
     assert "train.checkpoint" not in flatten(identity(config)) and "train.lr" in flatten(identity(config))

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from launch.describe import training_facts
-from pipeline.config.batch import BatchPlan
-from pipeline.config.checks import rank_problems
 from pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
@@ -18,15 +16,6 @@ def facts(*overrides, ranks=32):
     """What is printed before anything starts, by its first word."""
     lines = training_facts(load_config(CONFIG, ["model.vocab_size=128256", *overrides]), SimpleNamespace(ranks=ranks))
     return dict(re.split(r"\s+", line, maxsplit=1) for line in lines)
-
-
-@pytest.mark.parametrize("ranks", [8, 32, 256])
-def test_a_node_shares_each_sequence_and_the_batch_comes_out_even(ranks):
-    config = load_config(CONFIG)
-    batch = BatchPlan.of(config.train, config.parallel, ranks)
-    assert rank_problems(config, ranks) == [] and config.model.context_length == batch.sequence_length == 131_072
-    assert (batch.sample_ranks, batch.data_ranks * batch.accumulation) == (8, 32)
-    assert rank_problems(config, ranks + 4) != []
 
 
 def test_the_plan_says_what_each_rank_holds_and_gathers():

@@ -109,10 +109,6 @@ def test_profiled_ranks_are_there():
     assert rank_problems(wanted, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
 
 
-def test_ranks_of_a_tensor_group_share_their_samples():
-    assert rank_problems(config(tp=2, train=EIGHT), 2) == []
-
-
 @pytest.mark.parametrize(("package", "settings"), [
     ("deepspeed", {"engine": "deepspeed"}), ("torchao", {"train": {"precision": "fp8"}})])
 def test_a_missing_package_is_noticed_before_the_job_starts(monkeypatch, package, settings):

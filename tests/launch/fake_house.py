@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,13 +40,13 @@ def work(work):
         if RANK == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
-    if manner in ("slow", "stubborn"):
+    if manner == "slow":
         stopped = []
         if "RANK" in os.environ:
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
         (pids / f"{{NAME}}-{{RANK}}.ready").touch()
         end = time.monotonic() + 3600
-        while time.monotonic() < end and not (stopped and manner == "slow"):
+        while time.monotonic() < end and not stopped:
             time.sleep(0.05)
         (pids / f"{{NAME}}-{{RANK}}.saved").touch()
         return
@@ -99,18 +98,12 @@ class House:
         return subprocess.run(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
                               env=self.environ(**more), capture_output=True, timeout=HANG_S, check=False)
 
-    def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
-        """Start the launcher as a shell's background job and return at once: it inherits that SIGINT is ignored."""
-        return subprocess.Popen(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
-                                env=self.environ(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-
     def started(self) -> list[str]:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
 
     def wait_for_bodies(self, stage: str, ranks: int) -> None:
-        """Wait until the bodies of a stage, a slow or a stubborn one, are at work."""
+        """Wait until the bodies of a slow stage are at work."""
         wait_for(lambda: len(list(self.pids.glob(f"{stage}-?.ready"))) == ranks)
 
     def alive(self) -> list[str]:

@@ -40,7 +40,6 @@ def test_a_chain(ready):
 
 
 @pytest.mark.parametrize(("plays", "forced", "status", "words"), [
-    ("done done", False, 0, "all done in"),
     ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
     ("late done", False, 0, "all done in"),
     ("fail", False, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
@@ -102,36 +101,6 @@ def test_a_killed_rank_is_named_and_started_again(ready):
     wait_for(lambda: not ready.alive())
 
 
-def test_a_request_to_stop_lets_ranks_save(ready):
-    launcher = ready.start("--stage", "train,convert", FAKE_train="slow")
-    ready.wait_for_bodies("train", 2)
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 130
-    assert len(list(ready.pids.glob("train-?.saved"))) == 2, "both ranks ended in their own way"
-    assert not ready.alive() and "convert-0" not in ready.started()
-    assert "stopped in train; the same command continues" in errors and "Traceback" not in errors
-
-
-def test_a_second_request_kills_ranks_that_do_not_stop(ready):
-    launcher = ready.start("--stage", "train", FAKE_train="stubborn")
-    ready.wait_for_bodies("train", 2)
-    launcher.send_signal(signal.SIGINT)
-    assert any("once more to kill it" in line for line in launcher.stderr)
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate()
-    assert launcher.returncode == 130 and "killing train" in errors and not ready.alive()
-
-
-@pytest.mark.parametrize(("stage", "ranks"), [("shard", 1), pytest.param("train", 2, marks=pytest.mark.slow)])
-def test_a_killed_launcher_leaves_no_orphans(ready, stage, ranks):
-    launcher = ready.start("--stage", stage, "--force", **{f"FAKE_{stage}": "stubborn"})
-    ready.wait_for_bodies(stage, ranks)
-    launcher.kill()
-    wait_for(lambda: not ready.alive())
-    launcher.communicate()
-
-
 # ---- streams
 
 
@@ -155,13 +124,14 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
 
 def test_a_closed_terminal_is_a_request_to_stop(ready):
     reader, writer = pty.openpty()
-    launcher = subprocess.Popen(ready.command("--config", "config.yaml", "--stage", "train"), cwd=ready.work,
+    launcher = subprocess.Popen(ready.command("--config", "config.yaml", "--stage", "train,convert"), cwd=ready.work,
                                 env=ready.environ(FAKE_train="slow"), stdin=writer, stdout=writer, stderr=writer,
                                 start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(writer)
     ready.wait_for_bodies("train", 2)
     os.close(reader)
     assert launcher.wait() == 130 and len(list(ready.pids.glob("train-?.saved"))) == 2 and not ready.alive()
+    assert "convert-0" not in ready.started()
 
 
 def test_a_closed_output_does_not_end_the_run(house):

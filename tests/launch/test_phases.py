@@ -34,7 +34,7 @@ def run_of(folder, counts=COUNTS, **train):
     run = Run(load_config(path))
     if counts is not None:
         (run.folder / "encode").mkdir(parents=True, exist_ok=True)
-        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, {}).write(run.folder / "encode")
+        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, "").write(run.folder / "encode")
     return run
 
 
@@ -62,11 +62,6 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
     run = run_of(tmp_path, counts=counts, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1})
     [said] = consumption_lines(run.config, run)
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
-    (tmp_path / "phased").mkdir()
-    run = run_of(tmp_path / "phased", counts=counts, packing="best_fit")
-    first, second, said = consumption_lines(run.config, run)
-    assert first.startswith("data      phase 1: steps 1 to 10") and second.startswith("          phase 2: ")
-    assert said == "          tokens and epochs of each source are known once training has planned the packing"
 
 
 def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):

@@ -66,20 +66,14 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path, monkeypatch, setup,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_requests_are_noted(number):
-    before = signal.getsignal(number)
+@pytest.mark.parametrize("given", [signal.SIG_DFL, signal.SIG_IGN])
+def test_requests_are_noted(number, given):
+    """Jobs in a shell's background inherit that SIGINT is ignored; after nohup a closed terminal is no request."""
+    before = signal.signal(number, given)
     with stop_requests() as asked:
         signal.raise_signal(number)
-        assert asked == [number]
-    assert signal.getsignal(number) == before
-
-
-def test_after_nohup_a_closed_terminal_is_no_request():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with stop_requests() as asked:
-        signal.raise_signal(signal.SIGHUP)
-        assert not asked
-    signal.signal(signal.SIGHUP, before)
+        assert asked == [number] * ((number, given) != (signal.SIGHUP, signal.SIG_IGN))
+    assert signal.signal(number, before) == given
 
 
 def test_lines_keep_the_last_drawing_of_a_live_line():

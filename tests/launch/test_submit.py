@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 
 from launch import checks, submit
 from launch.submit import parser
-from pipeline.contract.stages import REPOSITORY, STAGES
+from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
 
 
@@ -109,8 +108,6 @@ def test_finished_partial_and_stale_stages(launcher):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--stage", "tran"], ["does not know tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
-    (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
-    (["--stage", "all", "train.steps=many"], ["'train.steps' is 'many'"]),
     (["--stage", "all", "train.batch_tokens=8448", "train.warmup_steps=99", "model.heads=7"],
      ["4 problems", "33 sequences (train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 "
       "data-parallel ranks", "train.warmup_steps 99",
@@ -122,7 +119,6 @@ def test_finished_partial_and_stale_stages(launcher):
      ["train.attention names nosuch:Nope, but there is no module nosuch"]),
     ([], ["No stage is given"]),
     (["--why", "trian"], ["does not know trian"]),
-    (["--explain", "train.lrr"], ["There is no setting 'train.lrr'", "train.lr"]),
 ])
 def test_refusals_start_nothing(launcher, arguments, said):
     result = launcher.submit(*arguments)
@@ -141,19 +137,6 @@ def test_no_configuration(launcher, monkeypatch):
     (launcher.work / "config.yaml").rename(launcher.work / "configs/demo.yaml")
     result = launcher.call(*arguments)
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
-
-
-@pytest.mark.parametrize(("options", "batch"), [
-    ([], "8 ranks x micro-batch 4 (at most 16) x 1"),
-    (["--gpus-per-node", "8"], "32 ranks x micro-batch 1 (at most 16) x 1"),
-    (["parallel.pp=2"], "4 groups of 2 ranks x micro-batch 4 (at most 16) x 2")])
-def test_the_default_configuration_goes_on_four_nodes(slurm, options, batch):
-    shutil.copytree(REPOSITORY / "configs", slurm.work / "configs")
-    shutil.copy("configs/demo.yaml", "config.yaml")
-    slurm.done("shard", "tokenizer", "encode")
-    result = slurm.call("--stage", "train", "--nodes", "4", "--dry-run", *options)
-    assert result.returncode == 0, result.stderr
-    assert f"sequences of 256 = {batch} accumulated" in result.stdout and "#SBATCH --nodes=4" in result.stdout
 
 
 def test_explain_works_without_a_configuration(launcher):

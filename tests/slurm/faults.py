@@ -166,10 +166,6 @@ class Training:
         """Process id of the runner of the train job."""
         return self._process("launch.slurm.job.runner")
 
-    def srun(self) -> int:
-        """Process id of the srun that holds the ranks."""
-        return self._process("launch.slurm.job.rank", "--kill-on-bad-exit=1")
-
     def _process(self, *words: str, variable: str = "") -> int:
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
         found = {pid for pid in self.processes()

@@ -136,12 +136,8 @@ def test_every_stage_is_done(done):
     assert results["heldout"]["overall"]["bits_per_byte"] > 0 and results["continuations"]
 
 
-def test_what_the_chain_is_made_of(done):
+def test_every_job_ran_once_but_for_the_one_that_lost_its_node(done):
     jobs = done.chain.jobs
-    assert [(job.stage, job.kind, job.elements) for job in jobs] == [
-        ("shard", "job", None), ("tokenizer", "job", None), ("encode", "array", (0, 1, 2, 3)),
-        ("encode", "finalise", None), *((stage, "job", None) for stage in ("train", "convert", "evaluate", "report"))]
-    assert [job.dependencies for job in jobs] == [(), *((job.id,) for job in jobs[:-1])]
     for stage in STAGES:
         names = [f"{job.id}_{element}" if job.elements else job.id for job in jobs if job.stage == stage
                  for element in job.elements or (0,)]

@@ -38,13 +38,6 @@ def test_a_killed_rank_is_started_again_in_the_allocation(run):
     assert f"rank 1 on {node}: killed" in end.reason
 
 
-def test_a_killed_srun_is_started_again_in_the_allocation(run):
-    step = run.next_wait()
-    os.kill(run.srun(), signal.SIGKILL)
-    end = run.next_end()
-    assert (end.status, end.next, end.step, end.restart) == ("crashed", "restart", step - 2, 0)
-
-
 def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run):
     run.next_wait()
     count = len(run.starts)

@@ -103,13 +103,8 @@ def test_a_reused_stage_and_one_of_a_plugin(run):
 
 
 @pytest.mark.parametrize("path, content, remark", [
-    ("config.yaml", "train: [half", ""), ("config.yaml", "train: 3\nreuse: []\n", ""),
-    ("train/STATE.json", '{"status": "ru', ""), ("train/STATE.json", '{"status": "failed", "reason": ["why"]}', ""),
-    ("train/PROGRESS.json", '{"done": "many", "total": 5, "unit": "steps"}', ""), ("train/PROGRESS.json", "", ""),
-    ("train/PROGRESS.json", '{"done": 1, "total": 0, "unit": "", "left_s": 1e999, "loss": "nan"}', ""),
-    ("train/manifest.json", '{"format": 99}', "written by another version"), ("train/manifest.json", "{", "is damaged"),
-    ("launch/attempts/16.jsonl", "{\n[]\n3\n", ""), ("launch/nodes.jsonl", "3\n", ""), (".locks/train", "process", ""),
-    ("evaluations/step-00000100/evaluate/manifest.json", '{"format": 1}', ""), ("launch/chain.json", '{"jo', "")])
+    ("train/STATE.json", '{"status": "ru', ""), (".locks/train", "process", ""), ("launch/chain.json", '{"jo', ""),
+    ("train/manifest.json", '{"format": 99}', "by another version"), ("train/manifest.json", "{", "is damaged")])
 def test_files_that_are_torn_or_foreign(run, path, content, remark):
     write_text(run.training().folder / path, content)
     seen = run.status({"16": "RUNNING", **DEPENDENTS})

@@ -30,7 +30,6 @@ def strike(folder, node, hours, job):
 def test_two_strikes_within_a_day(tmp_path):
     for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
         strike(tmp_path, node, hours, f"1.0.{hours}")
-    append_line(tmp_path / NODES, {"node": "n4", "at": "yesterday"})
     append_line(tmp_path / NODES, {"at": NOW.isoformat()})
     assert strikes(tmp_path, NOW) == {"n1": 2, "n2": 1, "n3": 1}
     assert excluded(tmp_path, at=NOW) == ["n1"] and spared(tmp_path, at=NOW) == []

@@ -13,7 +13,6 @@ from tests.launch.run_folders import NOW, SETTINGS, HandMade
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 WORDS = [
     ("ReqNodeNotAvail, UnavailableNodes:n[3-4]", "down, drained or reserved (n[3-4]); it starts by itself"),
-    ("ReqNodeNotAvail, May be reserved for other job", "down, drained or reserved; it starts by itself"),
     ("ReqNodeNotAvail, Reserved for maintenance", "a shorter launch.train.time may let it start before"),
     (DOWN, "down, drained or reserved; it starts"), (DOWN.replace(" ", "_"), "down, drained or reserved; it starts"),
     ("(" + DOWN[:58], "down, drained or reserved; it starts"), ("NodeDown", "down, drained"),
@@ -21,11 +20,10 @@ WORDS = [
     ("PartitionNodeLimit", "more nodes than the partition allows"), ("PartitionTimeLimit", "launch.time"),
     ("BadConstraints", "no nodes of the partition are as it asks"), ("PartitionDown", "its partition takes no jobs"),
     ("PartitionInactive", "its partition takes no jobs"), ("AssocGrpNodeLimit", "the account's jobs use all"),
-    ("AssocGrpGRES", "the account's jobs use all"), ("AssocGrpCPUMinutesLimit", "the budget"),
-    ("AssocGrpCPURunMinutesLimit", "the budget"), ("AssocMaxJobsLimit", "the account's jobs use all"),
+    ("AssocGrpCPUMinutesLimit", "the budget"), ("AssocMaxJobsLimit", "the account's jobs use all"),
     ("AssocMaxNodePerJobLimit", "more than the account may use in one job"),
     ("AssociationJobLimit", "the account's jobs use all"), ("QOSMaxJobsPerUserLimit", "your jobs use all"),
-    ("QOSMaxGRESPerUser", "your jobs use all"), ("QOSMaxNodePerJobLimit", "one job"), ("QOSMinGRES", "one job"),
+    ("QOSMaxNodePerJobLimit", "one job"), ("QOSMinGRES", "one job"),
     ("QOSMaxWallDurationPerJobLimit", "one job"), ("QOSGrpNodeLimit", "the jobs of its quality of service"),
     ("QOSGrpCPUMinutesLimit", "the budget"), ("QOSUsageThreshold", "the budget"),
     ("QOSNotAllowed", "may not be used here"), ("InvalidQOS", "launch.qos"), ("InvalidAccount", "launch.account"),

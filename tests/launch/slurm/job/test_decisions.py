@@ -46,12 +46,10 @@ def kind(decision):
     (Outcome(ASKED, status=143, hang="late"), Terms(), ("requeue", "preempted", 0)),
     (Outcome(ASKED), Terms(requeue=False, later_links=True), ("leave", "preempted", 0)),
     (Outcome(ASKED), Terms(requeue=False), ("stop", "preempted", 1)),
-    (Outcome(ASKED, stopping=True), Terms(later_links=True), ("stop", "preempted", 143)),
     (Outcome(CANCELLED), Terms(later_links=True), ("stop", "preempted", 1)),
     # the processes were told to end, but not the job: a preemption
     (Outcome(TERMINATED), Terms(), ("requeue", "preempted", 0)),
     # told to end while the stage was at work
-    (Outcome(RUNNING, status=143, stopping=True), Terms(), ("stop", "preempted", 143)),
     (Outcome(RUNNING, cause="lost n3", lost=True, stopping=True), Terms(), ("stop", "crashed", 143)),
     # crashes and hangs
     (Outcome(RUNNING, status=143, fruitless=3), Terms(max_restarts=3), ("restart", "crashed", 0)),
@@ -77,6 +75,7 @@ def test_what_holds_for_every_combination():
             assert outcome.committed and decision.exit_status == 0
         if outcome.stopping:
             assert decision.action in ("leave", "stop"), "told to end, nothing is started or queued"
+            assert decision.exit_status in (0, 1, 143)
         if decision.action == "requeue":
             assert terms.requeue
         if decision.action == "leave":

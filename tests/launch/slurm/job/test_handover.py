@@ -18,25 +18,30 @@ def hold(job, other, age, chain=""):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age, chain)))
 
 
-@pytest.mark.parametrize(("chain", "states", "waits"), [
-    ("c", ["COMPLETING", "COMPLETED"], True), ("c", ["RUNNING"], False), ("before", ["COMPLETING"], False),
-    ("c", ["COMPLETING", "RUNNING"], False)])
-def test_a_link_waits_for_the_end_of_the_one_before(job, monkeypatch, chain, states, waits):
-    hold(job, "11", 0, chain)
+@pytest.mark.parametrize(("other", "chain", "states", "age", "refused"), [
+    ("11", "", ["RUNNING"], 0, True), ("11", "", ["COMPLETING"], 9999, True), ("11", "", ["PENDING"], 0, False),
+    ("11", "", [None], SILENT_S - 10, True), ("11", "", [None], SILENT_S, False), ("12", "", ["RUNNING"], 0, False),
+    # A link waits for the end of the one before.
+    ("11", "c", ["COMPLETING", "COMPLETED"], 0, False), ("11", "c", ["RUNNING"], 0, True),
+    ("11", "before", ["COMPLETING"], 0, True), ("11", "c", ["COMPLETING", "RUNNING"], 0, True)])
+def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, states, age, refused):
+    hold(job, other, age, chain)
     left = list(states)
 
     def next_state(seconds=0):
-        job.slurm.states["11"] = left.pop(0)
+        job.slurm.silent = left[0] is None
+        job.slurm.states[other] = left.pop(0) or ""
 
     next_state()
     monkeypatch.setattr(joblock.time, "sleep", next_state)
-    if waits:
+    if refused:
+        with pytest.raises(UserError, match=f"The job 11 on n7 works on train.*{states[-1] or ''}"):
+            job.go()
+    else:
         status, log = job.go("work")
-        assert status == 0 and log.count("waits for the end of this chain's job 11 (Slurm says COMPLETING)") == 1
-        return
-    with pytest.raises(UserError, match=f"works on train of .*Slurm says {states[-1]}"):
-        job.go()
-    assert not left
+        assert status == 0
+        assert log.count("waits for the end of this chain's job 11 (Slurm says COMPLETING)") == len(states) - 1
+    assert not left and (job.run / "launch/train.lock").exists() == refused, "another job's lock is left alone"
 
 
 def test_a_link_waits_no_longer_than_it_takes_to_end(job, monkeypatch):
@@ -82,17 +87,3 @@ def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"in use by .*chain c"):
         lock(tmp_path, "train")
     second.close()
-
-
-@pytest.mark.parametrize(("other", "state", "age", "refused"), [
-    ("11", "RUNNING", 0, True), ("11", "COMPLETING", 9999, True), ("11", "PENDING", 0, False),
-    ("11", None, SILENT_S - 10, True), ("11", None, SILENT_S, False), ("12", "RUNNING", 0, False)])
-def test_two_jobs_of_one_stage(job, other, state, age, refused):
-    hold(job, other, age)
-    job.slurm.states, job.slurm.silent = {other: state or ""}, state is None
-    if refused:
-        with pytest.raises(UserError, match="The job 11 on n7 works on train"):
-            job.go()
-    else:
-        assert job.go("work")[0] == 0
-    assert (job.run / "launch/train.lock").exists() == refused, "another job's lock is left alone"

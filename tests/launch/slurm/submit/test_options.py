@@ -53,8 +53,8 @@ def test_gpus_are_asked_for_once(script, extra):
     ({"gpus": "h100:8"}, "asks for 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "asks for 16 GPUs a node"),
     ({"p": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
                    "launch.partition."),
-    ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."), ({"W": True}, "holds wait"),
-    ({"test-only": True}, "Say it with --dry-run"), ({"t": "2-0"}, "Say it with launch.time."),
+    ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."),
+    ({"test-only": True}, "Say it with --dry-run"),
     ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both say how much memory")])
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
     said = launcher.refused("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
