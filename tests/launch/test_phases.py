@@ -34,7 +34,7 @@ def run_of(folder, counts=COUNTS, **train):
     run = Run(load_config(path))
     if counts is not None:
         (run.folder / "encode").mkdir(parents=True, exist_ok=True)
-        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, {}).write(run.folder / "encode")
+        Manifest("encode", {"config": {}, "inputs": {}, "files": {}}, [], counts, "").write(run.folder / "encode")
     return run
 
 
