@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launch.resources import Asked, asked_of
@@ -122,8 +122,8 @@ def _jobs(config: Config, run: Run, stage: str, state: State, running: list[str]
         return _in_parts(run, job, parts)
     links = config.launch.train.links if stage == "train" else 1
     # The last one carries the stage's own key: what comes after training waits for it.
-    return [_changed(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
-                     link=link, links=links) for link in range(1, links + 1)]
+    return [replace(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
+                    link=link, links=links) for link in range(1, links + 1)]
 
 
 def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
@@ -134,19 +134,15 @@ def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
         done = set() if job.forced or job.state.kind != "partial" else done_parts(run, job.stage, parts, phase)
         if elements := tuple(index for index in range(parts) if index not in done):
             word = phase if len(phases) > 1 else "parts"
-            arrays.append(_changed(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
-                                   phase=phase, elements=elements, dependencies=after))
+            arrays.append(replace(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
+                                  phase=phase, elements=elements, dependencies=after))
             after = (arrays[-1].key,)
-    return [*arrays, _changed(job, kind="finalise", dependencies=after)]
+    return [*arrays, replace(job, kind="finalise", dependencies=after)]
 
 
 def _parts(config: Config, stage: str) -> int:
     asked = getattr(config.launch.of(stage), "array", None)
     return int(asked or min(config.launch.train.nodes, MOST_PARTS))
-
-
-def _changed(job: Job, **fields: object) -> Job:
-    return Job(**{**vars(job), **fields})
 
 
 def _job(config: Config, stage: str, state: State, running: list[str], options: Options) -> Job:
