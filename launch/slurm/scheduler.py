@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""
@@ -24,6 +25,7 @@ ORDER = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING")
 """What an array is while one of its elements is; after these other states of the queue, then those of failures."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200))
+ENDS = tuple(accumulate(width for _, width in COLUMNS))
 UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
                "unexpected message received", "zero bytes were transmitted", "transport endpoint",
                "slurm backup controller in standby", "insane message length", "communication connection failure")
@@ -153,10 +155,6 @@ class Scheduler:
                 failed.append(f"job {id}: {answer.reason}")
         return "; ".join(failed) or None
 
-    def signal(self, id: str, name: str) -> str | None:
-        """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
-        return self._tell("scancel", "--signal", name, id)
-
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
         """Put a running job back into the queue; None, or the reason why it is not there.
 
@@ -173,17 +171,14 @@ class Scheduler:
             time.sleep(pause)
             pause *= 2
 
-    def update(self, id: str, key: str, value: str) -> str | None:
-        """Change a job, as `scontrol update` does; None, or why that failed."""
-        return self._tell("scontrol", "update", f"JobId={id}", f"{key}={value}")
-
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Do not start a waiting job on `nodes`, besides those that it leaves out already; None, or why that failed."""
         answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-        if answer.status != 0:
-            return answer.reason
-        before = _word(_fields(answer.out).get("ExcNodeList", ""))
-        return self.update(id, "ExcNodeList", ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())})))
+        if answer.status == 0:
+            before = _word(_fields(answer.out).get("ExcNodeList", ""))
+            left_out = ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())}))
+            answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
+        return None if answer.status == 0 else answer.reason
 
     def seconds_left(self, id: str) -> float:
         """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer for this job alone (the
@@ -265,10 +260,6 @@ class Scheduler:
                                          _number(job.get("Restarts", "")), job.get("JobName", "")))
         return found
 
-    def _tell(self, *command: str) -> str | None:
-        answer = self._ask(*command)
-        return None if answer.status == 0 else answer.reason
-
     def _ask(self, *command: str) -> _Answer:
         try:
             process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, text=True,
@@ -314,11 +305,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _queue_lines(text: str) -> list[JobInfo]:
     found = []
     for line in text.splitlines():
-        values, at = [], 0
-        for _, width in COLUMNS:
-            values.append(line[at:at + width].strip())
-            at += width
-        id, state, reason, nodes, used, restarts, name, comment = values
+        id, state, reason, nodes, used, restarts, name, comment = (
+            line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
             found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name,
                                  comment=_word(comment)))
@@ -332,7 +320,7 @@ def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
     if not elements:
         return JobInfo(id)
-    first = sorted(elements, key=lambda job: _rank(job.state))[0]
+    first = min(elements, key=lambda job: _rank(job.state))
     nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
     return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
                    max(job.restarts for job in elements), first.name,
