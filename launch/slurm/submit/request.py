@@ -100,7 +100,7 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
                   config=request.config_path, config_sha256=config_hash(config), code=request.code,
                   cluster=cluster_profile(given.config_path, given.overrides))
     submitted = submit(submission, jobs, chain)
-    submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
+    submitted += [submit_evaluation(run.folder, step, request.python, environment) for step in owed]
     if held is not None:
         held.close()
     return _tell(run, submitted, request.force)
@@ -119,15 +119,13 @@ def _new_id() -> str:
 def _owed(run: Run, jobs: list[Job]) -> list[int]:
     """Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that."""
     every = run.config.launch.evaluate.every_checkpoints
-    if not every or any(job.stage == "train" and job.to_run for job in jobs) or "train" not in {
-            job.stage for job in jobs} or run.manifest("train") is None:
+    if not every or {job.to_run for job in jobs if job.stage == "train"} != {False} or run.manifest("train") is None:
         return []
     from launch.slurm.evaluations import owed
 
     steps = owed(run.folder, every * run.config.train.checkpoint.every_steps, run.config.train.steps)
-    names = {step: evaluation_name(run.config.name, step) for step in steps}
-    queued = {job.name for job in Scheduler().mine() or ()} if names else set()
-    return [step for step in steps if names[step] not in queued]
+    queued = {job.name for job in Scheduler().mine() or ()} if steps else set()
+    return [step for step in steps if evaluation_name(run.config.name, step) not in queued]
 
 
 def _refuse_untrusted(run: Run) -> None:
