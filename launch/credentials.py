@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from launch.slurm.submit.options import extras
 from pipeline.config.section import flatten
 from pipeline.config.tree import Config
-from pipeline.contract.stages import STAGES
 
 _START = r"(?<![A-Za-z0-9_-])"
 KNOWN = {
@@ -74,12 +73,11 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
     """
     launch, found = config.launch, []
     for name, value in launch.environment.items():
-        if what := known_form(value):
-            found.append(f"launch.environment holds {name}, which looks like a secret ({what}): it would be written to "
-                         f"files. {WAY.format(name=name)}.")
-        elif name not in launch.not_secrets and is_secret(name, value):
-            found.append(f"launch.environment holds {name}, which looks like a secret: it would be written to files. "
-                         f"{WAY.format(name=name)}{NO_SECRET.format(name=name)}.")
+        what = known_form(value)
+        if what or (name not in launch.not_secrets and is_secret(name, value)):
+            kind, rest = (f" ({what})", "") if what else ("", NO_SECRET.format(name=name))
+            found.append(f"launch.environment holds {name}, which looks like a secret{kind}: it would be written to "
+                         f"files. {WAY.format(name=name)}{rest}.")
     for where, text in _commands(config):
         if what := known_form(text):
             found.append(f"{where} holds what looks like a secret ({what}): it would be written to files. "
@@ -151,13 +149,10 @@ def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
 
 def _commands(config: Config) -> Iterator[tuple[str, str]]:
     launch = config.launch
-    for name, lines in (("setup", launch.setup), ("wrap", [" ".join(launch.wrap)])):
-        for line in lines:
-            yield f"launch.{name}", line
-    extras: list[tuple[str, Mapping[str, Any] | None]] = [("launch.extra", launch.extra)]
-    extras += [(f"launch.{stage}.extra", launch.of(stage).extra) for stage in STAGES]
-    for where, extra in extras:
-        for key, value in (extra or {}).items():
+    yield from (("launch.setup", line) for line in launch.setup)
+    yield "launch.wrap", " ".join(launch.wrap)
+    for where, extra in extras(launch):
+        for key, value in extra.items():
             yield where, f"{key}={value}" if key != "export" else str(value)
 
 
