@@ -42,8 +42,7 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     with console.capture() as captured:
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
-    if any(job.stage == "train" for job in jobs):
-        train = next(job for job in jobs if job.stage == "train")
+    if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
     if disk is not None and disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")

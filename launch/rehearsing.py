@@ -73,8 +73,7 @@ def _say(text: str) -> None:
 
 def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What `pipeline.rehearsal` answers; or why it does not."""
-    inherited = os.environ.get("PYTHONPATH")
-    path = [str(REPOSITORY), *plugin_folders(), *([inherited] if inherited else [])]
+    path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
     child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, start_new_session=True,

@@ -143,6 +143,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     from launch.plan import Options, plan
     from pipeline.config.places import make_folder
     from pipeline.contract.run import Run
+    from pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
     machine = find_machine()
@@ -170,7 +171,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     refuse_unusable_stores(config, jobs, os.environ, here=True)
     if any(job.to_run for job in jobs):
         make_folder(run.folder)
-    _clear_stop(config)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     return run_jobs(config, jobs, request)
 
 
@@ -192,13 +193,6 @@ def _show_local(jobs: list[Job]) -> int:
         if job.to_run:
             print(f"# {job.stage}\n{by_hand(job)}\n")
     return 0
-
-
-def _clear_stop(config: Config) -> None:
-    """A request to stop was meant for what ran then."""
-    from pipeline.contract.state import STOP
-
-    (config.folder / STOP).unlink(missing_ok=True)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:
@@ -224,12 +218,10 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    given = list(options.overrides)
-    if options.cluster not in ("auto", "slurm", "local"):
-        given.append(f"launch.cluster={options.cluster}")
-    given += [f"launch.train.nodes={options.nodes}"] if options.nodes is not None else []
-    given += [f"launch.gpus_per_node={options.gpus_per_node}"] if options.gpus_per_node is not None else []
-    return given
+    profile = None if options.cluster in ("auto", "slurm", "local") else options.cluster
+    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
+             "launch.gpus_per_node": options.gpus_per_node}
+    return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
 def _control(options: argparse.Namespace) -> int:
