@@ -155,6 +155,11 @@ class Scheduler:
                 failed.append(f"job {id}: {answer.reason}")
         return "; ".join(failed) or None
 
+    def signal(self, id: str, name: str) -> str | None:
+        """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
+        answer = self._ask("scancel", "--signal", name, id)
+        return None if answer.status == 0 else answer.reason
+
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
         """Put a running job back into the queue; None, or the reason why it is not there.
 

@@ -148,10 +148,12 @@ def test_cancel_stops_at_a_controller_that_is_gone(slurm):
     assert slurm.calls() == ["scancel 9"]
 
 
-def test_a_job_that_leaves_out_no_more_nodes_says_why(slurm):
+def test_a_signal_and_nodes_that_cannot_be_left_out(slurm):
+    slurm.say("scancel")
     slurm.say("scontrol", error="Invalid job id specified", status=1)
+    assert slurm.scheduler().signal("11", "USR2") is None
     assert slurm.scheduler().leave_out("11", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls() == ["scontrol --oneliner show job 11"]
+    assert slurm.calls() == ["scancel --signal USR2 11", "scontrol --oneliner show job 11"]
 
 
 @pytest.mark.parametrize(("lost", "then"), [
