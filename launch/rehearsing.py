@@ -51,8 +51,8 @@ def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabular
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
                "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
                "memory_gb": config.launch.limits.gpu_memory_gb if train.gpus_per_node else None}
-    answer, failed = _ask(request)
-    if failed := failed or answer.get("failed", ""):
+    answer = _ask(request)
+    if failed := answer.get("failed"):
         return _say(f"not done: {failed}. The job is submitted nevertheless")
     if answer.get("refused"):
         raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
@@ -71,8 +71,8 @@ def _say(text: str) -> None:
     print(f"rehearsal  {text}", flush=True)
 
 
-def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What `pipeline.rehearsal` answers; or why it does not."""
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    """What `pipeline.rehearsal` answers; why it does not, as `failed`."""
     path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
@@ -81,7 +81,7 @@ def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
     try:
         output, errors = child.communicate(json.dumps(request), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {}, f"it took longer than {LIMIT_S:.0f} s"
+        return {"failed": f"it took longer than {LIMIT_S:.0f} s"}
     finally:
         if child.poll() is None:
             kill_group(child.pid)
@@ -90,5 +90,5 @@ def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
         answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
         last = (errors.strip().splitlines() or [f"it ended with status {child.returncode}"])[-1]
-        return {}, f"it failed ({last})"
-    return answer, ""
+        return {"failed": f"it failed ({last})"}
+    return answer
