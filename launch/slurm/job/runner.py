@@ -112,12 +112,14 @@ class Runner:
         if self.here.index is not None:
             return None
         state, ours = read_state(spec.folder), self._chain_jobs()
-        if again and state and state.job in ours and state.status == "done" and read_manifest(spec.folder) is not None:
-            self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
-            return 0
-        if again and state and state.job in ours and state.status == "failed":
-            self.say(f"job {state.job} of this chain gave {spec.stage} up, so this one does not try: {state.reason}")
-            return 1
+        if again and state and state.job in ours:
+            if state.status == "done" and read_manifest(spec.folder) is not None:
+                self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
+                return 0
+            if state.status == "failed":
+                self.say(f"job {state.job} of this chain gave {spec.stage} up, so this one does not try: "
+                         f"{state.reason}")
+                return 1
         if spec.stage == "train" and (self.run_folder / STOP).exists():
             self.say(f"{self.run_folder / STOP} is there: training is to stand. The same command goes on (it removes "
                      f"the file)")
