@@ -114,14 +114,12 @@ def _link(source: Path, target: Path) -> None:
                 place = target / file.relative_to(source)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.link(file, place)
-        complete = (target / MARKER).exists()
-    except FileNotFoundError:
-        complete = False
+    except FileNotFoundError:  # it is being removed
+        pass
     except OSError:  # another file system, or one without hard links
         shutil.rmtree(target, ignore_errors=True)
         target.symlink_to(source, target_is_directory=True)
-        complete = (target / MARKER).exists()
-    if not complete:
+    if not (target / MARKER).exists():
         raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
 
 
