@@ -85,7 +85,7 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
         for name, value in assigned(text):
             if name not in launch.not_secrets and is_secret(name, value) and not known_form(f"{name}={value}"):
                 found.append(f"{where} holds what looks like a secret, {name}: it would be written to files. "
-                             f"{WAY.format(name=_variable(name))}{NO_SECRET.format(name=name)}.")
+                             f"{WAY.format(name=name.replace('-', '_').upper())}{NO_SECRET.format(name=name)}.")
     said = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
     settings = {key: str(value) for key, value in flatten(config.model_dump(mode="json")).items()
                 if value is not None and not isinstance(value, bool)}
@@ -154,10 +154,6 @@ def _commands(config: Config) -> Iterator[tuple[str, str]]:
     for where, extra in extras(launch):
         for key, value in extra.items():
             yield where, f"{key}={value}" if key != "export" else str(value)
-
-
-def _variable(name: str) -> str:
-    return name.replace("-", "_").upper()
 
 
 def _of_the_shell(environment: Mapping[str, str], secrets: Iterable[str]) -> list[tuple[str, str]]:

@@ -34,7 +34,8 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
         ("stage", "state", "resources"),
-        lambda job: (job.stage, state_text(job), resources(job, options) if job.to_run else "-"))
+        lambda job: (job.stage, state_text(job),
+                     work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus) if job.to_run else "-"))
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for job in jobs:
@@ -55,11 +56,6 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
 def state_text(job: Job) -> str:
     """The state in a few words, and that it will not count if the stage is rebuilt."""
     return f"rebuild (now {job.state.kind})" if job.forced else str(job.state)
-
-
-def resources(job: Job, options: Options) -> str:
-    """Processes, threads and GPUs on this box."""
-    return work(job) + (", 1 GPU each" if job.ranks and options.machine.gpus else "")
 
 
 def work(job: Job) -> str:

@@ -59,7 +59,8 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
                   nodes: Sequence[str]) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = spec.preflight_s or allowed_s(spec.nodes)
-    began, said, arrivals = time.monotonic(), list[str](), Arrivals(folder, places(spec, nodes))
+    began, said, ranks = time.monotonic(), list[str](), places(spec, nodes)
+    arrivals = Arrivals(folder, ranks)
     command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run,
                                           f"{limit_s:.0f}"])
 
@@ -72,7 +73,7 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     seconds = time.monotonic() - began
     if not reports:  # nothing ran: the start of training will tell why
         return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
-    found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), arrivals.lasted_s, arrivals.quiet_s)
+    found = judge(reports, spec.ranks, spec.preflight_factor, ranks, arrivals.lasted_s, arrivals.quiet_s)
     found.told += _lines(found, reports, nodes, seconds, end.cause)
     return found
 
