@@ -48,43 +48,52 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class Work:
+    """What a job does, as it is planned and as the job itself knows it.
+
+    name: Slurm's name of the job.
+    ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
+    parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: the job is no array.
+    link, links: which of how many jobs that go on with the same stage, from 1.
+    """
+
+    name: str
+    stage: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    parts: int = 0
+    phase: str = ""
+    link: int = 1
+    links: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Work):
     """One stage to be run, or found done, or on Slurm a part of the work on one.
 
     key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
         `shard-read`, `train-1`).
-    name: Slurm's name of it.
     command: what does it by hand, in the user's folder with `environment` set.
     arguments: what the stage's own command line gets.
-    ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
     asked: partition, time and the like, for Slurm. cpus_per_task, tasks_per_node, gpus_per_node as well.
-    parts: elements into which an array cuts the `phase` of the stage; `elements`: those that are still to do.
-    link, links: which of how many jobs that go on with the same stage.
+    elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     """
 
     key: str
-    name: str
-    stage: str
     state: State
     forced: bool
-    command: tuple[str, ...]
     arguments: tuple[str, ...]
     kind: Kind = "job"
-    environment: dict[str, str] = field(default_factory=dict)
-    ranks: int = 0
     processes: int = 1
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
     asked: Asked = field(default_factory=Asked)
-    parts: int = 0
-    phase: str = ""
     elements: tuple[int, ...] = ()
-    link: int = 1
-    links: int = 1
     dependencies: tuple[str, ...] = ()
 
     @property
