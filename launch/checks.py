@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from launch.credentials import credential_problems
 from launch.forecast import Disk, state_bytes_per_rank
@@ -16,6 +15,7 @@ from launch.slurm.scheduler import NodeKind
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
+from pipeline.config.loading import refusal
 from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
@@ -44,7 +44,7 @@ def refuse_unusable_places(config: Config, path: str) -> None:
     what else is wrong with the configuration is said with it."""
     obstacle = blocked(config.folder)
     if obstacle is not None or any(place_problems(config)):
-        _refuse(([] if obstacle is None else [obstacle]) + problems(config), path)
+        raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True) -> None:
@@ -68,18 +68,13 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
             found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
                          "it, or take parallel.engine=fsdp2.")
     if found:
-        _refuse(found, path)
+        raise refusal(found, path)
 
 
 def _refuse_all(what: str, found: list[str]) -> None:
     """Refuse one problem by itself, several below the words `what`."""
     if found:
         raise UserError(f"{what}:\n{listed(found)}" if len(found) > 1 else found[0])
-
-
-def _refuse(found: list[str], path: str) -> NoReturn:
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:

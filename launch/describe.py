@@ -146,6 +146,12 @@ def _departures(model: ModelConfig) -> list[str]:
     return [f"           with {what}" for what in found]
 
 
+def print_commands(texts: list[str]) -> int:
+    """Print what a dry run shows of each job that has something to do; the exit status."""
+    print(*texts or ["nothing to do: all asked stages are done"], sep="\n")
+    return 0
+
+
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in job.environment.items()]

@@ -137,7 +137,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
         refuse_unusable_stores,
         say_absent,
     )
-    from launch.describe import print_plan
+    from launch.describe import by_hand, print_commands, print_plan
     from launch.forecast import disk
     from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
@@ -167,7 +167,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     refuse_unsound(run, jobs, request, showing=options.dry_run)
     say_absent(run, jobs)
     if options.dry_run:
-        return _show_local(jobs)
+        return print_commands([f"# {job.stage}\n{by_hand(job)}\n" for job in jobs if job.to_run])
     refuse_unusable_stores(config, jobs, os.environ, here=True)
     if any(job.to_run for job in jobs):
         make_folder(run.folder)
@@ -182,17 +182,6 @@ def _estimate(config: Config, jobs: list[Job], machine: Machine) -> Estimate | N
     if machine.gpus or not any(job.stage == "train" and job.to_run for job in jobs):
         return None
     return estimate(config, jobs, matrix_rate(machine.cores))
-
-
-def _show_local(jobs: list[Job]) -> int:
-    from launch.describe import by_hand
-
-    if not any(job.to_run for job in jobs):
-        print("nothing to do: all asked stages are done")
-    for job in jobs:
-        if job.to_run:
-            print(f"# {job.stage}\n{by_hand(job)}\n")
-    return 0
 
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:

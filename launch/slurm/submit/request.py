@@ -17,7 +17,7 @@ from launch.checks import (
     refuse_wrong_packages,
     say_absent,
 )
-from launch.describe import by_hand, print_plan
+from launch.describe import by_hand, print_commands, print_plan
 from launch.forecast import disk
 from launch.plan import Job, Options, plan
 from launch.rehearsing import rehearse_training, worth_rehearsing
@@ -79,7 +79,8 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     if dry_run:
         if rehearse:
             _rehearse(run, jobs, given)
-        return _show(submission, jobs)
+        return print_commands([f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n"
+                               f"{text}" for job, text in scripts(submission, jobs)])
     owed, environment = _owed(run, jobs), {**config.launch.environment, "PYTHONPATH": request.code}
     if not any(job.to_run for job in jobs) and not owed:
         print("nothing to submit: all asked stages are done")
@@ -175,14 +176,6 @@ def _refuse_queued(run: Run, jobs: list[Job]) -> None:
     if named := [job for job in mine if job.name in names]:
         print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
               f"training waits for its namesake, whose ever it is")
-
-
-def _show(submission: Submission, jobs: list[Job]) -> int:
-    if not any(job.to_run for job in jobs):
-        print("nothing to do: all asked stages are done")
-    for job, text in scripts(submission, jobs):
-        print(f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}")
-    return 0
 
 
 def _tell(run: Run, submitted: list[ChainJob], forced: bool) -> int:
