@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from launch.plan import Job, Options
-from launch.processes import kill_group
+from launch.processes import answer_of
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
@@ -76,19 +76,14 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
     path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
-    child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, start_new_session=True,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        output, errors = child.communicate(json.dumps(request), timeout=LIMIT_S)
+        status, output, errors = answer_of([sys.executable, "-m", "pipeline.rehearsal"], environment, LIMIT_S,
+                                           json.dumps(request))
     except subprocess.TimeoutExpired:
         return {"failed": f"it took longer than {LIMIT_S:.0f} s"}
-    finally:
-        if child.poll() is None:
-            kill_group(child.pid)
-            child.wait()
     try:
         answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        last = (errors.strip().splitlines() or [f"it ended with status {child.returncode}"])[-1]
+        last = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
         return {"failed": f"it failed ({last})"}
     return answer

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from launch.processes import answer_of
+
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
 """States in which a job will do nothing any more. Any other is taken for one in the queue."""
-ORDER = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING")
-"""What an array is while one of its elements is; after these other states of the queue, then those of failures."""
+RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 3, "COMPLETED": 6}
+"""An array is in the state of its elements that comes first here; other states of the queue are 4."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
@@ -267,18 +268,11 @@ class Scheduler:
 
     def _ask(self, *command: str) -> _Answer:
         try:
-            process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, text=True,
-                                       errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       start_new_session=True)
+            return _Answer(*answer_of(command, self._environment, self._timeout_s))
         except OSError as error:
             return _Answer(None, error=f"{command[0]} cannot be started here: {error.strerror}")
-        try:
-            out, error_text = process.communicate(timeout=self._timeout_s)
-            return _Answer(process.returncode, out, error_text)
         except subprocess.TimeoutExpired:
             return _Answer(None, error=f"{command[0]} did not answer within {self._timeout_s:g} s")
-        finally:
-            _end(process)
 
 
 class NoScheduler(Scheduler):
@@ -295,16 +289,6 @@ def seconds(text: str) -> int:
         return 0
     days, hours, minutes, rest = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """A program that hangs goes, with what it started: a site's wrapper would leave the real one behind."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 def _queue_lines(text: str) -> list[JobInfo]:
@@ -325,17 +309,11 @@ def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
     if not elements:
         return JobInfo(id)
-    first = min(elements, key=lambda job: _rank(job.state))
+    first = min(elements, key=lambda job: RANKS.get(job.state, 4))
     nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
     return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
                    max(job.restarts for job in elements), first.name,
                    {job.id.partition("_")[2]: job.state for job in elements}, first.comment)
-
-
-def _rank(state: str) -> int:
-    if state in ORDER:
-        return ORDER.index(state)
-    return len(ORDER) + (0 if state not in ENDED else 2 if state == "COMPLETED" else 1)
 
 
 def _array(id: str) -> str:
