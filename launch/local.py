@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from launch import host
 from launch.checks import refuse_stale
 from launch.host import Host
 from launch.plan import Job, Machine, Options
@@ -46,7 +45,7 @@ class LocalHost(Host):
     log: Path
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: host.Job) -> StepEnd:
+              job: Runner) -> StepEnd:
         """On the terminal as well."""
         processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
         status = processes.run(job.tick)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch.host import Host, Job
+from launch.host import Host
 from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import Outcome, fruitless
 from launch.slurm.job.srun import StepEnd, last_words
@@ -16,6 +16,9 @@ from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.state import log_attempt, read_attempts
 from pipeline.records.checkpoints import complete_checkpoints, step_of
+
+if TYPE_CHECKING:
+    from launch.slurm.job.runner import Runner
 
 KEPT_FAILED = 5
 """Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
@@ -29,7 +32,7 @@ class Starts:
         last: folder of the logs, and end, of the last one.
     """
 
-    def __init__(self, job: Job, spec: JobSpec, here: Host, blame: Blame) -> None:
+    def __init__(self, job: Runner, spec: JobSpec, here: Host, blame: Blame) -> None:
         self.job, self.spec, self.here, self.blame = job, spec, here, blame
         self.run_folder = Path(spec.run)
         self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
