@@ -92,9 +92,11 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
     found += [f"{key} holds what looks like a secret ({what}): it would be written to the run's configuration. Take it "
               f"out; give it to the job in a variable (launch.secrets), or in a file that only you can read."
               for key, value in settings.items() if not said.match(key) and (what := known_form(value))]
-    for name, secret in _of_the_shell(environment, launch.secrets):
-        found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
-                  f"{name} into launch.secrets." for key, value in settings.items() if secret in value]
+    for name, secret in environment.items():
+        if len(secret) >= LEAST_SHARED and (name in launch.secrets or known_form(secret)
+                                            or (words_of(name) & TOKENS and is_random(secret))):
+            found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and "
+                      f"put {name} into launch.secrets." for key, value in settings.items() if secret in value]
     return found
 
 
@@ -154,9 +156,3 @@ def _commands(config: Config) -> Iterator[tuple[str, str]]:
     for where, extra in extras(launch):
         for key, value in extra.items():
             yield where, f"{key}={value}" if key != "export" else str(value)
-
-
-def _of_the_shell(environment: Mapping[str, str], secrets: Iterable[str]) -> list[tuple[str, str]]:
-    """Variables of the shell that are secrets, named so or by their looks."""
-    return [(name, value) for name, value in environment.items() if len(value) >= LEAST_SHARED
-            and (name in secrets or known_form(value) or (words_of(name) & TOKENS and is_random(value)))]

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     control.add_argument("--stop", metavar="RUN", help="let training save and leave; it does not go on by itself")
     control.add_argument("--cancel", metavar="RUN", help="remove the run's jobs from Slurm, last ones first")
     control.add_argument("--logs", nargs=2, metavar=("RUN", "STAGE"), help="show what a stage's newest start printed")
-    control.add_argument("--rank", type=int, metavar="N", help="with --logs: of this rank (0)")
+    control.add_argument("--rank", type=int, default=0, metavar="N", help="with --logs: of this rank (0)")
     control.add_argument("--follow", action="store_true", help="with --logs: go on as it grows, over restarts")
     return result
 
