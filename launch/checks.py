@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from launch.credentials import credential_problems
 from launch.forecast import Disk, state_bytes_per_rank
@@ -16,6 +15,7 @@ from launch.slurm.scheduler import NodeKind
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
+from pipeline.config.loading import refusal
 from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
@@ -44,7 +44,7 @@ def refuse_unusable_places(config: Config, path: str) -> None:
     what else is wrong with the configuration is said with it."""
     obstacle = blocked(config.folder)
     if obstacle is not None or any(place_problems(config)):
-        _refuse(([] if obstacle is None else [obstacle]) + problems(config), path)
+        raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True) -> None:
@@ -52,29 +52,29 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
 
     here: the jobs will find the file systems of this machine.
     """
-    found = problems(config)
-    if here and any(job.to_run for job in jobs) and (obstacle := unwritable(config.folder)) is not None:
+    found, running = problems(config), {job.stage: job for job in jobs if job.to_run}
+    if here and running and (obstacle := unwritable(config.folder)) is not None:
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
-    if any(job.stage == "shard" and job.to_run for job in jobs):
+    if "shard" in running:
         found += unusable_filters(config.shard.filters)
-    if any(job.stage == "convert" and job.to_run for job in jobs) and (problem := export_problem(config.model)):
+    if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
-    for job in jobs:
-        if job.key == "train" and job.to_run:
-            found += [*rank_problems(config, job.ranks), *unusable(config.train.log_to), *absent_attention(config),
-                      *absent_torchao(config)]
-            if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-                found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
-                             "it, or take parallel.engine=fsdp2.")
+    if "train" in running:
+        found += [*rank_problems(config, running["train"].ranks), *unusable(config.train.log_to),
+                  *absent_attention(config), *absent_torchao(config)]
+        if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+            found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
+                         "it, or take parallel.engine=fsdp2.")
     if found:
-        _refuse(found, path)
+        raise refusal(found, path)
 
 
-def _refuse(found: list[str], path: str) -> NoReturn:
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    raise UserError(f"{count} in the configuration {path}:\n{listed(found)}")
+def _refuse_all(what: str, found: list[str]) -> None:
+    """Refuse one problem by itself, several below the words `what`."""
+    if found:
+        raise UserError(f"{what}:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
@@ -86,15 +86,15 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
     running = list(dict.fromkeys(job.stage for job in jobs if job.to_run))
     if not showing and (absent := _absent(run, running, asked)):
         wanted = [stage for stage in STAGES if stage in asked or stage in absent]
-        raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} "
-                        f"{'is' if len(absent) == 1 else 'are'} not done, and not asked for. Ask for "
-                        f"{'it' if len(absent) == 1 else 'them'} too (--stage {','.join(wanted)}, or --stage all), "
+        are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
+        raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done, and "
+                        f"not asked for. Ask for {them} too (--stage {','.join(wanted)}, or --stage all), "
                         f"or take finished stages from another run with reuse=<folder>.")
     _refuse_absent_files(run.config, jobs)
     if run.config.train.init_from is not None and "train" in running:
         _refuse_other_weights(run, run.config.train.init_from)
     if "train" in running:
-        _refuse_plan(run, forced=any(job.stage == "train" and job.forced for job in jobs))
+        _refuse_plan(run, forced=options.force)
     for job in jobs:
         refuse_stale(run, job, options)
     for stage in before(asked):
@@ -137,13 +137,14 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
     nodes: what the cluster has; nothing where it is not known.
     """
     launch, site = config.launch, config.launch.limits
+    jobs = [job for job in jobs if job.to_run]
     found = [f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
              for name in launch.secrets if not environment.get(name)]
     found += credential_problems(config, environment)
-    found += option_problems(launch, [job for job in jobs if job.to_run])
-    found += node_problems([job for job in jobs if job.to_run], nodes)
+    found += option_problems(launch, jobs)
+    found += node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)
-    for job in (job for job in jobs if job.to_run):
+    for job in jobs:
         if site.nodes is not None and job.nodes > site.nodes:
             found.append(f"{job.key} asks for {job.nodes} nodes; the site gives a job {site.nodes} (launch.limits).")
         if longest is not None and job.asked.minutes > longest:
@@ -155,10 +156,10 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
         if job.stage == "train" and job.asked.minutes * 60 <= 2 * launch.signal_s:
             found.append(f"launch.train.time is {job.asked.minutes} min, but the warning comes {launch.signal_s} s "
                          f"before its end (launch.signal_s): nothing would be left to train in.")
-    count = sum(len(job.elements) or 1 for job in jobs if job.to_run)
+    count = sum(len(job.elements) or 1 for job in jobs)
     if site.jobs is not None and count > site.jobs:
         found.append(f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits).")
-    train = next((job for job in jobs if job.key == "train" and job.to_run), None)
+    train = next((job for job in jobs if job.key == "train"), None)
     state = state_bytes_per_rank(config, train.ranks) if train else None
     if state is not None and site.gpu_memory_gb is not None and state > site.gpu_memory_gb * 1e9:
         found.append(f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
@@ -169,8 +170,7 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
         found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
                      f"{config.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
                      f"(train.checkpoint.keep).")
-    if found:
-        raise UserError(f"This cannot be submitted:\n{listed(found)}" if len(found) > 1 else found[0])
+    _refuse_all("This cannot be submitted", found)
 
 
 def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
@@ -224,15 +224,12 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
             preflight(Store(url))
         except UserError as error:
             found.append(f"{key}: {error}")
-    if found:
-        raise UserError(f"What is to be copied to an object store has no place:\n{listed(found)}" if len(found) > 1
-                        else found[0])
+    _refuse_all("What is to be copied to an object store has no place", found)
 
 
 def refuse_secrets(config: Config, environment: Mapping[str, str]) -> None:
     """Refuse settings that look like secrets: the configuration is written into the run folder."""
-    if found := credential_problems(config, environment):
-        raise UserError(f"The configuration holds secrets:\n{listed(found)}" if len(found) > 1 else found[0])
+    _refuse_all("The configuration holds secrets", credential_problems(config, environment))
 
 
 def refuse_wrong_packages() -> None:
@@ -275,8 +272,7 @@ def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
         found += [f"{stage}: the input file {path} is not there." for _, path in files if not path.is_file()]
         if stage == "shard":
             found += [f"{stage}: {problem}" for problem in absent_columns(config.shard, files)]
-    if found:
-        raise UserError(f"What the stages read is not there:\n{listed(found)}" if len(found) > 1 else found[0])
+    _refuse_all("What the stages read is not there", found)
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:
@@ -296,7 +292,7 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
     if said and train.packing == "concatenate" and made is not None and "splits" in made.counts:
         from pipeline.data.sampling.consumption import excesses, planned, train_tokens
         if beyond := excesses(train, planned(run.config, train_tokens(run.config, made.counts))):
-            raise UserError(listed(beyond) if len(beyond) > 1 else beyond[0])
+            raise UserError(listed(beyond))
     checkpoints = complete_checkpoints(run.own_folder("train"))
     if train.phases and checkpoints and not forced:
         from pipeline.training.resume import changed_future

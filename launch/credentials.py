@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from launch.slurm.submit.options import extras
 from pipeline.config.section import flatten
 from pipeline.config.tree import Config
-from pipeline.contract.stages import STAGES
 
 _START = r"(?<![A-Za-z0-9_-])"
 KNOWN = {
@@ -74,12 +73,11 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
     """
     launch, found = config.launch, []
     for name, value in launch.environment.items():
-        if what := known_form(value):
-            found.append(f"launch.environment holds {name}, which looks like a secret ({what}): it would be written to "
-                         f"files. {WAY.format(name=name)}.")
-        elif name not in launch.not_secrets and is_secret(name, value):
-            found.append(f"launch.environment holds {name}, which looks like a secret: it would be written to files. "
-                         f"{WAY.format(name=name)}{NO_SECRET.format(name=name)}.")
+        what = known_form(value)
+        if what or (name not in launch.not_secrets and is_secret(name, value)):
+            kind, rest = (f" ({what})", "") if what else ("", NO_SECRET.format(name=name))
+            found.append(f"launch.environment holds {name}, which looks like a secret{kind}: it would be written to "
+                         f"files. {WAY.format(name=name)}{rest}.")
     for where, text in _commands(config):
         if what := known_form(text):
             found.append(f"{where} holds what looks like a secret ({what}): it would be written to files. "
@@ -87,16 +85,18 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
         for name, value in assigned(text):
             if name not in launch.not_secrets and is_secret(name, value) and not known_form(f"{name}={value}"):
                 found.append(f"{where} holds what looks like a secret, {name}: it would be written to files. "
-                             f"{WAY.format(name=_variable(name))}{NO_SECRET.format(name=name)}.")
+                             f"{WAY.format(name=name.replace('-', '_').upper())}{NO_SECRET.format(name=name)}.")
     said = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
     settings = {key: str(value) for key, value in flatten(config.model_dump(mode="json")).items()
                 if value is not None and not isinstance(value, bool)}
     found += [f"{key} holds what looks like a secret ({what}): it would be written to the run's configuration. Take it "
               f"out; give it to the job in a variable (launch.secrets), or in a file that only you can read."
               for key, value in settings.items() if not said.match(key) and (what := known_form(value))]
-    for name, secret in _of_the_shell(environment, launch.secrets):
-        found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
-                  f"{name} into launch.secrets." for key, value in settings.items() if secret in value]
+    for name, secret in environment.items():
+        if len(secret) >= LEAST_SHARED and (name in launch.secrets or known_form(secret)
+                                            or (words_of(name) & TOKENS and is_random(secret))):
+            found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and "
+                      f"put {name} into launch.secrets." for key, value in settings.items() if secret in value]
     return found
 
 
@@ -151,21 +151,8 @@ def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
 
 def _commands(config: Config) -> Iterator[tuple[str, str]]:
     launch = config.launch
-    for name, lines in (("setup", launch.setup), ("wrap", [" ".join(launch.wrap)])):
-        for line in lines:
-            yield f"launch.{name}", line
-    extras: list[tuple[str, Mapping[str, Any] | None]] = [("launch.extra", launch.extra)]
-    extras += [(f"launch.{stage}.extra", launch.of(stage).extra) for stage in STAGES]
-    for where, extra in extras:
-        for key, value in (extra or {}).items():
+    yield from (("launch.setup", line) for line in launch.setup)
+    yield "launch.wrap", " ".join(launch.wrap)
+    for where, extra in extras(launch):
+        for key, value in extra.items():
             yield where, f"{key}={value}" if key != "export" else str(value)
-
-
-def _variable(name: str) -> str:
-    return name.replace("-", "_").upper()
-
-
-def _of_the_shell(environment: Mapping[str, str], secrets: Iterable[str]) -> list[tuple[str, str]]:
-    """Variables of the shell that are secrets, named so or by their looks."""
-    return [(name, value) for name, value in environment.items() if len(value) >= LEAST_SHARED
-            and (name in secrets or known_form(value) or (words_of(name) & TOKENS and is_random(value)))]

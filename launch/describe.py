@@ -34,7 +34,8 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
         ("stage", "state", "resources"),
-        lambda job: (job.stage, state_text(job), resources(job, options) if job.to_run else "-"))
+        lambda job: (job.stage, state_text(job),
+                     work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus) if job.to_run else "-"))
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for job in jobs:
@@ -42,8 +43,7 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     with console.capture() as captured:
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
-    if any(job.stage == "train" for job in jobs):
-        train = next(job for job in jobs if job.stage == "train")
+    if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
     if disk is not None and disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
@@ -56,11 +56,6 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
 def state_text(job: Job) -> str:
     """The state in a few words, and that it will not count if the stage is rebuilt."""
     return f"rebuild (now {job.state.kind})" if job.forced else str(job.state)
-
-
-def resources(job: Job, options: Options) -> str:
-    """Processes, threads and GPUs on this box."""
-    return work(job) + (", 1 GPU each" if job.ranks and options.machine.gpus else "")
 
 
 def work(job: Job) -> str:
@@ -149,6 +144,12 @@ def _departures(model: ModelConfig) -> list[str]:
     if model.no_rope_layer_interval is not None:
         found.append(f"no rotary embedding in one layer of {model.no_rope_layer_interval}")
     return [f"           with {what}" for what in found]
+
+
+def print_commands(texts: list[str]) -> int:
+    """Print what a dry run shows of each job that has something to do; the exit status."""
+    print(*texts or ["nothing to do: all asked stages are done"], sep="\n")
+    return 0
 
 
 def by_hand(job: Job) -> str:

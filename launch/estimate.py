@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from launch.forecast import corpus_bytes
+from launch.forecast import corpus_bytes, shape_of
 from launch.plan import Job
-from pipeline.config.checks import vocabulary_size
 from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 
@@ -62,10 +61,9 @@ def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
 
 def training_flops(config: Config) -> float | None:
     """Floating-point operations of the whole training, or None as long as the vocabulary is not known."""
-    vocabulary = config.model.vocab_size or vocabulary_size(config)
-    if vocabulary is None or config.model.problems():
+    model = shape_of(config)
+    if model is None or config.model.problems():
         return None
-    model = config.model.model_copy(update={"vocab_size": vocabulary})
     return sum(phase.tokens * model.flops_per_token(phase.train.sequence_length, causal=False)
                for phase in PhasePlan.of(config.train).phases)
 
@@ -88,10 +86,7 @@ def estimate(config: Config, jobs: list[Job], rate: float) -> Estimate | None:
 
 def spelled(low_s: float, high_s: float) -> str:
     """A range as a person says it: 40 to 80 seconds, 3 to 6 minutes, 2 to 5 hours; never finer than it is known."""
-    for unit, size in (("hour", 3600.0), ("minute", 60.0), ("second", 10.0)):
-        if high_s >= 2 * size or unit == "second":
-            step = 10 if unit == "second" else 1
-            scale = 1.0 if unit == "second" else size
-            first, last = (max(step, step * round(seconds / scale / step)) for seconds in (low_s, high_s))
-            return f"{first} to {last} {unit}s" if first < last else f"{last} {unit}{'s' if last != 1 else ''}"
-    raise AssertionError("the last unit takes everything")
+    unit, size, step = ("hour", 3600, 1) if high_s >= 7200 else ("minute", 60, 1) if high_s >= 120 else \
+        ("second", 1, 10)
+    first, last = (max(step, step * round(seconds / size / step)) for seconds in (low_s, high_s))
+    return f"{first} to {last} {unit}s" if first < last else f"{last} {unit}{'s' if last != 1 else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +83,10 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
             count * WEIGHT_BYTES + states)
     if count is not None and "convert" in running:
         parts["the export"] = count * EXPORT_BYTES[config.convert.dtype]
-    there = sum(_size(config.folder / stage) for stage in running)
-    return Disk(max(0, sum(parts.values()) - there), shutil.disk_usage(_existing(config.folder)).free, parts)
+    folder = config.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    written = sum(_size(folder / stage) for stage in running)
+    return Disk(max(0, sum(parts.values()) - written), shutil.disk_usage(there).free, parts)
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
@@ -149,24 +151,8 @@ def corpus_bytes(config: Config) -> int:
 def _size(path: InputFile) -> int:
     if isinstance(path, ObjectFile):
         return path.size
-    if path.is_dir():
-        return sum(_bytes(file) for file in _files(path))
-    return _bytes(path)
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return (Path(root) / name for root, _, names in os.walk(folder) for name in names)
-
-
-def _bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # gone meanwhile, or never there: another check says so
-        return 0
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    total = 0
+    for file in (Path(root) / name for root, _, names in os.walk(path) for name in names) if path.is_dir() else [path]:
+        with suppress(OSError):  # gone meanwhile, or never there: another check says so
+            total += file.stat().st_size
+    return total

@@ -6,32 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from launch.slurm.scheduler import UNKNOWN, Scheduler
 
 if TYPE_CHECKING:
+    from launch.slurm.job.runner import Runner
     from launch.slurm.job.srun import StepEnd
     from launch.slurm.jobspec import JobSpec
 
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
-
-
-class Job(Protocol):
-    """What starts and hosts know of the job that they work for.
-
-    Attributes:
-        asked: the signals that told it to end.
-    """
-
-    asked: list[int]
-
-    def tick(self) -> bool:
-        """Called while something runs; False if it must end because the stage is another start's."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait, but not when told to end."""
 
 
 @dataclass
@@ -55,7 +40,7 @@ class Host(ABC):
 
     @abstractmethod
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Job) -> StepEnd:
+              job: Runner) -> StepEnd:
         """Start `command` once per rank (once, for a stage without ranks) and wait for the end of all.
 
         The first rank that fails ends the others, and no rank outlives this process. `job.tick` is called meanwhile.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from launch import host
 from launch.checks import refuse_stale
 from launch.host import Host
 from launch.plan import Job, Machine, Options
 from launch.processes import Processes, stop_requests, tell
+from launch.slurm.job.rank import visible_gpus
 from launch.slurm.job.runner import Runner
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
@@ -45,7 +45,7 @@ class LocalHost(Host):
     log: Path
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: host.Job) -> StepEnd:
+              job: Runner) -> StepEnd:
         """On the terminal as well."""
         processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
         status = processes.run(job.tick)
@@ -71,8 +71,7 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     chain = f"local-{now()}"
     with stop_requests() as asked:
         for job in jobs:
-            status = _run_job(config, job, options, chain, asked)
-            if status:
+            if status := _run_job(config, job, options, chain, asked):
                 return status
     report = config.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {config.folder}"
@@ -83,7 +82,7 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
 def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     run = Run(config)
     if asked:
-        return _stopped(job, done_before=True)
+        return _stopped(job, "before")
     state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
         with suppress(OSError):  # a closed terminal or pipe
@@ -99,7 +98,7 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     if decision and decision.status == "done":
         return 0
     if decision is None or runner.stopping or decision.status == "preempted":
-        return _stopped(job, done_before=False)
+        return _stopped(job, "in")
     folder, end = runner.starts.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
@@ -122,13 +121,11 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
 
 def _python_environment() -> dict[str, str]:
     """Children import this checkout and nothing from the folder they run in, and hide no output."""
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *([inherited] if inherited else [])]),
-            "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    path = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _stopped(job: Job, done_before: bool) -> int:
-    where = "before" if done_before else "in"
+def _stopped(job: Job, where: str) -> int:
     tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
     return INTERRUPTED
 
@@ -143,12 +140,9 @@ def _how(status: int) -> str:
 
 
 def _gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
         present = sum(line.startswith("GPU ") for line in listing.splitlines())
     except (OSError, subprocess.SubprocessError):
-        present = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
-    if visible is None:
-        return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+        present = visible_gpus({})
+    return min(present, visible_gpus(os.environ)) if "CUDA_VISIBLE_DEVICES" in os.environ else present

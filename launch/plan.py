@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launch.resources import Asked, asked_of
@@ -48,43 +48,52 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class Work:
+    """What a job does, as it is planned and as the job itself knows it.
+
+    name: Slurm's name of the job.
+    ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
+    parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: the job is no array.
+    link, links: which of how many jobs that go on with the same stage, from 1.
+    """
+
+    name: str
+    stage: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    parts: int = 0
+    phase: str = ""
+    link: int = 1
+    links: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Work):
     """One stage to be run, or found done, or on Slurm a part of the work on one.
 
     key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
         `shard-read`, `train-1`).
-    name: Slurm's name of it.
     command: what does it by hand, in the user's folder with `environment` set.
     arguments: what the stage's own command line gets.
-    ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
     asked: partition, time and the like, for Slurm. cpus_per_task, tasks_per_node, gpus_per_node as well.
-    parts: elements into which an array cuts the `phase` of the stage; `elements`: those that are still to do.
-    link, links: which of how many jobs that go on with the same stage.
+    elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     """
 
     key: str
-    name: str
-    stage: str
     state: State
     forced: bool
-    command: tuple[str, ...]
     arguments: tuple[str, ...]
     kind: Kind = "job"
-    environment: dict[str, str] = field(default_factory=dict)
-    ranks: int = 0
     processes: int = 1
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
     asked: Asked = field(default_factory=Asked)
-    parts: int = 0
-    phase: str = ""
     elements: tuple[int, ...] = ()
-    link: int = 1
-    links: int = 1
     dependencies: tuple[str, ...] = ()
 
     @property
@@ -122,8 +131,8 @@ def _jobs(config: Config, run: Run, stage: str, state: State, running: list[str]
         return _in_parts(run, job, parts)
     links = config.launch.train.links if stage == "train" else 1
     # The last one carries the stage's own key: what comes after training waits for it.
-    return [_changed(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
-                     link=link, links=links) for link in range(1, links + 1)]
+    return [replace(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
+                    link=link, links=links) for link in range(1, links + 1)]
 
 
 def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
@@ -134,19 +143,15 @@ def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
         done = set() if job.forced or job.state.kind != "partial" else done_parts(run, job.stage, parts, phase)
         if elements := tuple(index for index in range(parts) if index not in done):
             word = phase if len(phases) > 1 else "parts"
-            arrays.append(_changed(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
-                                   phase=phase, elements=elements, dependencies=after))
+            arrays.append(replace(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
+                                  phase=phase, elements=elements, dependencies=after))
             after = (arrays[-1].key,)
-    return [*arrays, _changed(job, kind="finalise", dependencies=after)]
+    return [*arrays, replace(job, kind="finalise", dependencies=after)]
 
 
 def _parts(config: Config, stage: str) -> int:
     asked = getattr(config.launch.of(stage), "array", None)
     return int(asked or min(config.launch.train.nodes, MOST_PARTS))
-
-
-def _changed(job: Job, **fields: object) -> Job:
-    return Job(**{**vars(job), **fields})
 
 
 def _job(config: Config, stage: str, state: State, running: list[str], options: Options) -> Job:

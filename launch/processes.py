@@ -75,6 +75,26 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def answer_of(command: Sequence[str], environment: Mapping[str, str], timeout_s: float, told: str = ""
+              ) -> tuple[int, str, str]:
+    """A program's exit status, output and errors.
+
+    One that hangs goes, with what it started: a site's wrapper would leave the real one behind.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    with subprocess.Popen(command, env=environment, text=True, errors="replace", start_new_session=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        try:
+            output, errors = program.communicate(told, timeout_s)
+        finally:
+            if program.poll() is None:
+                kill_group(program.pid)
+    return program.returncode, output, errors
+
+
 def tell(target: IO[str], text: str) -> None:
     """Print while there is somebody to read: a closed terminal or pipe ends no run, and the logs have the story."""
     with suppress(OSError):

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from launch.plan import Job, Options
-from launch.processes import kill_group
+from launch.processes import answer_of
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
@@ -51,8 +51,8 @@ def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabular
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
                "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
                "memory_gb": config.launch.limits.gpu_memory_gb if train.gpus_per_node else None}
-    answer, failed = _ask(request)
-    if failed := failed or answer.get("failed", ""):
+    answer = _ask(request)
+    if failed := answer.get("failed"):
         return _say(f"not done: {failed}. The job is submitted nevertheless")
     if answer.get("refused"):
         raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
@@ -71,25 +71,19 @@ def _say(text: str) -> None:
     print(f"rehearsal  {text}", flush=True)
 
 
-def _ask(request: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What `pipeline.rehearsal` answers; or why it does not."""
-    inherited = os.environ.get("PYTHONPATH")
-    path = [str(REPOSITORY), *plugin_folders(), *([inherited] if inherited else [])]
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    """What `pipeline.rehearsal` answers; why it does not, as `failed`."""
+    path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
-    child = subprocess.Popen([sys.executable, "-m", "pipeline.rehearsal"], env=environment, start_new_session=True,
-                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        output, errors = child.communicate(json.dumps(request), timeout=LIMIT_S)
+        status, output, errors = answer_of([sys.executable, "-m", "pipeline.rehearsal"], environment, LIMIT_S,
+                                           json.dumps(request))
     except subprocess.TimeoutExpired:
-        return {}, f"it took longer than {LIMIT_S:.0f} s"
-    finally:
-        if child.poll() is None:
-            kill_group(child.pid)
-            child.wait()
+        return {"failed": f"it took longer than {LIMIT_S:.0f} s"}
     try:
         answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        last = (errors.strip().splitlines() or [f"it ended with status {child.returncode}"])[-1]
-        return {}, f"it failed ({last})"
-    return answer, ""
+        last = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
+        return {"failed": f"it failed ({last})"}
+    return answer

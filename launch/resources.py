@@ -27,8 +27,7 @@ class Asked:
 def asked_of(launch: LaunchConfig, stage: str) -> Asked:
     """The resources of one stage."""
     own = launch.of(stage)
-    wish = {name: getattr(launch, name) if getattr(own, name) is None else getattr(own, name)
-            for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "cpus", "time")}
-    wanted = getattr(own, "gpus_per_node", None)
-    return Asked(gpus_per_node=launch.gpus_per_node if wanted is None else wanted, minutes=minutes(wish.pop("time")),
-                 extra={**launch.extra, **(own.extra or {})}, at_once=getattr(own, "at_once", None), **wish)
+    wish = {name: getattr(launch, name) if (value := getattr(own, name, None)) is None else value for name in (
+        "partition", "account", "qos", "constraint", "exclude", "mem", "cpus", "time", "gpus_per_node")}
+    return Asked(minutes=minutes(wish.pop("time")), extra={**launch.extra, **(own.extra or {})},
+                 at_once=getattr(own, "at_once", None), **wish)

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     control.add_argument("--stop", metavar="RUN", help="let training save and leave; it does not go on by itself")
     control.add_argument("--cancel", metavar="RUN", help="remove the run's jobs from Slurm, last ones first")
     control.add_argument("--logs", nargs=2, metavar=("RUN", "STAGE"), help="show what a stage's newest start printed")
-    control.add_argument("--rank", type=int, metavar="N", help="with --logs: of this rank (0)")
+    control.add_argument("--rank", type=int, default=0, metavar="N", help="with --logs: of this rank (0)")
     control.add_argument("--follow", action="store_true", help="with --logs: go on as it grows, over restarts")
     return result
 
@@ -137,12 +137,13 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
         refuse_unusable_stores,
         say_absent,
     )
-    from launch.describe import print_plan
+    from launch.describe import by_hand, print_commands, print_plan
     from launch.forecast import disk
     from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
     from pipeline.config.places import make_folder
     from pipeline.contract.run import Run
+    from pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
     machine = find_machine()
@@ -166,11 +167,11 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     refuse_unsound(run, jobs, request, showing=options.dry_run)
     say_absent(run, jobs)
     if options.dry_run:
-        return _show_local(jobs)
+        return print_commands([f"# {job.stage}\n{by_hand(job)}\n" for job in jobs if job.to_run])
     refuse_unusable_stores(config, jobs, os.environ, here=True)
     if any(job.to_run for job in jobs):
         make_folder(run.folder)
-    _clear_stop(config)
+    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     return run_jobs(config, jobs, request)
 
 
@@ -181,24 +182,6 @@ def _estimate(config: Config, jobs: list[Job], machine: Machine) -> Estimate | N
     if machine.gpus or not any(job.stage == "train" and job.to_run for job in jobs):
         return None
     return estimate(config, jobs, matrix_rate(machine.cores))
-
-
-def _show_local(jobs: list[Job]) -> int:
-    from launch.describe import by_hand
-
-    if not any(job.to_run for job in jobs):
-        print("nothing to do: all asked stages are done")
-    for job in jobs:
-        if job.to_run:
-            print(f"# {job.stage}\n{by_hand(job)}\n")
-    return 0
-
-
-def _clear_stop(config: Config) -> None:
-    """A request to stop was meant for what ran then."""
-    from pipeline.contract.state import STOP
-
-    (config.folder / STOP).unlink(missing_ok=True)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:
@@ -224,12 +207,10 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    given = list(options.overrides)
-    if options.cluster not in ("auto", "slurm", "local"):
-        given.append(f"launch.cluster={options.cluster}")
-    given += [f"launch.train.nodes={options.nodes}"] if options.nodes is not None else []
-    given += [f"launch.gpus_per_node={options.gpus_per_node}"] if options.gpus_per_node is not None else []
-    return given
+    profile = None if options.cluster in ("auto", "slurm", "local") else options.cluster
+    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
+             "launch.gpus_per_node": options.gpus_per_node}
+    return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
 def _control(options: argparse.Namespace) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Chain:
     config_sha256: str
     code: str
     cluster: str | None = None
-    jobs: tuple[ChainJob, ...] = field(default=())
+    jobs: tuple[ChainJob, ...] = ()
 
     def write(self, run_folder: Path) -> None:
         """Make this the newest submission of the run; another one that was is kept in `launch/chains/`."""
@@ -86,14 +86,21 @@ def unrecorded(chains: Sequence[Chain], queued: Iterable[JobInfo]) -> list[JobIn
     return [job for job in queued if job.comment.startswith(tokens) and job.id not in known] if tokens else []
 
 
+@contextmanager
+def guarded(path: Path) -> Iterator[None]:
+    """Look and write as one: a lock on the file `path`, where the file system has locks."""
+    with open(path, "a") as guard:
+        with suppress(OSError):
+            fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
+
+
 def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
     """Add a job to the submission that it belongs to, from whichever process."""
-    with open((run_folder / CHAIN).with_name("chain.lock"), "a") as held:
-        with suppress(OSError):  # a file system without locks: the job must be recorded all the more
-            fcntl.flock(held, fcntl.LOCK_EX)
+    with guarded((run_folder / CHAIN).with_name("chain.lock")):  # without locks it must be recorded all the more
         newest, earlier = run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"
         chain = read_chain(run_folder)
         path = newest if chain is not None and chain.id == chain_id else earlier
         chain = read_record(path, Chain, MEND)
         assert chain is not None, f"{path} is not there"
-        write_json(path, asdict(Chain(**{**vars(chain), "jobs": (*chain.jobs, job)})))
+        write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))

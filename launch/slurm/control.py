@@ -88,7 +88,7 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
     return 0
 
 
-def logs(run_folder: Path, stage: str, rank: int | None = None, follow: bool = False,
+def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False,
          start: str | None = None) -> int:
     """Print a stage's newest log, or that of a `start` (`12.1`); the exit status.
 
@@ -99,16 +99,16 @@ def logs(run_folder: Path, stage: str, rank: int | None = None, follow: bool = F
     """
     if stage not in STAGES:
         raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
-    found = _file(run_folder, stage, rank or 0, start)
+    found = _file(run_folder, stage, rank, start)
     if found is None and not (follow and start is None):
-        raise UserError(_absent(run_folder, stage, rank or 0, start))
+        raise UserError(_absent(run_folder, stage, rank, start))
     try:
         if follow:
-            _follow(run_folder, stage, rank or 0, start)
+            _follow(run_folder, stage, rank, start)
         if found is not None:
             print(f"==> {found} <==", flush=True)
             with open(found, "rb") as file:
-                sys.stdout.buffer.writelines(output(file, rank or 0))
+                sys.stdout.buffer.writelines(output(file, rank))
                 sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         print()

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -115,14 +114,12 @@ def _link(source: Path, target: Path) -> None:
                 place = target / file.relative_to(source)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.link(file, place)
-        complete = (target / MARKER).exists()
-    except FileNotFoundError:
-        complete = False
+    except FileNotFoundError:  # it is being removed
+        pass
     except OSError:  # another file system, or one without hard links
         shutil.rmtree(target, ignore_errors=True)
         target.symlink_to(source, target_is_directory=True)
-        complete = (target / MARKER).exists()
-    if not complete:
+    if not (target / MARKER).exists():
         raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
 
 
@@ -187,13 +184,12 @@ class Evaluations:
     def finish(self, patience_s: float = 60.0) -> None:
         """See to it a last time, for a while at most."""
         until = time.monotonic() + patience_s
-        for _ in range(2):
+        for again in (True, True, False):
             if self._thread is not None:
                 self._thread.join(max(0.0, until - time.monotonic()))
-            self._next = 0.0
-            self.look()
-        if self._thread is not None:
-            self._thread.join(max(0.0, until - time.monotonic()))
+            if again:
+                self._next = 0.0
+                self.look()
 
     def _submit_owed(self) -> None:
         for step in self._tried("checkpoints are not evaluated for now", self.to_submit) or []:
@@ -225,12 +221,11 @@ class Evaluations:
         if not steps or chain is None:
             return []
         tried = [job.name for job in chain.jobs if job.kind == "evaluation"]
-        names = {step: evaluation_name(config.name, step) for step in steps}
         queued = Scheduler().mine()
         if queued is None:
             raise OSError("Slurm does not say which jobs are in the queue")
-        there = {job.name for job in queued}
-        return [step for step in steps if names[step] not in there and tried.count(names[step]) < TRIES]
+        unfit = {name for name in tried if tried.count(name) >= TRIES} | {job.name for job in queued}
+        return [step for step in steps if evaluation_name(config.name, step) not in unfit]
 
 
 def submit_apart(spec: JobSpec, step: int) -> str:
@@ -239,8 +234,8 @@ def submit_apart(spec: JobSpec, step: int) -> str:
     environment = {name: value for name, value in os.environ.items()
                    if name not in foreign and not name.startswith(("MASTER_", "DROVER_"))}
     answer = subprocess.run([sys.executable, "-m", "launch.slurm.evaluations", "--run", spec.run, "--step", str(step),
-                             "--submit"], input=json.dumps(asdict(spec)), env=environment, capture_output=True,
-                            text=True, timeout=PATIENCE_S, check=False)
+                             "--submit"], input=json.dumps([spec.command[0], spec.environment]), env=environment,
+                            capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if answer.returncode:
         raise OSError((answer.stderr.strip().splitlines() or ["the submission failed"])[-1])
     return answer.stdout.split()[-1]
@@ -258,9 +253,7 @@ def main(arguments: list[str]) -> int:
         if not options.submit:
             return evaluate(options.run, options.step, keep=options.keep)
         from launch.slurm.submit.sbatch import submit_evaluation
-        values = json.load(sys.stdin)
-        spec = JobSpec(**{**values, "command": tuple(values["command"]), "wrap": tuple(values["wrap"])})
-        print(submit_evaluation(options.run, spec.command[0], spec.environment, options.step).id)
+        print(submit_evaluation(options.run, options.step, *json.load(sys.stdin)).id)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return UserError.exit_status

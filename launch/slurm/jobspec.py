@@ -5,24 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from launch.plan import Work
 from launch.slurm.trust import content_of
 from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
 
-@dataclass(frozen=True)
-class JobSpec:
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(Work):
     """One job.
 
     Attributes:
         run: absolute path of the run folder.
-        name: Slurm's job name.
         command: of the stage, without what only the job knows (its part, its rank).
         chain: id of the submission; `--force` counts once for it.
-        ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
         wrap: a command that the stage is started with, such as a container's.
-        parts: elements of the array; 0 if the job is none. phase: of the stage, whose units they share.
-        link, links: which of how many jobs that go on with the same stage, from 1.
         warned: whether the runner itself tells the stage that the time limit is near: Slurm tells only steps.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
@@ -34,21 +31,8 @@ class JobSpec:
     """
 
     run: str
-    name: str
-    stage: str
-    command: tuple[str, ...]
     chain: str
-    environment: dict[str, str] = field(default_factory=dict)
-    ranks: int = 0
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
     wrap: tuple[str, ...] = ()
-    parts: int = 0
-    phase: str = ""
-    link: int = 1
-    links: int = 1
     warned: bool = False
     requeue: bool = True
     signal_s: int = 120

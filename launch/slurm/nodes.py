@@ -49,8 +49,8 @@ def strikes(run_folder: Path, at: datetime | None = None) -> dict[str, int]:
         if recent:
             found.setdefault(node, set()).add(str(line.get("job")))
             newest[node] = number
-    counts = {node: len(starts) for node, starts in found.items()}
-    return {node: counts[node] for node in sorted(counts, key=lambda node: (counts[node], newest[node]), reverse=True)}
+    return {node: len(found[node]) for node in sorted(
+        found, key=lambda node: (len(found[node]), newest[node]), reverse=True)}
 
 
 def few(count: int) -> int:

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from launch.processes import answer_of
 
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
 """States in which a job will do nothing any more. Any other is taken for one in the queue."""
-ORDER = ("RUNNING", "COMPLETING", "CONFIGURING", "PENDING")
-"""What an array is while one of its elements is; after these other states of the queue, then those of failures."""
+RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 3, "COMPLETED": 6}
+"""An array is in the state of its elements that comes first here; other states of the queue are 4."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200))
+ENDS = tuple(accumulate(width for _, width in COLUMNS))
 UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
                "unexpected message received", "zero bytes were transmitted", "transport endpoint",
                "slurm backup controller in standby", "insane message length", "communication connection failure")
@@ -155,7 +158,8 @@ class Scheduler:
 
     def signal(self, id: str, name: str) -> str | None:
         """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
-        return self._tell("scancel", "--signal", name, id)
+        answer = self._ask("scancel", "--signal", name, id)
+        return None if answer.status == 0 else answer.reason
 
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
         """Put a running job back into the queue; None, or the reason why it is not there.
@@ -173,17 +177,14 @@ class Scheduler:
             time.sleep(pause)
             pause *= 2
 
-    def update(self, id: str, key: str, value: str) -> str | None:
-        """Change a job, as `scontrol update` does; None, or why that failed."""
-        return self._tell("scontrol", "update", f"JobId={id}", f"{key}={value}")
-
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
         """Do not start a waiting job on `nodes`, besides those that it leaves out already; None, or why that failed."""
         answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-        if answer.status != 0:
-            return answer.reason
-        before = _word(_fields(answer.out).get("ExcNodeList", ""))
-        return self.update(id, "ExcNodeList", ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())})))
+        if answer.status == 0:
+            before = _word(_fields(answer.out).get("ExcNodeList", ""))
+            left_out = ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())}))
+            answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
+        return None if answer.status == 0 else answer.reason
 
     def seconds_left(self, id: str) -> float:
         """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer for this job alone (the
@@ -265,24 +266,13 @@ class Scheduler:
                                          _number(job.get("Restarts", "")), job.get("JobName", "")))
         return found
 
-    def _tell(self, *command: str) -> str | None:
-        answer = self._ask(*command)
-        return None if answer.status == 0 else answer.reason
-
     def _ask(self, *command: str) -> _Answer:
         try:
-            process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, text=True,
-                                       errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       start_new_session=True)
+            return _Answer(*answer_of(command, self._environment, self._timeout_s))
         except OSError as error:
             return _Answer(None, error=f"{command[0]} cannot be started here: {error.strerror}")
-        try:
-            out, error_text = process.communicate(timeout=self._timeout_s)
-            return _Answer(process.returncode, out, error_text)
         except subprocess.TimeoutExpired:
             return _Answer(None, error=f"{command[0]} did not answer within {self._timeout_s:g} s")
-        finally:
-            _end(process)
 
 
 class NoScheduler(Scheduler):
@@ -301,24 +291,11 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """A program that hangs goes, with what it started: a site's wrapper would leave the real one behind."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
 def _queue_lines(text: str) -> list[JobInfo]:
     found = []
     for line in text.splitlines():
-        values, at = [], 0
-        for _, width in COLUMNS:
-            values.append(line[at:at + width].strip())
-            at += width
-        id, state, reason, nodes, used, restarts, name, comment = values
+        id, state, reason, nodes, used, restarts, name, comment = (
+            line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
             found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name,
                                  comment=_word(comment)))
@@ -332,17 +309,11 @@ def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
     if not elements:
         return JobInfo(id)
-    first = sorted(elements, key=lambda job: _rank(job.state))[0]
+    first = min(elements, key=lambda job: RANKS.get(job.state, 4))
     nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
     return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
                    max(job.restarts for job in elements), first.name,
                    {job.id.partition("_")[2]: job.state for job in elements}, first.comment)
-
-
-def _rank(state: str) -> int:
-    if state in ORDER:
-        return ORDER.index(state)
-    return len(ORDER) + (0 if state not in ENDED else 2 if state == "COMPLETED" else 1)
 
 
 def _array(id: str) -> str:

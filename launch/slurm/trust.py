@@ -179,7 +179,7 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     status = path.lstat()
     why = "is a link" if stat.S_ISLNK(status.st_mode) else "is no folder" if not stat.S_ISDIR(status.st_mode) else \
-        f"belongs to {_user(status.st_uid)}" if status.st_uid != os.getuid() else \
+        f"belongs to the user {_user(status.st_uid)}" if status.st_uid != os.getuid() else \
         f"may be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else ""
     if why:
         raise PermissionError(f"{path} {why}, and jobs execute what is there")
@@ -194,7 +194,7 @@ _AGAIN = ("Nothing was started. If it was you who changed it, submit the same co
 
 def _problem(path: Path, status: os.stat_result, trusted: int | None) -> str:
     if status.st_uid not in (os.getuid(), 0) and not _is_member(status.st_uid, trusted):
-        return f"belongs to {_user(status.st_uid)}"
+        return f"belongs to the user {_user(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):  # a run folder may be kept elsewhere; a link has no mode of its own
         return _problem(path, path.stat(), trusted)
     mode = stat.S_IMODE(status.st_mode)
@@ -208,7 +208,7 @@ def _problem(path: Path, status: os.stat_result, trusted: int | None) -> str:
 def _way(paths: list[Path], why: str) -> str:
     names = " ".join(shlex.quote(str(path)) for path in paths[:SHOWN]) + (" ..." if len(paths) > SHOWN else "")
     group = "launch.trusted_group names a group that may write there" if "everybody" not in why else ""
-    what = f"Use a run folder of your own (name, runs_dir), or `chown {_own_name()} {names}`" \
+    what = f"Use a run folder of your own (name, runs_dir), or `chown {_user(os.getuid())} {names}`" \
         if why.startswith("belongs") else f"Look at it, then `chmod go-w {names}`"
     return (f", and jobs execute what is there or below. {what}{f'; {group}' if group else ''}. Where the file system "
             f"does not show true owners and modes, set launch.check_owners=false.")
@@ -290,16 +290,9 @@ def _is_private(group: int) -> bool:
 
 def _user(number: int) -> str:
     try:
-        return f"the user {pwd.getpwuid(number).pw_name}"
+        return pwd.getpwuid(number).pw_name
     except KeyError:
-        return f"the user {number}"
-
-
-def _own_name() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+        return str(number)
 
 
 def _group_name(number: int) -> str:

@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
         values.tree["plugins"] = load_plugins(plugins, Path(path), values.place(("plugins",)))
     config = _validated(values, path)
     if check and (found := problems(config)):
-        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}")
+        raise refusal(found, path)
     return config
 
 
@@ -191,7 +191,7 @@ def _validated(values: Values, path: str | Path) -> Config:
         if values.take_words(texts) | values.take_whole_numbers(whole):
             return _validated(values, path)
         found = [_sentence(item, values) for item in error.errors()] + _combinations(error, values)
-        raise UserError(f"{_count(found)} in the configuration {path}:\n{listed(found)}") from None
+        raise refusal(found, path) from None
 
 
 def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Values:
@@ -293,5 +293,7 @@ def _item_class(kind: Any, setting: str) -> Any:
     return next((kinds.shipped_class(kind) for kinds in (FILTERS, SINKS) if kinds.setting == setting), None)
 
 
-def _count(found: list[str]) -> str:
-    return "1 problem" if len(found) == 1 else f"{len(found)} problems"
+def refusal(found: list[str], path: Path | str) -> UserError:
+    """What is raised for problems in a configuration, all of them."""
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    return UserError(f"{count} in the configuration {path}:\n{listed(found)}")

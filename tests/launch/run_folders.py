@@ -82,7 +82,7 @@ class HandMade:
         """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(str(self.folder), name, stage, (), "c1", parts=parts, phase=phase).save(spec)
+        JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
         return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
                         phase)
 

@@ -35,8 +35,8 @@ time.sleep(3600)
 def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
-    JobSpec(str(run), "x-evaluate", "evaluate", (sys.executable, "-c", STAGE, str(tmp_path)), "c",
-            {"PYTHONUNBUFFERED": "1"}, ranks=4, nodes=2, tasks_per_node=2, max_restarts=1).save(tmp_path / "spec.json")
+    JobSpec("x-evaluate", "evaluate", (sys.executable, "-c", STAGE, str(tmp_path)), {"PYTHONUNBUFFERED": "1"},
+            run=str(run), chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1).save(tmp_path / "spec.json")
     cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "--wrap",
                 f"{sys.executable} -m launch.slurm.job.runner {tmp_path}/spec.json", check=False, cwd=REPOSITORY)
     said, starts = (tmp_path / "log").read_text(), sorted((run / "logs/evaluate").glob("*.?"))

@@ -52,8 +52,7 @@ class Blame:
     def keep_off(self, nodes: Sequence[str]) -> None:
         """Tell the chain's waiting jobs for this stage to leave nodes out."""
         spec, chain = self._spec, read_chain(Path(self._spec.run))
-        waiting = [job.id for job in chain.jobs if (job.stage, job.kind) == (spec.stage, "link")] \
-            if nodes and chain and chain.id == spec.chain and spec.link < spec.links else []
-        for job in waiting[spec.link:]:
+        mine = chain.jobs if nodes and chain and chain.id == spec.chain else ()
+        for job in [job.id for job in mine if (job.stage, job.kind) == (spec.stage, "link")][spec.link:]:
             if problem := self._here.scheduler.leave_out(job, nodes):
                 self._say(f"the waiting job {job} could not be told to leave out {', '.join(nodes)}: {problem}")

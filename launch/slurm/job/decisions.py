@@ -196,13 +196,11 @@ def _preempted(state: StageState, outcome: Outcome, terms: Terms) -> Decision:
     reason = f"asked to stop ({state.reason}){where}"
     if outcome.stopping:
         return Decision("stop", "preempted", reason, TERMINATED)
-    if not state.again and state.reason.startswith("SIGTERM"):
-        # A cancel tells the runner as well. Slurm warns the processes alone of a preemption (GraceTime), and to end
-        # badly then would take the rest of the chain along.
+    # A cancel tells the runner as well. Slurm warns the processes alone of a preemption (GraceTime), and to end badly
+    # then would take the rest of the chain along.
+    if state.again or state.reason.startswith("SIGTERM"):
         return _go_on(Decision("requeue", "preempted", reason), terms)
-    if not state.again:
-        return Decision("stop", "preempted", f"{reason}; the same command goes on from there", 1)
-    return _go_on(Decision("requeue", "preempted", reason), terms)
+    return Decision("stop", "preempted", f"{reason}; the same command goes on from there", 1)
 
 
 def _broken(outcome: Outcome, terms: Terms) -> Decision:

@@ -6,15 +6,15 @@ not reach (other nodes) and where a node that Slurm gave up still runs.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from launch.slurm.chain import guarded
 from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
@@ -41,8 +41,7 @@ class Holder:
 
     def is_same(self, other: Holder | None) -> bool:
         """Whether both are one process."""
-        return other is not None and (self.job, self.restart, self.host, self.pid) == (
-            other.job, other.restart, other.host, other.pid)
+        return other is not None and replace(other, at=self.at) == self
 
 
 class JobLock:
@@ -116,11 +115,6 @@ class JobLock:
         write_json(self.path, asdict(replace(self.own, at=time.time())))
         self._beat = time.monotonic()
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Look and write as one, where the file system has locks."""
+    def _guarded(self) -> AbstractContextManager[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".guard"), "a") as guard:
-            with suppress(OSError):
-                fcntl.flock(guard, fcntl.LOCK_EX)
-            yield
+        return guarded(self.path.with_suffix(".guard"))

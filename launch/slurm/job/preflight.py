@@ -59,7 +59,8 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
                   nodes: Sequence[str]) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = spec.preflight_s or allowed_s(spec.nodes)
-    began, said, arrivals = time.monotonic(), list[str](), Arrivals(folder, places(spec, nodes))
+    began, said, ranks = time.monotonic(), list[str](), places(spec, nodes)
+    arrivals = Arrivals(folder, ranks)
     command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run,
                                           f"{limit_s:.0f}"])
 
@@ -72,7 +73,7 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     seconds = time.monotonic() - began
     if not reports:  # nothing ran: the start of training will tell why
         return Found({}, [*said, f"no rank reported in {seconds:.0f} s ({end.cause or 'srun said nothing'}); going on"])
-    found = judge(reports, spec.ranks, spec.preflight_factor, places(spec, nodes), arrivals.lasted_s, arrivals.quiet_s)
+    found = judge(reports, spec.ranks, spec.preflight_factor, ranks, arrivals.lasted_s, arrivals.quiet_s)
     found.told += _lines(found, reports, nodes, seconds, end.cause)
     return found
 
@@ -126,11 +127,11 @@ def judge(reports: Sequence[Report], ranks: int, factor: float, nodes: Sequence[
         _blame_few(silent, there, "did not report", result)
         if 2 * len(finished) > ranks:  # where most are not done it is not the few
             _blame_few(unfinished, there, "did not come to the end", result)
-    _judge_clocks(finished, there, result)
+    _blame_few(_off_clocks(finished), there, "differ in their clocks", result)
     for name, what in MEASURED.items():
         if name == "product_s" or len(there) > 2:  # of two nodes nobody knows whose the link is
-            _judge_times([report for report in finished if report.node not in result.bad], name, what, factor, there,
-                         result)
+            slow = _slow([report for report in finished if report.node not in result.bad], name, what, factor)
+            _blame_few(slow, there, f"took too long for {what}", result)
     return result
 
 
@@ -152,7 +153,7 @@ def _judge_problems(reports: Sequence[Report], count: int, result: Found) -> Non
             result.bad = result.bad | found | result.bad  # the first reason counts
     if len(result.bad) > few(count):
         result.reason = _shared(result.bad, count, (
-            f"{named(result.bad)}; {_common(few(count), count)}. Look at these nodes; if it is they after all, leave "
+            f"{named(result.bad)}; {_common(count)}. Look at these nodes; if it is they after all, leave "
             f"them out with launch.exclude and submit the same command again"))
 
 
@@ -160,22 +161,19 @@ def _shared(found: dict[str, str], count: int, because: str) -> str:
     return f"{next(iter(found.values()))} ({_counted(len(found), count)}; {because})"
 
 
-def _judge_clocks(reports: Sequence[Report], there: set[str], result: Found) -> None:
+def _off_clocks(reports: Sequence[Report]) -> dict[str, str]:
     times = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(times.values() or [0])
-    off = {node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
-           for node, at in times.items() if abs(at - middle) > CLOCK_S}
-    _blame_few(off, there, "differ in their clocks", result)
+    return {node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
+            for node, at in times.items() if abs(at - middle) > CLOCK_S}
 
 
-def _judge_times(reports: Sequence[Report], name: str, what: str, factor: float, there: set[str],
-                 result: Found) -> None:
+def _slow(reports: Sequence[Report], name: str, what: str, factor: float) -> dict[str, str]:
     times = [(report.node, value) for report in reports if (value := getattr(report, name)) is not None]
     middle = median([value for _, value in times] or [0])
     floor = min((FLOORS_S[report.device] for report in reports), default=0)
-    slow = {node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
+    return {node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' {1000 * middle:.0f} ms"
             for node, value in times if value > factor * middle and value - middle > floor}
-    _blame_few(slow, there, f"took too long for {what}", result)
 
 
 def _blame_few(found: dict[str, str], there: set[str], what: str, result: Found) -> None:
@@ -183,13 +181,13 @@ def _blame_few(found: dict[str, str], there: set[str], what: str, result: Found)
     together = {*found, *result.bad}
     if found and (len(together) > few(len(there)) or 2 * len(found) >= len(there)):
         result.told.append(f"{_counted(len(found), len(there))} {what} ({named(found)}): "
-                           f"{_common(few(len(there)), len(there))}")
+                           f"{_common(len(there))}")
         return
     result.bad = result.bad | found | result.bad  # the first reason counts
 
 
-def _common(most: int, count: int) -> str:
-    return f"of {count} nodes at most {most} can be at fault at once, more have a cause in common: no strikes"
+def _common(count: int) -> str:
+    return f"of {count} nodes at most {few(count)} can be at fault at once, more have a cause in common: no strikes"
 
 
 def _counted(some: int, count: int) -> str:

@@ -55,7 +55,7 @@ CONTROLLER_S = 120.0
 PAUSE_S, LONGEST_PAUSE_S = 3.0, 20.0
 """Before a start after several that brought nothing: longer with each."""
 SLURM_EARLY_S = 60.0
-"""How much earlier than asked Slurm may send a signal."""
+"""How much earlier than asked Slurm may send a signal: the one before the time limit may have come by then."""
 TAKEN_OVER = "another start of this job has taken the stage over"
 
 
@@ -63,15 +63,15 @@ class Runner:
     """One job's work.
 
     Attributes:
-        asked: the signals that told the job to end. lock: None where the stage's own lock is enough.
+        asked: the signals that told the job to end. lock: None where the stage's own lock is enough, as for an element
+            of an array.
         decision: how the job ended; None if it did nothing.
     """
 
     def __init__(self, spec: JobSpec, here: Host, asked: list[int], lock: JobLock | None = None) -> None:
-        self.spec, self.here, self.asked, self.lock = spec, here, asked, lock
+        self.spec, self.here, self.asked, self.lock = spec, here, asked, lock if here.index is None else None
         self.run_folder, self.say, self.scheduler = Path(spec.run), here.say, here.scheduler
         self.decision: Decision | None = None
-        self.locked = False
         self.blame = Blame(spec, here)
         self.starts = Starts(self, spec, here, self.blame)
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints and spec.stage == "train" else None
@@ -91,9 +91,8 @@ class Runner:
         self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}", quiet=True)
         if (status := self._nothing_to_do()) is not None:
             return status
-        if self.lock is not None and here.index is None:
+        if self.lock is not None:
             self.lock.acquire(self.say, lambda: self.stopping)
-            self.locked = True
         try:
             if (decision := self._account_for_the_last()) is not None:
                 return self._end(decision)
@@ -102,7 +101,7 @@ class Runner:
                 return status
             return self._starts()
         finally:
-            if self.lock is not None and self.locked:
+            if self.lock is not None:
                 self.lock.release()
 
     # ---- before the first start
@@ -113,12 +112,14 @@ class Runner:
         if self.here.index is not None:
             return None
         state, ours = read_state(spec.folder), self._chain_jobs()
-        if again and state and state.job in ours and state.status == "done" and read_manifest(spec.folder) is not None:
-            self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
-            return 0
-        if again and state and state.job in ours and state.status == "failed":
-            self.say(f"job {state.job} of this chain gave {spec.stage} up, so this one does not try: {state.reason}")
-            return 1
+        if again and state and state.job in ours:
+            if state.status == "done" and read_manifest(spec.folder) is not None:
+                self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
+                return 0
+            if state.status == "failed":
+                self.say(f"job {state.job} of this chain gave {spec.stage} up, so this one does not try: "
+                         f"{state.reason}")
+                return 1
         if spec.stage == "train" and (self.run_folder / STOP).exists():
             self.say(f"{self.run_folder / STOP} is there: training is to stand. The same command goes on (it removes "
                      f"the file)")
@@ -188,14 +189,15 @@ class Runner:
             outcome = self.starts.start()
             decision = decide(outcome, self.terms)
             if decision.action == "restart" and self.spec.ranks and \
-                    self.scheduler.seconds_left(self.here.job) < self._warning_s:
+                    self.scheduler.seconds_left(self.here.job) < self.spec.signal_s + SLURM_EARLY_S:
                 decision = too_late(decision, self.terms)
             if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)
                 return 1
             if decision.action in ("restart", "requeue") and not self.here.is_current():
                 decision = taken_away(decision)
-            self.starts.log_end(decision)
+            self.starts.log("ended", status=decision.status, reason=decision.reason, step=self.starts.newest_step(),
+                            next=decision.action)
             if decision.action != "restart":
                 return self._end(decision)
             self.starts.tell_last_words()
@@ -204,11 +206,6 @@ class Runner:
             self.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)))
         self.say("told to end: nothing more is started")
         return TERMINATED
-
-    @property
-    def _warning_s(self) -> float:
-        """Slurm's signal before the time limit may have come already when less than this is left."""
-        return float(self.spec.signal_s) + SLURM_EARLY_S
 
     # ---- the end
 
@@ -246,7 +243,7 @@ class Runner:
         return True
 
     def _beat(self, *, at_once: bool = False) -> bool:
-        return self.lock is None or not self.locked or self.lock.beat(at_once=at_once)
+        return self.lock is None or self.lock.beat(at_once=at_once)
 
     def pause(self, seconds: float) -> None:
         """Wait, but not when told to end."""

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
+from typing import TYPE_CHECKING
 
-from launch.host import Host, Job
+from launch.host import Host
 from launch.ports import free_port
 from launch.processes import Processes
 from launch.slurm.job.joblock import JobLock
@@ -21,6 +22,9 @@ from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.contract.signed import SECRET
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from launch.slurm.job.runner import Runner
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
@@ -52,7 +56,7 @@ class SlurmHost(Host):
         return JobLock(Path(spec.run), spec.stage, self.job, self.restart, state_of, spec.chain)
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Job) -> StepEnd:
+              job: Runner) -> StepEnd:
         """Ranks as a step of srun, a stage without ranks as a child of this process."""
         if not spec.ranks:
             child = Processes(command, environment, spec.stage, job.asked, log=folder / ONE_PROCESS)

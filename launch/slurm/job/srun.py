@@ -122,18 +122,13 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
     place = str(folder).replace("%", "%%")
+    # Each node gets its copy of the code before anything of it is imported there.
+    copying = [sys.executable, "-I", f"{spec.code}/launch/slurm/trust.py", "node", spec.code, spec.code_sha256]
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
-            *_on_each_node(spec), sys.executable, "-m", "launch.slurm.job.rank",
+            *(copying if spec.code_sha256 and not spec.wrap else []), sys.executable, "-m", "launch.slurm.job.rank",
             *(["--stage", stage] if stage else []), "--", *command]
-
-
-def _on_each_node(spec: JobSpec) -> list[str]:
-    """The program that gives each node its copy of the code, before anything of it is imported there."""
-    if not spec.code_sha256 or spec.wrap:
-        return []
-    return [sys.executable, "-I", f"{spec.code}/launch/slurm/trust.py", "node", spec.code, spec.code_sha256]
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],

@@ -9,7 +9,6 @@ from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.parts import PARTS, last_word_file
 from pipeline.contract.state import StageState, read_state
-from pipeline.records.checkpoints import complete_checkpoints, step_of
 from pipeline.records.hangs import Hang, hang_folder, judge_hang, read_hang
 
 
@@ -37,15 +36,8 @@ def point_latest(folder: Path) -> None:
 
 def is_committed(spec: JobSpec, here: Host) -> bool:
     """Whether the manifest is there; for an element of an array, the record that its part is done."""
-    if here.index is not None:
-        records = (spec.folder / "units" / "parts").glob(f"{spec.phase or '*'}.{here.index}-of-{spec.parts}.json")
-        return any(records) or read_manifest(spec.folder) is not None
-    return read_manifest(spec.folder) is not None
-
-
-def newest_step(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint in a stage's folder; None if there is none."""
-    return max(map(step_of, complete_checkpoints(folder)), default=None)
+    records = (spec.folder / "units" / "parts").glob(f"{spec.phase or '*'}.{here.index}-of-{spec.parts}.json")
+    return (here.index is not None and any(records)) or read_manifest(spec.folder) is not None
 
 
 def hang_of(spec: JobSpec, here: Host, start: int) -> Hang | None:

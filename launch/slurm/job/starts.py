@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch.host import Host, Job
+from launch.host import Host
 from launch.slurm.job.blame import Blame
-from launch.slurm.job.decisions import Decision, Outcome, fruitless
+from launch.slurm.job.decisions import Outcome, fruitless
 from launch.slurm.job.srun import StepEnd, last_words
-from launch.slurm.job.start_records import is_committed, last_word, newest_step, point_latest
+from launch.slurm.job.start_records import is_committed, last_word, point_latest
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.state import log_attempt, read_attempts
+from pipeline.records.checkpoints import complete_checkpoints, step_of
+
+if TYPE_CHECKING:
+    from launch.slurm.job.runner import Runner
 
 KEPT_FAILED = 5
 """Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
@@ -28,7 +32,7 @@ class Starts:
         last: folder of the logs, and end, of the last one.
     """
 
-    def __init__(self, job: Job, spec: JobSpec, here: Host, blame: Blame) -> None:
+    def __init__(self, job: Runner, spec: JobSpec, here: Host, blame: Blame) -> None:
         self.job, self.spec, self.here, self.blame = job, spec, here, blame
         self.run_folder = Path(spec.run)
         self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
@@ -41,7 +45,7 @@ class Starts:
 
     def start(self) -> Outcome:
         """Start the stage once and wait for its end."""
-        folder = self.logs / self._name()
+        folder = self.logs / f"{self.here.name}.{self.number}"
         folder.mkdir(parents=True, exist_ok=True)
         point_latest(folder)
         self._prune()
@@ -105,7 +109,7 @@ class Starts:
 
     def newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
-        return newest_step(self.spec.folder)
+        return max(map(step_of, complete_checkpoints(self.spec.folder)), default=None)
 
     def names(self, start: int) -> dict[str, Any]:
         """What a record says of which start it is."""
@@ -118,14 +122,6 @@ class Starts:
             log_attempt(self.run_folder, event, **self.names(self.number), **details)
         except OSError as error:  # a full disk ends no run by the log of it
             self.here.say(f"`{event}` could not be logged: {error}")
-
-    def log_end(self, decision: Decision) -> None:
-        """Record the end of this start."""
-        self.log("ended", status=decision.status, reason=decision.reason, step=self.newest_step(),
-                  next=decision.action)
-
-    def _name(self) -> str:
-        return f"{self.here.name}.{self.number}"
 
     def _count(self) -> str:
         spec = self.spec

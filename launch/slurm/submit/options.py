@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from launch.plan import Job
 from pipeline.config.launching import LaunchConfig
@@ -30,14 +29,6 @@ SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job
 """Long names of sbatch's short options."""
 
 
-@dataclass(frozen=True)
-class GpuRequest:
-    """GPUs that an option of `extra` asks for. per_node: of a job's node."""
-
-    option: str
-    per_node: float
-
-
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
     """Options by their long names: True for one without a value (`exclusive: true`). Those that are false are left
     out."""
@@ -60,8 +51,8 @@ def options_of(job: Job) -> dict[str, str | bool]:
     return found
 
 
-def gpus_asked(job: Job) -> GpuRequest | None:
-    """The GPUs that the job's `extra` asks for; None if it names none."""
+def gpus_asked(job: Job) -> tuple[str, float] | None:
+    """The option of the job's `extra` that asks for GPUs, and for how many a node; None if none does."""
     for name, value in options_of(job).items():
         for part in str(value).split(",") if name in GPUS else ():
             if name == "gres" and not _is_gpu(part):
@@ -69,22 +60,22 @@ def gpus_asked(job: Job) -> GpuRequest | None:
             number = part.rpartition(":")[2]
             count = int(number) if number.isdigit() else 1
             per_node = {"gpus": count / job.nodes, "gpus-per-task": count * job.tasks_per_node}
-            return GpuRequest(name, per_node.get(name, count))
+            return name, per_node.get(name, count)
     return None
 
 
 def option_problems(launch: LaunchConfig, jobs: list[Job]) -> list[str]:
     """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
     found = []
-    for where, extra in _extras(launch):
+    for where, extra in extras(launch):
         for name in long_options(extra):
             if name in DECIDED:
                 way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
                 found.append(f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}")
     for job in jobs:
         asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
-        if asked is not None and asked.per_node != job.gpus_per_node:
-            found.append(f"{job.key}: launch.extra asks for {asked.per_node:g} GPUs a node ({asked.option}), but the "
+        if asked is not None and asked[1] != job.gpus_per_node:
+            found.append(f"{job.key}: launch.extra asks for {asked[1]:g} GPUs a node ({asked[0]}), but the "
                          f"job has {job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
         if memory and job.asked.mem is not None:
             found.append(f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job "
@@ -97,7 +88,8 @@ def _is_gpu(resource: str) -> bool:
     return resource.removeprefix("gres/").split(":")[0] == "gpu"
 
 
-def _extras(launch: LaunchConfig) -> Iterator[tuple[str, Mapping[str, str | int | bool]]]:
+def extras(launch: LaunchConfig) -> Iterator[tuple[str, Mapping[str, str | int | bool]]]:
+    """Where options of sbatch stand in the configuration, and those that stand there."""
     yield "launch.extra", launch.extra
     for stage in STAGES:
         if own := launch.of(stage).extra:

@@ -17,7 +17,7 @@ from launch.checks import (
     refuse_wrong_packages,
     say_absent,
 )
-from launch.describe import by_hand, print_plan
+from launch.describe import by_hand, print_commands, print_plan
 from launch.forecast import disk
 from launch.plan import Job, Options, plan
 from launch.rehearsing import rehearse_training, worth_rehearsing
@@ -79,7 +79,8 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
     if dry_run:
         if rehearse:
             _rehearse(run, jobs, given)
-        return _show(submission, jobs)
+        return print_commands([f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n"
+                               f"{text}" for job, text in scripts(submission, jobs)])
     owed, environment = _owed(run, jobs), {**config.launch.environment, "PYTHONPATH": request.code}
     if not any(job.to_run for job in jobs) and not owed:
         print("nothing to submit: all asked stages are done")
@@ -100,7 +101,7 @@ def run_on_slurm(run: Run, stages: list[str], request: Options, where: str, *, d
                   config=request.config_path, config_sha256=config_hash(config), code=request.code,
                   cluster=cluster_profile(given.config_path, given.overrides))
     submitted = submit(submission, jobs, chain)
-    submitted += [submit_evaluation(run.folder, request.python, environment, step) for step in owed]
+    submitted += [submit_evaluation(run.folder, step, request.python, environment) for step in owed]
     if held is not None:
         held.close()
     return _tell(run, submitted, request.force)
@@ -119,15 +120,13 @@ def _new_id() -> str:
 def _owed(run: Run, jobs: list[Job]) -> list[int]:
     """Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that."""
     every = run.config.launch.evaluate.every_checkpoints
-    if not every or any(job.stage == "train" and job.to_run for job in jobs) or "train" not in {
-            job.stage for job in jobs} or run.manifest("train") is None:
+    if not every or {job.to_run for job in jobs if job.stage == "train"} != {False} or run.manifest("train") is None:
         return []
     from launch.slurm.evaluations import owed
 
     steps = owed(run.folder, every * run.config.train.checkpoint.every_steps, run.config.train.steps)
-    names = {step: evaluation_name(run.config.name, step) for step in steps}
-    queued = {job.name for job in Scheduler().mine() or ()} if names else set()
-    return [step for step in steps if names[step] not in queued]
+    queued = {job.name for job in Scheduler().mine() or ()} if steps else set()
+    return [step for step in steps if evaluation_name(run.config.name, step) not in queued]
 
 
 def _refuse_untrusted(run: Run) -> None:
@@ -177,14 +176,6 @@ def _refuse_queued(run: Run, jobs: list[Job]) -> None:
     if named := [job for job in mine if job.name in names]:
         print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
               f"training waits for its namesake, whose ever it is")
-
-
-def _show(submission: Submission, jobs: list[Job]) -> int:
-    if not any(job.to_run for job in jobs):
-        print("nothing to do: all asked stages are done")
-    for job, text in scripts(submission, jobs):
-        print(f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}")
-    return 0
 
 
 def _tell(run: Run, submitted: list[ChainJob], forced: bool) -> int:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from launch.slurm.submit.options import gpus_asked, options_of
 from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.plugins import loaded_plugins, plugin_folders
 from pipeline.config.tree import Config
+from pipeline.console import spelled
 from pipeline.contract.stages import SNAPSHOT, STAGES
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
@@ -41,7 +42,7 @@ class Submission:
     """What all jobs of a chain have in common.
 
     code: folder of the snapshot. content: its hash. exclude: nodes that failed twice. files: hashes of other files that
-    the jobs read, by path.
+    the jobs read, by path. of: the run folder that the jobs work in, if it is not the run's.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class Submission:
     exclude: tuple[str, ...] = ()
     content: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    of: Path | None = None
 
     @property
     def run(self) -> Path:
@@ -121,7 +123,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def submit_evaluation(run: Path, python: str, environment: dict[str, str], step: int) -> ChainJob:
+def submit_evaluation(run: Path, step: int, python: str, environment: dict[str, str]) -> ChainJob:
     """Submit the job that converts and evaluates the checkpoint after `step`: called by a train job, beside training,
     or by a submission for what is still owed.
 
@@ -143,9 +145,9 @@ def submit_evaluation(run: Path, python: str, environment: dict[str, str], step:
               gpus_per_node=asked.gpus_per_node, asked=asked)
     # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
     content = read_json(Path(chain.code) / SNAPSHOT)["content"]
-    submission = Submission(config, chain.id, chain.code, content=content,
-                            files=_files(Path(chain.config)))
-    entry = _submit(submission, job, {}, kind="evaluation", of=evaluation_folder(run.absolute(), step))
+    submission = Submission(config, chain.id, chain.code, content=content, files=_files(Path(chain.config)),
+                            of=evaluation_folder(run.absolute(), step))
+    entry = _submit(submission, job, {}, kind="evaluation")
     add_job(run, chain.id, entry)
     return entry
 
@@ -155,15 +157,13 @@ def evaluation_name(run: str, step: int) -> str:
     return f"{run}-evaluate-step-{step:08d}"
 
 
-def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str | None = None,
-            of: Path | None = None) -> ChainJob:
-    """of: the run folder that the job works in, if it is not the submission's."""
+def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str | None = None) -> ChainJob:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     spec = _spec_path(submission, job)
-    _spec(submission, job, of).save(spec)
+    _spec(submission, job).save(spec)
     (submission.run / LOGS).mkdir(parents=True, exist_ok=True)
-    executor = _executor(submission, job, ids, of)
+    executor = _executor(submission, job, ids)
     try:
         # Not `submit`, which would pickle a function: the job's script names its program.
         number = executor._submit_command(executor._submitit_command_str).job_id
@@ -182,23 +182,17 @@ def _spec_path(submission: Submission, job: Job) -> Path:
     return submission.run / SPECS / f"{submission.chain}-{job.key}.json"
 
 
-def _spec(submission: Submission, job: Job, of: Path | None = None) -> JobSpec:
-    launch = submission.config.launch
-    trains = job.stage == "train"
+def _spec(submission: Submission, job: Job) -> JobSpec:
+    launch, trains = submission.config.launch, job.stage == "train"
+    values: dict[str, Any] = {**vars(launch), **vars(submission), **vars(job)}  # equal names mean the same thing
+    same = {field.name: values[field.name] for field in fields(JobSpec) if field.name in values}
     environment = dict(job.environment)
     if not launch.wrap:  # the job's script says where its node has the code
         environment.pop("PYTHONPATH", None)
-    return JobSpec(
-        run=str(of or submission.run), name=job.name, stage=job.stage, command=job.command, chain=submission.chain,
-        environment=environment, ranks=job.ranks, nodes=job.nodes, tasks_per_node=job.tasks_per_node,
-        cpus_per_task=job.cpus_per_task, gpus_per_node=job.gpus_per_node, wrap=tuple(launch.wrap), parts=job.parts,
-        phase=job.phase, warned=job.stage in STAGES and STAGES[job.stage].workers,
-        link=job.link, links=job.links, requeue=launch.requeue,
-        signal_s=launch.signal_s, max_restarts=launch.max_restarts,
-        preflight=launch.preflight and trains, preflight_factor=launch.preflight_factor,
-        preflight_s=launch.preflight_s, every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0,
-        code=submission.code, code_sha256=submission.content, files=submission.files,
-        trusted_group=launch.trusted_group, check_owners=launch.check_owners)
+    return JobSpec(**{**same, "run": str(submission.of or submission.run), "environment": environment,
+                      "wrap": tuple(launch.wrap), "warned": job.stage in STAGES and STAGES[job.stage].workers,
+                      "preflight": launch.preflight and trains, "code_sha256": submission.content,
+                      "every_checkpoints": (launch.evaluate.every_checkpoints or 0) if trains else 0})
 
 
 def _log(submission: Submission, job: Job, job_id: str) -> str:
@@ -206,12 +200,12 @@ def _log(submission: Submission, job: Job, job_id: str) -> str:
     return str(submission.run / LOGS / f"{name}.log")
 
 
-def _executor(submission: Submission, job: Job, ids: Mapping[str, str], of: Path | None = None) -> SlurmExecutor:
+def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
     """submitit's executor with everything that the job asks for."""
     from submitit.slurm.slurm import SlurmExecutor
 
     python = shlex.quote(_runner_python(submission))
-    program = f"{python} -m launch.slurm.job.runner {_spec_arguments(submission, job, of)}"
+    program = f"{python} -m launch.slurm.job.runner {_spec_arguments(submission, job)}"
 
     class Executor(SlurmExecutor):
         """Starts a program in place of a pickled function, and does not wait for sbatch without end. It is also made
@@ -230,17 +224,18 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str], of: Path
 
     executor = Executor(folder=submission.run / LOGS)
     asked, launch = job.asked, submission.config.launch
-    trace = f"{shlex.quote(str((of or submission.run) / 'launch'))}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
+    trace = shlex.quote(str((submission.of or submission.run) / "launch")) + \
+        "/killed.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
-        "cpus_per_task": job.cpus_per_task, "time": asked.minutes, "partition": asked.partition,
-        "account": asked.account, "qos": asked.qos, "constraint": asked.constraint, "mem": asked.mem,
+        "cpus_per_task": job.cpus_per_task, "time": asked.minutes,
+        **{name: getattr(asked, name) for name in ("partition", "account", "qos", "constraint", "mem")},
         "gpus_per_node": None if gpus_asked(job) else job.gpus_per_node or None,
         "exclude": ",".join(filter(None, (asked.exclude, *submission.exclude))) or None,
         # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
         "use_srun": False, "stderr_to_stdout": True,
         # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
-        "setup": ["trap : TERM INT", *launch.setup, *_checks(submission, job, of)],
+        "setup": ["trap : TERM INT", *launch.setup, *_checks(submission, job)],
         # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
         # The file tells the next start, which counts such ends.
         "teardown": [f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}; scontrol requeue $SLURM_JOB_ID; }}; "
@@ -248,13 +243,12 @@ def _executor(submission: Submission, job: Job, ids: Mapping[str, str], of: Path
         if launch.requeue else None,
         "additional_parameters": _more(submission, job, ids),
     }
-    parameters = {key: value for key, value in parameters.items() if value is not None}
     # wckey: submitit's own one would be refused where a site tracks its users' keys.
-    executor.update_parameters(**{**parameters, "wckey": None})
+    executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None}, wckey=None)
     return executor
 
 
-def _checks(submission: Submission, job: Job, of: Path | None) -> list[str]:
+def _checks(submission: Submission, job: Job) -> list[str]:
     """Lines that end the job if what it would execute from the run folder is not to be trusted, and find its code.
 
     Slurm keeps these lines, so nobody changes them. They compare the program that looks at all the rest, and run what
@@ -266,13 +260,13 @@ def _checks(submission: Submission, job: Job, of: Path | None) -> list[str]:
     plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
     return [f"check=$(cat {shlex.quote(str(program))})",
             f'echo "$check" | sha256sum | grep -q "^{sha256} " || {{ echo {shlex.quote(refusal)}; exit 1; }}',
-            f'code=$({python} -I -c "$check" check {_spec_arguments(submission, job, of)}) || exit 1',
+            f'code=$({python} -I -c "$check" check {_spec_arguments(submission, job)}) || exit 1',
             f"export PYTHONPATH=$code{plugins}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"]
 
 
-def _spec_arguments(submission: Submission, job: Job, of: Path | None) -> str:
+def _spec_arguments(submission: Submission, job: Job) -> str:
     """The job's spec and the hash of its content, as arguments of the programs that read it."""
-    return f"{shlex.quote(str(_spec_path(submission, job)))} {_spec(submission, job, of).sha256}"
+    return f"{shlex.quote(str(_spec_path(submission, job)))} {_spec(submission, job).sha256}"
 
 
 def _runner_python(submission: Submission) -> str:
@@ -297,16 +291,5 @@ def _more(submission: Submission, job: Job, ids: Mapping[str, str]) -> dict[str,
     if waits:
         more["dependency"] = ",".join([*waits, *([str(extra["dependency"])] if "dependency" in extra else [])])
     if job.elements:
-        more["array"] = _ranges(job.elements) + (f"%{job.asked.at_once}" if job.asked.at_once else "")
+        more["array"] = spelled(job.elements).replace(" ", "") + (f"%{job.asked.at_once}" if job.asked.at_once else "")
     return more
-
-
-def _ranges(elements: tuple[int, ...]) -> str:
-    """Slurm's notation of array indices: 0-3,7."""
-    parts: list[list[int]] = []
-    for element in elements:
-        if parts and parts[-1][1] == element - 1:
-            parts[-1][1] = element
-        else:
-            parts.append([element, element])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -38,6 +38,7 @@ def take_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
     hashes, commit, final = _identify(run_folder, repository, files)
     content = digest(hashes)
     patch = _git(repository, "diff", "HEAD", "--", *PARTS) if commit else ""
+    known = {*_git(repository, "ls-files", "-z", "--cached", "--", *PARTS).split("\0")}
     _refuse_secrets(repository, files, patch)
     if (final / SNAPSHOT).is_file() and not code_problems(final, content, None, owners=False):
         return final
@@ -54,7 +55,7 @@ def take_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
                         f"submitted; save what you edit and submit again.")
     if patch:
         write_text(temporary / PATCH, patch)
-    write_json(temporary / SNAPSHOT, {"commit": commit, "changed": bool(patch) or _has_new_files(repository, files),
+    write_json(temporary / SNAPSHOT, {"commit": commit, "changed": bool(patch) or not {*hashes} <= known,
                                       "content": content, "made": now(), "from": str(repository), "files": hashes})
     shutil.rmtree(final, ignore_errors=True)  # a copy that was being removed, or that somebody changed
     temporary.rename(final)
@@ -102,20 +103,12 @@ def _hashes(folder: Path, files: list[Path]) -> dict[str, str]:
     return {name.as_posix(): sha256_file(folder / name) for name in files}
 
 
-def _has_new_files(repository: Path, files: list[Path]) -> bool:
-    known = set(_git(repository, "ls-files", "-z", "--cached", "--", *PARTS).split("\0"))
-    return any(path.as_posix() not in known for path in files)
-
-
 def _git(repository: Path, *arguments: str) -> str:
     """What git answers; empty where there is no git, no repository, or the folder is another one's."""
     try:
-        top = _run(repository, "rev-parse", "--show-toplevel").strip()
-        return _run(repository, *arguments) if Path(top).resolve() == repository.resolve() else ""
+        top, answer = (subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True,
+                                      check=True, timeout=60, errors="replace").stdout
+                       for words in (("rev-parse", "--show-toplevel"), arguments))
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _run(repository: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
-                          timeout=60, errors="replace").stdout
+    return answer if Path(top.strip()).resolve() == repository.resolve() else ""

@@ -101,7 +101,7 @@ def test_a_job_is_warned_once_when_its_time_is_nearly_up(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_host, "Processes", lambda *_, **__: SimpleNamespace(
         run=run, send_signal=lambda number: sent.append((clock[0], number))))
     job = SimpleNamespace(asked=[], tick=lambda: True)
-    spec = JobSpec(str(tmp_path), "trial-shard", "shard", (), "c", warned=True, signal_s=100)
+    spec = JobSpec("trial-shard", "shard", (), run=str(tmp_path), chain="c", warned=True, signal_s=100)
     assert SlurmHost("12", "12", 0, ("n1",), None, slurm).start(spec, [], {}, tmp_path, job).status == 0
     assert sent == [(1900, signal.SIGUSR2)] and asked == [0, 600, 1200, 1800, 1900]
 

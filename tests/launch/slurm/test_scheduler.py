@@ -148,12 +148,12 @@ def test_cancel_stops_at_a_controller_that_is_gone(slurm):
     assert slurm.calls() == ["scancel 9"]
 
 
-def test_signal_and_update(slurm):
+def test_a_signal_and_nodes_that_cannot_be_left_out(slurm):
     slurm.say("scancel")
-    slurm.say("scontrol", error="Job is no longer pending execution for job 11", status=1)
+    slurm.say("scontrol", error="Invalid job id specified", status=1)
     assert slurm.scheduler().signal("11", "USR2") is None
-    assert slurm.scheduler().update("11", "ExcNodeList", "n3") == "Job is no longer pending execution for job 11"
-    assert slurm.calls() == ["scancel --signal USR2 11", "scontrol update JobId=11 ExcNodeList=n3"]
+    assert slurm.scheduler().leave_out("11", ["n3"]) == "Invalid job id specified"
+    assert slurm.calls() == ["scancel --signal USR2 11", "scontrol --oneliner show job 11"]
 
 
 @pytest.mark.parametrize(("lost", "then"), [

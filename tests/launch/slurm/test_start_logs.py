@@ -15,7 +15,8 @@ from launch.slurm.start_logs import PIECE, output, rank_log
 def test_a_start_writes_one_file_a_node(tmp_path, ranks, per_node):
     """As Slurm fills in the path: of the numbers that it knows, only the node's stands there."""
     nodes = ranks // per_node
-    spec = JobSpec("run", "x-train", "train", ("python",), "c", nodes=nodes, ranks=ranks, tasks_per_node=per_node)
+    spec = JobSpec("x-train", "train", ("python",), run="run", chain="c", nodes=nodes, ranks=ranks,
+                   tasks_per_node=per_node)
     command = srun_command(spec, tmp_path, ["true"])
     path, = (word.removeprefix("--output=") for word in command if word.startswith(("--output", "--error")))
     assert "--label" in command and re.findall("%.", path.removeprefix(str(tmp_path))) == ["%n"]

@@ -63,7 +63,7 @@ def submitted(checkout, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
     config = run / "launch/config-1.yaml"
     config.write_text("name: trial")
-    spec = JobSpec(str(run), "trial-train", "train", ("python",), "c", code=str(code),
+    spec = JobSpec("trial-train", "train", ("python",), run=str(run), chain="c", code=str(code),
                    code_sha256=planned_snapshot(run, checkout)[1], files={str(config): sha256_file(config)})
     spec.save(run / "launch/jobs/c-train.json")
     return spec

@@ -133,7 +133,7 @@ def test_who_was_late_when_training_hung(job, capsys):
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     nodes, most = nodes_of(count), few(count)
-    blame = Blame(JobSpec(str(tmp_path), "trial-train", "train", (), "c"),
+    blame = Blame(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
                   SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
     assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
@@ -155,6 +155,7 @@ def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, settin
 
     monkeypatch.setattr(preflight, "run_step", run_step)
     monkeypatch.setattr(preflight.time, "monotonic", lambda: next(times))
-    spec = JobSpec(str(tmp_path), "t", "train", ("python",), "c", ranks=nodes, nodes=nodes, preflight_s=setting)
+    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
+                   preflight_s=setting)
     found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes))
     assert went_on == [True, True, False] and not found.bad and "no rank reported" in found.told[0]

@@ -23,7 +23,6 @@ from launch.slurm.evaluations import submit_apart
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import add_strike
 from launch.slurm.submit import request, sbatch
-from launch.slurm.submit.sbatch import _ranges
 from pipeline.contract.locks import lock
 from pipeline.contract.stages import STAGES
 from tests.launch.recorded_slurm import queue_line
@@ -139,7 +138,6 @@ def test_links_arrays_and_sites_without_requeue(launcher):
                and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", option(text, "comment"))
                for text in found.values())
     assert "link 2 of 3" in shown
-    assert _ranges((0, 1, 3, 4, 5, 9)) == "0-1,3-5,9"
 
 
 def test_submission_chains_what_is_not_done(slurm):
