@@ -141,6 +141,9 @@ def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environ
     found = [f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
              for name in launch.secrets if not environment.get(name)]
     found += credential_problems(config, environment)
+    if "PYTHONPATH" in launch.environment:
+        found.append("launch.environment holds PYTHONPATH, which the jobs set to their copy of the code. Add folders "
+                     "to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
     found += option_problems(launch, jobs)
     found += node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)

@@ -93,12 +93,13 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), run.folder / WORDS)
     runner = Runner(_spec(config, job, options, chain), here, asked)
-    runner.run()
-    decision = runner.decision
+    status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
-    if decision is None or runner.stopping or decision.status == "preempted":
+    if runner.stopping or (decision and decision.status == "preempted"):
         return _stopped(job, "in")
+    if decision is None:  # an earlier start of the Slurm job that this runs in has done the stage, or given it up
+        return status
     folder, end = runner.starts.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""

@@ -191,8 +191,8 @@ class _Watch:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on or event in self.allowed:
             return
-        if event in FORBIDDEN or (event == "open" and arguments[0] != os.devnull and isinstance(arguments[2], int)
-                                  and arguments[2] & WRITING):
+        opens = event == "open" and isinstance(arguments[0], str | bytes) and arguments[0] != os.devnull
+        if event in FORBIDDEN or (opens and isinstance(arguments[2], int) and arguments[2] & WRITING):
             self.seen.append(f"{event}{arguments[:2]!r}"[:300])
 
 

@@ -251,7 +251,7 @@ class _Stage:
         id, logs = self.info.id, f"{self.run.folder}/logs"
         for job, element, _ in self.failed[:1]:
             id = f"{job.id}_{element}"
-        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else ".log")
+        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else "/latest")
 
 
 def _time(seconds: float) -> str:

@@ -233,9 +233,10 @@ def submit_apart(spec: JobSpec, step: int) -> str:
     foreign = of_another_job(os.environ)
     environment = {name: value for name, value in os.environ.items()
                    if name not in foreign and not name.startswith(("MASTER_", "DROVER_"))}
+    given = [spec.command[0], spec.environment, spec.files, spec.code_sha256]
     answer = subprocess.run([sys.executable, "-m", "launch.slurm.evaluations", "--run", spec.run, "--step", str(step),
-                             "--submit"], input=json.dumps([spec.command[0], spec.environment]), env=environment,
-                            capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+                             "--submit"], input=json.dumps(given), env=environment, capture_output=True, text=True,
+                            timeout=PATIENCE_S, check=False)
     if answer.returncode:
         raise OSError((answer.stderr.strip().splitlines() or ["the submission failed"])[-1])
     return answer.stdout.split()[-1]

@@ -1,7 +1,7 @@
 """Whether what a job executes is what was submitted, and nobody else could have written it.
 
     python -I trust.py check SPEC SHA256                      for the job's script: prints the folder of the code to run
-    python -I trust.py node CODE SHA256 COMMAND...            for a task of a step: becomes the command
+    python -I trust.py node CODE SHA256 JSON COMMAND...       for a task of a step: becomes the command
 
 Slurm keeps a job's script; all else is read from the run folder at every start: the job's spec, the configuration
 and the copy of the code. The script compares the hash of this file and runs it before anything else. The spec's hash
@@ -29,7 +29,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from typing import Any
 SNAPSHOT, PATCH, CACHE = "snapshot.json", "changes.patch", "__pycache__"
 """What a copy of the code holds besides the files that its hash is of."""
 SHOWN = 5
+REFUSED = 2
+"""Exit status: trying again will not mend it."""
 OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
 """Folders of a run from which something is executed, or in which a file could be put that is."""
 
@@ -59,8 +61,8 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
              if _sha256(Path(path)) != sha256]
     if values["check_owners"]:
         run = spec.absolute().parents[2]
-        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *map(Path, values["files"])],
-                                group, above=run)
+        files = [*map(Path, values["files"])]
+        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *files], group, [run, *files])
     if found:
         return code, found
     return usable_code(code, values["code_sha256"], group, owners=values["check_owners"], local=not values["wrap"])
@@ -136,12 +138,12 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
     return [f"The code in {code} is not what was submitted{_changed(code, hashes, content)}. {_AGAIN}"]
 
 
-def owner_problems(paths: list[Path], trusted_group: str | None, above: Path | None = None) -> list[str]:
-    """Which of the paths, and of the folders above `above`, others own or may write, in sentences with what to do.
-    Absent paths do not count."""
+def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iterable[Path] = ()) -> list[str]:
+    """Which of the paths, and of the folders above those in `above`, others own or may write, in sentences with what
+    to do. Absent paths do not count."""
     trusted, found = _group(trusted_group), dict[str, list[Path]]()
-    parents = [] if above is None else [*above.absolute().parents, *above.resolve().parents]
-    for path in [*paths, *dict.fromkeys(parents)]:
+    parents = dict.fromkeys(parent for path in above for parent in _above(path))
+    for path in dict.fromkeys([*paths, *parents]):
         with suppress(FileNotFoundError):
             if path in parents and path.lstat().st_mode & stat.S_ISVTX and path.lstat().st_uid in (os.getuid(), 0):
                 continue  # others may add to a sticky folder, but not exchange what is in it
@@ -183,6 +185,8 @@ def private_folder(path: Path) -> Path:
         f"may be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else ""
     if why:
         raise PermissionError(f"{path} {why}, and jobs execute what is there")
+    if problems := owner_problems([], None, [path]):
+        raise PermissionError(problems[0].partition(". ")[0])
     if status.st_mode & 0o077:  # others could read, no more
         path.chmod(0o700)
     return path
@@ -248,6 +252,19 @@ def _sha256(path: Path) -> str:
         return ""
 
 
+def _above(path: Path) -> Iterator[Path]:
+    """The folders through which a path is reached, those of links on its way included."""
+    pending, seen = [path.absolute()], set[Path]()
+    while pending:
+        for place in (here := pending.pop(), *here.parents):
+            if place not in seen:
+                seen.add(place)
+                if place != here:
+                    yield place
+                if place.is_symlink():
+                    pending.append(place.parent / place.readlink())
+
+
 def _below(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         yield path
@@ -304,19 +321,20 @@ def _group_name(number: int) -> str:
 
 def main(arguments: list[str]) -> int:
     """Refuse a job or a task whose files are not to be trusted."""
-    mode, file, sha256, *command = arguments
+    mode, file, sha256, *rest = arguments
     if mode == "check":
         folder, found = check_submission(Path(file), sha256)
         print(folder)
     else:
-        folder, found = usable_code(Path(file), sha256, None, owners=False, local=True)
+        group, owners = json.loads(rest.pop(0))
+        folder, found = usable_code(Path(file), sha256, group, owners=owners, local=True)
     for problem in found:
         print(f"refused: {problem}", file=sys.stderr, flush=True)
-    if not found and command:
+    if not found and rest:
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
-        os.execvp(command[0], command)
-    return 1 if found else 0
+        os.execvp(rest[0], rest)
+    return REFUSED if found else 0
 
 
 if __name__ == "__main__":

@@ -172,18 +172,18 @@ def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
 class _Event(TypedDict):
     event: str
     at: Time
+    job: str
+    stage: str
+    start: int
 
 
 class Attempt(_Event, total=False):
     """What of a line of the launcher's others compute with."""
 
-    job: str
-    stage: str
     chain: str
     status: str
     next: str
     reason: str
     seconds: float
     restart: int
-    start: int
     nodes: list[str]

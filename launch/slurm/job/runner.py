@@ -219,7 +219,8 @@ class Runner:
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.terms)
-        if decision.final and self.here.index is None:
+        # Without a lock of its own (on one box) a stage that refused may be one that somebody else is working on.
+        if decision.final and self.here.index is None and (self.lock or decision.status != "failed"):
             os.environ.setdefault("DROVER_ATTEMPT", str(self.starts.number))
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self.starts.newest_step(), reason=decision.reason)

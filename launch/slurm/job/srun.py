@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launch.processes import BROKEN_S, KILL_S, Processes
+from launch.slurm import trust
 from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.start_logs import last_lines, rank_log
@@ -122,8 +124,10 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
     `--export`: the site may have set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE.
     """
     place = str(folder).replace("%", "%%")
-    # Each node gets its copy of the code before anything of it is imported there.
-    copying = [sys.executable, "-I", f"{spec.code}/launch/slurm/trust.py", "node", spec.code, spec.code_sha256]
+    # Each node gets its copy of the code before anything of it is imported there. The program goes along as text, which
+    # this process has from a compared copy: the run folder's file may have been exchanged since.
+    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node", spec.code, spec.code_sha256,
+               json.dumps([spec.trusted_group, spec.check_owners])]
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",

@@ -1,4 +1,4 @@
-"""The starts of a stage by one job: numbered, recorded in `launch/attempts.jsonl`, run, and judged when they end."""
+"""The starts of a stage by one job: numbered, recorded in `launch/attempts/`, run, and judged when they end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.slurm.job.start_records import is_committed, last_word, point_latest
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
-from pipeline.contract.state import log_attempt, read_attempts
+from pipeline.contract.state import log_attempt, read_attempts, read_state
 from pipeline.records.checkpoints import complete_checkpoints, step_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class Starts:
     def __init__(self, job: Runner, spec: JobSpec, here: Host, blame: Blame) -> None:
         self.job, self.spec, self.here, self.blame = job, spec, here, blame
         self.run_folder = Path(spec.run)
-        self.number = self.here.next_start(read_attempts(self.run_folder), self.logs)
+        said = read_state(spec.folder)  # by a start that no launcher made, perhaps: it must not count as this one's
+        self.number = max(self.here.next_start(read_attempts(self.run_folder), self.logs),
+                          said.attempt + 1 if said and said.job == self.here.job else 0)
         self.last: tuple[Path, StepEnd] | None = None
 
     @property

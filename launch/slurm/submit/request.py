@@ -37,6 +37,7 @@ from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from launch.slurm.trust import folders_of, group_exists, owner_problems
 from pipeline.config.loading import cluster_profile, config_hash
 from pipeline.config.places import make_folder
+from pipeline.config.plugins import loaded_plugins
 from pipeline.contract.locks import lock
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import git_state
@@ -139,8 +140,9 @@ def _refuse_untrusted(run: Run) -> None:
     elif not group_exists(launch.trusted_group):
         raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
                         f"yours).")
-    if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json")], launch.trusted_group,
-                               above=run.folder):
+    plugins = [*loaded_plugins().values()]
+    if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
+                               launch.trusted_group, [run.folder, *plugins]):
         raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
 
 

@@ -123,15 +123,22 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def submit_evaluation(run: Path, step: int, python: str, environment: dict[str, str]) -> ChainJob:
+def submit_evaluation(run: Path, step: int, python: str, environment: dict[str, str],
+                      files: dict[str, str] | None = None, content: str = "") -> ChainJob:
     """Submit the job that converts and evaluates the checkpoint after `step`: called by a train job, beside training,
     or by a submission for what is still owed.
 
+    Args:
+        files, content: hashes of the configuration, its plugins and the code, as the train job was submitted with them;
+            without them, as they are now.
+
     Raises:
-        UserError: Slurm did not take it.
+        UserError: Slurm did not take it, or something is not what was submitted.
     """
     chain = read_chain(run)
     assert chain is not None, f"nothing was submitted for {run}"
+    if changed := [path for path, sha256 in (files or {}).items() if sha256_file(Path(path)) != sha256]:
+        raise UserError(f"{', '.join(changed)} is not what was submitted.")
     config = load_config(chain.config, check=False)
     if config_hash(config) != chain.config_sha256:  # commands of its section `launch` go into the job's script
         raise UserError(f"{chain.config} is not the configuration that was submitted.")
@@ -144,8 +151,8 @@ def submit_evaluation(run: Path, step: int, python: str, environment: dict[str, 
               environment=environment, processes=tasks, cpus_per_task=tasks * asked.cpus,
               gpus_per_node=asked.gpus_per_node, asked=asked)
     # In a run folder of its own: it neither waits for the chain's own evaluation nor is taken for it.
-    content = read_json(Path(chain.code) / SNAPSHOT)["content"]
-    submission = Submission(config, chain.id, chain.code, content=content, files=_files(Path(chain.config)),
+    content = content or read_json(Path(chain.code) / SNAPSHOT)["content"]
+    submission = Submission(config, chain.id, chain.code, content=content, files=files or _files(Path(chain.config)),
                             of=evaluation_folder(run.absolute(), step))
     entry = _submit(submission, job, {}, kind="evaluation")
     add_job(run, chain.id, entry)

@@ -18,6 +18,7 @@ import pytest
 
 from launch.slurm import trust
 from launch.slurm.job.rank import defaults, make_caches
+from launch.slurm.job.srun import srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from launch.slurm.trust import (
@@ -197,6 +198,19 @@ def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_
         "in a sticky folder nobody exchanges what is another's"
 
 
+def test_folders_that_links_lead_through_are_looked_at(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "data/run").mkdir(parents=True)
+    (tmp_path / "shared/hop").symlink_to("../data")
+    (tmp_path / "runs").symlink_to(tmp_path / "shared/hop")
+    assert owner_problems([], None, [tmp_path / "runs/run"]) == []
+    (tmp_path / "shared").chmod(0o777)
+    said, = owner_problems([], None, [tmp_path / "runs/run"])
+    assert said.startswith(f"{tmp_path}/shared may be written by everybody")
+    with pytest.raises(PermissionError, match="shared may be written by everybody"):
+        private_folder(tmp_path / "shared/mine")
+
+
 def test_the_configuration_is_compared_whoever_owns_it(submitted):
     config = Path(submitted.run) / "launch/config-1.yaml"
     config.write_text("name: other")
@@ -228,7 +242,7 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     command = [sys.executable, "-I", trust.__file__, "node", submitted.code, submitted.code_sha256,
-               "sh", "-c", "echo $PYTHONPATH"]
+               "[null, true]", "sh", "-c", "echo $PYTHONPATH"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
 
     def run():
@@ -244,7 +258,10 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     status, said = run()
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "launch/a.py").write_text("evil")
-    assert run()[0] == 1
+    assert run()[0] == 2
+    step = srun_command(submitted, tmp_path, ["true"])
+    assert submitted.code not in step[:step.index("node")], "what looks at the copy is not taken from there"
+    assert "def local_copy(" in step[step.index("node") - 1]
 
 
 def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
@@ -356,5 +373,5 @@ def test_compilers_keep_what_they_run_again_in_private():
 def test_the_check_needs_nothing_but_the_standard_library():
     result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
                             capture_output=True, text=True, check=False)
-    assert result.returncode == 1 and result.stderr.startswith("refused: /nowhere/a/b/c.json")
+    assert result.returncode == 2 and result.stderr.startswith("refused: /nowhere/a/b/c.json")
     assert code_problems(Path("/nowhere"), "", None)[0].startswith("The copy of the code in /nowhere cannot be read")

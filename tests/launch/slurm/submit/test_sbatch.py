@@ -319,5 +319,5 @@ def test_an_evaluation_beside_training_is_submitted_from_a_process_of_its_own(sl
     assert (made.run, made.cpus_per_task) == (str(slurm.run / "evaluations/step-00000020"), 6)
     assert option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
-    with pytest.raises(OSError, match="is not the configuration that was submitted"):
+    with pytest.raises(OSError, match="is not what was submitted"):
         submit_apart(spec, 40)
