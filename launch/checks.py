@@ -84,7 +84,8 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
     """
     asked = list(dict.fromkeys(job.stage for job in jobs))
     running = list(dict.fromkeys(job.stage for job in jobs if job.to_run))
-    if not showing and (absent := _absent(run, running, asked)):
+    needed = {need for stage in running for need in STAGES[stage].needs}.difference(asked)
+    if not showing and (absent := [stage for stage in STAGES if stage in needed and run.manifest(stage) is None]):
         wanted = [stage for stage in STAGES if stage in asked or stage in absent]
         are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
         raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done, and "
@@ -305,8 +306,3 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     print(f"note      plan changed after step {progress.step}: {text}", flush=True)
                 break
-
-
-def _absent(run: Run, running: list[str], asked: list[str]) -> list[str]:
-    needed = {need for stage in running for need in STAGES[stage].needs}
-    return [stage for stage in STAGES if stage in needed and stage not in asked and run.manifest(stage) is None]

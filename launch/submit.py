@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from launch.estimate import Estimate
-    from launch.plan import Job, Machine
     from pipeline.config.tree import Config
 
 EXAMPLES = """\
@@ -138,6 +136,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
         say_absent,
     )
     from launch.describe import by_hand, print_commands, print_plan
+    from launch.estimate import estimate, matrix_rate
     from launch.forecast import disk
     from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
@@ -162,7 +161,10 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
                         "python -m tools.rehearse (--cpu for ranks without GPUs).")
     jobs = plan(config, run, stages, request)
     configuration_problems(config, jobs, options.config)
-    print_plan(config, run, jobs, request, where, disk(config, jobs), _estimate(config, jobs, machine))
+    # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
+    trains = not machine.gpus and any(job.stage == "train" and job.to_run for job in jobs)
+    print_plan(config, run, jobs, request, where, disk(config, jobs),
+               estimate(config, jobs, matrix_rate(machine.cores)) if trains else None)
     refuse_secrets(config, os.environ)
     refuse_unsound(run, jobs, request, showing=options.dry_run)
     say_absent(run, jobs)
@@ -173,15 +175,6 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     return run_jobs(config, jobs, request)
-
-
-def _estimate(config: Config, jobs: list[Job], machine: Machine) -> Estimate | None:
-    """How long it will take, where this box's cores train; of GPUs the launcher knows too little."""
-    from launch.estimate import estimate, matrix_rate
-
-    if machine.gpus or not any(job.stage == "train" and job.to_run for job in jobs):
-        return None
-    return estimate(config, jobs, matrix_rate(machine.cores))
 
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:

@@ -79,27 +79,21 @@ def prepare(run: Run, step: int) -> Path:
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
     if not (target / MARKER).exists():
         _link(source, target)
-    marker = read_marker(target)
+    marker, sub = read_marker(target), Run(config)
     save_config(config, folder / "config.yaml")
-    _train_manifest(Run(config), run, marker, target, name).write(folder / "train")
-    return folder / "config.yaml"
-
-
-def _train_manifest(sub: Run, run: Run, marker: dict[str, object], checkpoint: Path, name: str) -> Manifest:
-    """What the stages after train read of a finished one, for the checkpoint as it is."""
-    progress, config = marker["progress"], sub.config
-    assert isinstance(progress, dict) and isinstance(marker["files"], list)
+    # What the stages after train read of a finished one, for the checkpoint as it is.
+    progress = marker["progress"]
     vocabulary_size = int(sub.finished("tokenizer").counts["vocab_size"])
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size})
     outputs = [{**file, "path": f"{name}/{file['path']}"} for file in marker["files"]]
-    train = sub.own_folder("train")
-    return Manifest(
+    Manifest(
         stage="train", fingerprint=sub.fingerprint("train"), config_sha256=config_hash(config),
-        outputs=[*outputs, output_record(train, checkpoint / MARKER)],
+        outputs=[*outputs, output_record(folder / "train", target / MARKER)],
         counts={"checkpoint": name, "steps": progress["step"], "tokens": progress["tokens"],
                 "samples": progress["samples"], "parameters": model.parameter_count, "vocab_size": model.vocab_size,
                 "precision": progress["precision"], "ranks": marker["world_size"]},
-        drift=run.begun_drift("train"), started=now(), finished=now())
+        drift=run.begun_drift("train"), started=now(), finished=now()).write(folder / "train")
+    return folder / "config.yaml"
 
 
 def _link(source: Path, target: Path) -> None:

@@ -181,8 +181,9 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
             why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
             raise UserError(f"Slurm did not take the job {job.name}: {why}.") from None
         number = queued[0]  # its answer was lost
+    log = submission.run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
     return ChainJob(job.name, job.stage, kind or job.kind, number, job.elements or None,
-                    tuple(ids[need] for need in job.dependencies), _log(submission, job, number), str(spec), job.phase)
+                    tuple(ids[need] for need in job.dependencies), str(log), str(spec), job.phase)
 
 
 def _spec_path(submission: Submission, job: Job) -> Path:
@@ -200,11 +201,6 @@ def _spec(submission: Submission, job: Job) -> JobSpec:
                       "wrap": tuple(launch.wrap), "warned": job.stage in STAGES and STAGES[job.stage].workers,
                       "preflight": launch.preflight and trains, "code_sha256": submission.content,
                       "every_checkpoints": (launch.evaluate.every_checkpoints or 0) if trains else 0})
-
-
-def _log(submission: Submission, job: Job, job_id: str) -> str:
-    name = f"{job_id}_%a" if job.elements else job_id
-    return str(submission.run / LOGS / f"{name}.log")
 
 
 def _executor(submission: Submission, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
