@@ -1,7 +1,7 @@
 """Goodput: which share of the time since a run's first start went into steps that counted, and where the rest went.
 
 Computed from what training and the launcher wrote down: train/events.jsonl, train/metrics.jsonl, train/hangs, and, for
-a run on Slurm, launch/attempts.jsonl. Without torch: the launcher shows it too.
+a run that a launcher started, launch/attempts/. Without torch: the launcher shows it too.
 
 The records of one start of training make a `Start`. Steps, checkpoint stalls and looks were measured by training itself
 and are summed; the time between the end of one start and the first step of the next belongs to what the launcher said
