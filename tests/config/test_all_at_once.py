@@ -11,16 +11,19 @@ from tests.config.files import refusal, write
 
 
 def test_keys_types_and_combinations_come_together(tmp_path):
+    base = write(tmp_path / "base.yaml", "seed: 1\nshard:\n  nmae: 1\n")
     path = write(tmp_path / "c.yaml", """
 nmae: x
+base: base.yaml
 model: {heads: 6, kv_heads: 4, dim: 252, context_length: 128}
 train: {steps: 50, warmup_steps: 60, lr: fast, batch_tokens: 1000, sequence_length: 300, sample_tokens: 128}
 tokenizer: {vocab_size: 70016}
 encode: {dtype: uint16}
 """)
     said = refusal(path, "parallel.tp=two", check=False)
-    assert said.startswith("9 problems")
-    for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'?", "'train.lr' is 'fast'", "'parallel.tp'",
+    assert said.startswith("10 problems")
+    for expected in (f"{path}:2: unknown key 'nmae'; did you mean 'name'?", f"{base}:3: unknown key 'shard.nmae'",
+                     f"{path}:5: 'train.lr' is 'fast'", "the command line (parallel.tp=two): 'parallel.tp'",
                      "heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
                      "batch_tokens 1000 is not a multiple of train.sequence_length 300",
                      "sequence_length 300 is longer than model.context_length 128",

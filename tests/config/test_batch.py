@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from launch.describe import training_facts
+from launch.forecast import shape_of, state_bytes_per_rank
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import rank_problems
@@ -123,6 +124,9 @@ def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks, overri
     for _, within in in_phases(settings):
         assert BatchPlan.of(within.train, within.parallel, ranks).micro_batch == within.train.micro_batch
     assert rank_problems(settings, ranks) == []
+    if shape := shape_of(settings):  # its vocabulary is known before there is a tokenizer
+        least = 16 * shape.parameter_count / ranks  # of one copy
+        assert least <= state_bytes_per_rank(settings, ranks) < 40e9, "of 80 GB, before activations"
 
 
 def test_a_batch_of_fewer_sequences_than_data_parallel_ranks_is_refused_with_the_ways_out():

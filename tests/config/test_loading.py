@@ -80,16 +80,6 @@ def test_wrong_values_are_named(tmp_path, override, expected):
     assert expected in refusal(write(tmp_path / "c.yaml", "name: x\n"), override)
 
 
-def test_every_problem_is_reported_at_once_with_file_and_line(tmp_path):
-    write(tmp_path / "base.yaml", "train:\n  lrr: 1\n")
-    path = write(tmp_path / "c.yaml", "base: base.yaml\nmodel:\n  dim: wide\nnmae: x\n")
-    text = refusal(path, "encode.dtype=int8")
-    assert "4 problems" in text
-    for expected in (f"{tmp_path}/base.yaml:2: unknown key 'train.lrr'", f"{path}:3: 'model.dim' is 'wide'",
-                     f"{path}:4: unknown key 'nmae'", "the command line (encode.dtype=int8)"):
-        assert expected in text
-
-
 def test_broken_files_are_refused_in_one_sentence(tmp_path):
     assert "not valid YAML" in refusal(write(tmp_path / "broken.yaml", "train: [1\n"))
     assert "written twice" in refusal(write(tmp_path / "twice.yaml", "name: a\ntrain: {}\nname: b\n"))

@@ -59,7 +59,8 @@ def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path):
 
 @pytest.mark.parametrize(("data", "words"), [
     (b"name: x\ntrain: {prompts: [caf\xe9]}\n", "c.yaml:2: the byte 0xe9 is not UTF-8"),
-    ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"[" * 20_000, "nested too deeply")])
+    ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"[" * 20_000, "nested too deeply"),
+    (b"name: \x00\n", "is not valid YAML")])
 def test_files_that_are_no_text(tmp_path, data, words):
     assert words in refusal(write(tmp_path / "c.yaml", data))
 

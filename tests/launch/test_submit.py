@@ -108,6 +108,7 @@ def test_finished_partial_and_stale_stages(launcher):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--stage", "tran"], ["does not know tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
+    (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
     (["--stage", "all", "train.batch_tokens=8448", "train.warmup_steps=99", "model.heads=7"],
      ["4 problems", "33 sequences (train.batch_tokens 8448 / train.sequence_length 256) is not divisible by 2 "
       "data-parallel ranks", "train.warmup_steps 99",
@@ -119,6 +120,7 @@ def test_finished_partial_and_stale_stages(launcher):
      ["train.attention names nosuch:Nope, but there is no module nosuch"]),
     ([], ["No stage is given"]),
     (["--why", "trian"], ["does not know trian"]),
+    (["--explain", "train.lrr"], ["There is no setting 'train.lrr'"]),
 ])
 def test_refusals_start_nothing(launcher, arguments, said):
     result = launcher.submit(*arguments)

@@ -22,8 +22,9 @@ class Recorded:
         self.step, self.train_s, self.look_s = 0, 0.0, 0.0
 
     def launcher(self, event: str, **details: Any) -> None:
-        """A line of attempts.jsonl."""
-        self._write(ATTEMPTS / "1.jsonl", {"event": event, "stage": "train", "at": self._stamp(), **details})
+        """A line of what the launcher did."""
+        self._write(ATTEMPTS / "1.jsonl", {"event": event, "stage": "train", "job": "1", "start": 0,
+                                           "at": self._stamp(), **details})
 
     def event(self, event: str, **details: Any) -> None:
         """A line of events.jsonl."""

@@ -112,7 +112,7 @@ def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch)
     first._send({"end": 0})
     monkeypatch.setenv(SECRET, "which rank 0 did not have")
     with pytest.raises(MessageError, match=f"The message told .* has another {SECRET}"):
-        second.listen("train")
+        second.listen("train", list)
 
 
 def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(monkeypatch):

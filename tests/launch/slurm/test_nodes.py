@@ -14,7 +14,7 @@ from launch.ports import PORTS, free_port
 from launch.slurm.job import slurm_host
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import NODES, add_strike, address, excluded, few, lost, named, spared, strikes
+from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.files import append_line
 from tests.launch.fake_job import Slurm
@@ -50,13 +50,6 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
 def test_many_nodes_in_a_sentence():
     assert named({"n2", "n1"}) == "n1, n2"
     assert named({f"n{number}" for number in range(1, 10)}) == "n1, n2, n3, n4, n5, n6, n7, n8 and 1 more"
-
-
-def test_one_accident_is_one_strike(tmp_path):
-    assert [add_strike(tmp_path, node, job, reason) for node, job, reason in (
-        ("n1", "1.0.0", "was late when training hung"), ("n1", "1.0.0", "went down"), ("n1", "1.1.0", "went down"),
-        ("n2", "1.0.0", "went down"))] == [1, 1, 2, 1]
-    assert excluded(tmp_path) == ["n1"]
 
 
 def test_lost_nodes(tmp_path):
