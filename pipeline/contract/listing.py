@@ -44,15 +44,6 @@ def listing_digest(listing: Sequence[Record]) -> str:
     return sha256_json([_line(record) for record in listing])
 
 
-def begun_identity(started: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The identity under which a stage was begun, as it is to be compared with that of now. A version before this one
-    hashed beforehand what units hash now; what it has read is read again."""
-    if "listing" not in now or "listing" in started:
-        return started
-    files = {name: digest for name, digest in started.get("files", {}).items() if name in now["files"]}
-    return {**started, "files": files}
-
-
 def write_listing(folder: Path, listing: Sequence[Record]) -> None:
     """Keep it in a stage's folder."""
     with atomic_file(folder / LISTING, "w") as file:
@@ -61,8 +52,6 @@ def write_listing(folder: Path, listing: Sequence[Record]) -> None:
 
 def changed_files(folder: Path, listing: Sequence[Record]) -> list[str]:
     """Names of the files that are new, gone, or of another size or time than when the stage in `folder` was begun."""
-    if not (folder / LISTING).exists():  # begun by a version that kept none, whose units are done again in any case
-        return []
     before: dict[str, list[Any]] = {}
     try:
         with open(folder / LISTING, encoding="utf-8") as file:

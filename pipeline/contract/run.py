@@ -13,7 +13,7 @@ from pipeline.config.plugins import imported, left_out, loaded_plugins, warn
 from pipeline.config.section import identity
 from pipeline.config.tree import Config
 from pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
-from pipeline.contract.listing import begun_identity, changed_files, listed_files, listing_digest
+from pipeline.contract.listing import changed_files, listed_files, listing_digest
 from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from pipeline.contract.parts import identity_key, marked_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
@@ -216,7 +216,7 @@ class Run:
         if (started := read_start(folder)) is None:
             return State("to do")
         now = self.fingerprint(stage)
-        before = begun_identity(started.fingerprint, now)
+        before = started.fingerprint
         changed = differences(before, now)
         if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])

@@ -32,7 +32,7 @@ from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, 
 
 INDEX = "index.json"
 _VERSION = 2
-"""Of the index. 1 had an entry for each piece, which are runs of one piece here: both are read."""
+"""Of the index."""
 _MOST_PIECES = 1 << 24
 """Of a tensor in one run."""
 _OPEN_FILES = 128
@@ -185,9 +185,9 @@ class CheckpointReader:
                 raise ValueError("it names a file that is not beside it")
         except (OSError, ValueError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
-        if version not in (1, _VERSION):
-            raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads forms 1 and {_VERSION}."
-                            f" Use the version of Drover that wrote it.")
+        if version != _VERSION:
+            raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads form {_VERSION}. Use "
+                            f"the version of Drover that wrote it.")
 
     def close(self) -> None:
         """Close the files."""

@@ -1,13 +1,9 @@
 """The index of a checkpoint: no piece is lost, however it is put together; it grows with ranks plus tensors."""
 
-import json
 
 import pytest
-import torch
 
 from pipeline.formats.shard_index import Entry, Index, check_cover, overlapping, rectangles, run_of
-from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_part
-from tests.formats.cutting import piece
 
 SHAPE = (96, 40)
 
@@ -61,20 +57,3 @@ def test_even_cuts_are_a_few_runs_and_lose_no_piece(layout):
         assert sorted(overlapping(entry, (0, 0), SHAPE)) == sorted(
             (rank, rectangle) for rank in range(ranks) for rectangle in owned(rank, ranks))
         assert len(entry.runs) <= 8, entry.runs
-
-
-OF_FORM_1 = {"version": 1, "files": ["rank-00000.safetensors", "rank-00001.safetensors"], "tensors": {
-    "exp_avg.w": {"dtype": "F32", "shape": [4, 3], "pieces": [
-        [0, [0, 0], [1, 3]], [0, [1, 0], [1, 2]], [1, [1, 2], [1, 1]], [1, [2, 0], [2, 3]]]}}}
-"""As the first version of the form was written, whose files were as today's."""
-
-
-def test_an_index_of_the_first_form_is_still_read(tmp_path):
-    moment = torch.randn(4, 3)
-    for rank, name in enumerate(OF_FORM_1["files"]):
-        write_part(tmp_path / name, {"exp_avg.w": [piece(moment, *part) for file, *part in OF_FORM_1["tensors"][
-            "exp_avg.w"]["pieces"] if file == rank]})
-    (tmp_path / INDEX).write_text(json.dumps(OF_FORM_1, separators=(",", ":")))
-    with CheckpointReader(tmp_path) as reader:
-        assert torch.equal(reader.read("exp_avg.w"), moment)
-        assert torch.equal(reader.read("exp_avg.w", (1, 1), (2, 2)), moment[1:3, 1:])
