@@ -78,7 +78,7 @@ class Excluded:
 
     def within(self, first: int, end: int) -> list[Range]:
         """The excluded parts of [first, end)."""
-        return [(max(first, a), min(end, b)) for a, b in self.ranges if a < end and b > first]
+        return [part for a, b in self.ranges if (part := (max(first, a), min(end, b)))[0] < part[1]]
 
     def outside(self, first: int, end: int) -> list[Range]:
         """The parts of [first, end) that are not excluded."""
