@@ -84,5 +84,5 @@ def test_groups_are_files_clusters_and_long_tests():
         "tests/model/test_rope.py::test_a", "tests/model/test_rope.py::test_b[x::y]",
         "tests/slurm/test_arrays.py::test_a", "tests/slurm/test_submissions.py::test_a",
         "tests/slurm/test_one_job.py::test_a",
-        "tests/stages/test_train.py::test_a", "tests/stages/test_train.py::test_b")]
+        "tests/stages/test_elastic.py::test_a", "tests/stages/test_elastic.py::test_b")]
     assert names[0] == names[1] and names[2] == names[3] != names[4] and names[5] != names[6]
