@@ -53,7 +53,7 @@ class StageFiles:
         begun: whether there is a start record.
         alive: whether the process that last held the stage is there; None where that cannot be seen from here.
         shares: by the id of an array.
-        ended: the launcher's last word on a start in the newest submission (`log_attempt`).
+        ended: the launcher's last word on a start in the newest submission, or on this box (`log_attempt`).
     """
 
     manifest: Manifest | None
@@ -107,8 +107,9 @@ def read_run(folder: Path) -> RunFiles:
     settings, chain = _settings(folder), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), _number(settings, "launch.train.nodes") or 1
     events: list[dict[str, Any]] = _quietly(lambda: read_attempts(folder), [])
+    newest = chain.id if chain else events[-1].get("chain") if events else None
     ended = {str(event.get("stage")): event for event in events
-             if event.get("event") == "ended" and chain and event.get("chain") == chain.id}
+             if event.get("event") == "ended" and event.get("chain") == newest}
     # Of stages that plugins added, nothing is imported: they are known by what they left or were submitted as.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(folder, stage, settings, [job for job in jobs if job.stage == stage and job.elements],

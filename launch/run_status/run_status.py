@@ -23,6 +23,8 @@ State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reu
 """docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states are what the files say, and may be old"
+RESTART_S = 120.0
+"""A stage whose launcher starts it again on this box writes that it runs within this time."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class _Stage:
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
             return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
         if files.alive:
+            return "running", ""
+        if files.ended.get("next") == "restart" and self.now - when(str(files.ended["at"])) < RESTART_S:
             return "running", ""
         if said:
             return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"

@@ -62,6 +62,10 @@ def test_local_run(run):
     assert run.states({})[3] == "stopped"
     run.state("train", "running")
     assert run.states({})[3] == "failed" and "is gone; it was killed. Logs: " in run.status({}).remarks[0]
+    run.attempt("ended", "train", "local", seconds=30, status="crashed", reason="rank 1: killed", next="restart")
+    assert run.states({})[3] == "running" and "crashed before and was started again" in run.status({}).remarks[0]
+    run.attempt("ended", "train", "local", seconds=20, status="crashed", reason="rank 1: killed", next="stop")
+    assert run.states({})[3] == "failed"
     assert wanted_ids(read_run(run.folder)) == []
     run.submitted(*run.whole_chain())  # before it was begun by hand
     write_text(run.folder / ".locks/train", "process 1 on another-machine, since then\n")
