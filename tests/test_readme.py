@@ -147,7 +147,7 @@ def test_a_second_run_is_up_to_date_at_once(demo, home):
 @pytest.mark.slow
 def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
     assert sorted(path.name for path in (home / "runs/trial").iterdir() if not path.name.startswith(".")) == \
-        ["config.yaml", "convert", "logs", "tensorboard", "train"]
+        ["config.yaml", "convert", "launch", "logs", "tensorboard", "train"]
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_an_untouched_run_is_in_order(whole, capsys):
     report = verify(whole)
     assert not report.problems and report.shards == report.shards_read > 4
     assert set(report.notes) == {LOGS}
-    assert all(".locks" in file or file.endswith(".log") for file in report.notes[LOGS])
+    assert all(".locks" in file or file.endswith((".log", "PROGRESS.json")) for file in report.notes[LOGS])
     assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["problems"] == []

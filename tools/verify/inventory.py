@@ -55,7 +55,7 @@ _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 _OF_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it "
                   "aside and goes on from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
-_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE, PROGRESS)
+_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE)
 
 
 @dataclass
@@ -202,6 +202,8 @@ class Inventory:
             self.report.note(SENT, str(path))
         elif parts[0] == PACKING and len(parts) > 2 and name != f"{PACKING}/{parts[1]}/{INDEX}":
             self._of_packing(path, path.parents[len(parts) - 3])
+        elif name == PROGRESS:  # replaced all along
+            self.report.note(LOGS, str(path))
         elif parts[0] == "units" or parts[0] == PACKING or (path.suffix == ".json" and len(parts) == 1):
             mend = ("Put it back from a copy: it cannot be made again" if name in _ONCE else
                     f"Delete it: --stage {stage} writes what it needs of it")
