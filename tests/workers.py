@@ -29,9 +29,10 @@ CLUSTERS = {"test_chain.py": "a", "test_one_job.py": "b"}
 SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
-LONG = ("tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools", "tests/launch", "tests/parallel",
-        "tests/test_shakespeare.py", "tests/stages")
-"""The longest groups. They start first, so that no worker is alone with a long one at the end."""
+LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools",
+        "tests/launch", "tests/parallel", "tests/test_shakespeare.py", "tests/stages")
+"""The longest groups. They start first, so that no worker is alone with a long one at the end. The first of all forks a
+process for each case: it has to be the first of its worker, since forks of a process that has used threads may crash."""
 
 
 def group_name(nodeid: str, root: Path) -> str:
