@@ -31,8 +31,8 @@ SPREAD = "tests/stages/"
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
 LONG = ("tests/test_fuzz.py", "tests/slurm", "tests/test_readme.py", "tests/test_faults.py", "tests/tools",
         "tests/launch", "tests/parallel", "tests/test_shakespeare.py", "tests/stages")
-"""The longest groups. They start first, so that no worker is alone with a long one at the end. The first of all forks a
-process for each case: it has to be the first of its worker, since forks of a process that has used threads may crash."""
+"""The longest groups. They start first, so that no worker is alone with a long one at the end. The fuzz forks a process
+for each case, so it has to be the first of its worker: forks of a process that has used threads may crash."""
 
 
 def group_name(nodeid: str, root: Path) -> str:
