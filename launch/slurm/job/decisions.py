@@ -216,11 +216,10 @@ def _broken(outcome: Outcome, terms: Terms) -> Decision:
 
 
 def _given_up(status: str, count: int, limit: str, last: str) -> Decision:
-    if limit.endswith("=0"):
-        return Decision("stop", status, last, 1, final=True)
-    times = f"{count} starts in a row" if count > 1 else "a start"
-    return Decision("stop", status, f"given up after {times} without a new checkpoint ({limit}); the last one: {last}",
-                    1, final=True)
+    # After the first start nothing was given up: no restart is allowed.
+    reason = last if count == 1 else \
+        f"given up after {count} starts in a row without a new checkpoint ({limit}); the last one: {last}"
+    return Decision("stop", status, reason, 1, final=True)
 
 
 def _go_on(decision: Decision, terms: Terms) -> Decision:

@@ -107,7 +107,7 @@ def submit(submission: Submission, jobs: list[Job], before: Chain) -> list[Chain
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
             raise UserError(f"{why} " + (
                 f"The jobs before it are queued; `python launch/submit.py --cancel {submission.run}` removes them "
-                f"({queued})." if queued else "Nothing is queued.")) from None
+                f"({queued})." if queued else "Nothing else is queued.")) from None
         ids[job.key] = entry.id
         submitted.append(entry)
     return submitted
@@ -175,10 +175,11 @@ def _submit(submission: Submission, job: Job, ids: Mapping[str, str], kind: str 
         # Not `submit`, which would pickle a function: the job's script names its program.
         number = executor._submit_command(executor._submitit_command_str).job_id
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        queued = [found.id for found in Scheduler().mine() or () if found.comment.split(" ")[0] == token(
-            submission.chain, job.key)]
+        mine = Scheduler().mine()
+        queued = [found.id for found in mine or () if found.comment.split(" ")[0] == token(submission.chain, job.key)]
         if not queued:
             why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
+            why += "" if mine is not None else "; nor does squeue, so it may be queued: --cancel would find it"
             raise UserError(f"Slurm did not take the job {job.name}: {why}.") from None
         number = queued[0]  # its answer was lost
     log = submission.run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"

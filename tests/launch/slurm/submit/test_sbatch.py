@@ -218,7 +218,7 @@ def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypat
     monkeypatch.setattr(request, "_new_id", lambda: "now")
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
     said = slurm.refused("--stage", "shard", SLOW="1")
-    assert "did not answer within 1 s" in said and "Nothing is queued" in said
+    assert "did not answer within 1 s" in said and "Nothing else is queued" in said
     write_queue = f"cat <<'END'\n{queued}\nEND\n"  # from the second question on: the first is before sbatch
     (slurm.tools / "squeue").write_text(f'#!/bin/sh\n[ -e "$QUEUE/asked" ] && {write_queue}touch "$QUEUE/asked"\n')
     assert "shard     job 555" in slurm.accepted("--stage", "shard", SLOW="1")
@@ -253,7 +253,7 @@ def test_a_refused_submission_says_what_is_queued(slurm):
     assert "trial-encode" in said and "invalid partition" in said
     assert f"--cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
-    assert "Nothing is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
+    assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
 
 
 def test_nothing_to_submit(slurm):
