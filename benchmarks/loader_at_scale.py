@@ -86,6 +86,8 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     """Do what a rank does at its start, then read samples at random places, and say what it took."""
     import torch  # noqa: F401 - what a rank has in memory before
 
+    from pipeline.config.phases import PhasePlan
+    from pipeline.config.training import TrainConfig
     from pipeline.contract.manifest import read_manifest
     from pipeline.data.sampling.loader import TrainingData
     from pipeline.data.shard_table import ShardTable, open_by_source
@@ -105,10 +107,12 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     columns = time.process_time()
     shards = open_by_source(folder, table, "train", sources)
     mixture = {source: MIXTURE.get(source, 1.0) for source in sources}
-    data = TrainingData(shards, length, 0, mixture, table.content("train"), counts.get("vocab_size"))
+    plan = PhasePlan.of(TrainConfig(sequence_length=length, batch_tokens=length, mixture=mixture))
+    data = TrainingData(shards, plan, 0, table.content("train"), counts.get("vocab_size"))
+    epoch = sum(sequences.count for sequences in data.spaces[0])
     ready = time.process_time()
     size = table.numbers.nbytes + table.sha256.nbytes + len(table.paths) + table.path_ends.nbytes + table.kind.nbytes
-    print(f"{len(table):,} shards, {table.numbers[:, 2].sum():,} tokens, {data.order.counts.sum():,} samples an epoch")
+    print(f"{len(table):,} shards, {table.numbers[:, 2].sum():,} tokens, {epoch:,} samples an epoch")
     print(f"start-up, seconds of one core: {ready - began:.2f}; on one rank {read - began:.2f} for a manifest of "
           f"{mib:.0f} MiB and {columns - read:.2f} for columns, on every rank {ready - columns:.2f}; {opened[0]} "
           f"shards opened")
@@ -117,7 +121,7 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     draw, done, seen = np.random.default_rng(1), 0, []
     began, wall = time.process_time(), time.perf_counter()
     while done < samples:
-        data.batch_of(draw.integers(0, data.order.counts.sum(), min(batch, samples - done)))
+        data.batch_of(draw.integers(0, epoch, min(batch, samples - done)))
         done += min(batch, samples - done)
         if done * 10 // samples > len(seen):
             seen.append(memory_mb())

@@ -94,6 +94,14 @@ def is_full_disk(error: BaseException) -> bool:
     return False
 
 
-def listed(problems: list[str]) -> str:
+def listed(problems: Sequence[str]) -> str:
     """Several problems as one block of text, one a line, so that all of them are reported at once."""
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
+
+
+def all_problems(problems: Sequence[str], heading: str, shown: int = 10) -> str:
+    """Problems for a person: the only one, or `heading`, the first few, and how many there are beside them."""
+    if len(problems) == 1:
+        return problems[0]
+    more = f"\n... and {len(problems) - shown:,} more" if len(problems) > shown else ""
+    return f"{heading}:\n{listed(problems[:shown])}{more}"

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config.phases import PhasePlan
+from pipeline.config.training import TrainConfig
 from pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from pipeline.data.token_shards import write_shard
 from pipeline.files import output_record
@@ -49,14 +51,24 @@ def write_numbered(folder: Path, lengths: Sequence[Sequence[int]]) -> ShardTable
          np.split(np.arange(1, sum(own) + 1), np.cumsum(own)[:-1])) for number, own in enumerate(lengths)]))
 
 
+def plan_of(phases: Sequence[Any] = (), **train: Any) -> PhasePlan:
+    """The plan of these settings of train."""
+    return PhasePlan.of(TrainConfig.model_validate({"sequence_length": 16, "batch_tokens": 64, "phases": list(phases),
+                                                    **train}))
+
+
 def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: dict[str, float] | None = None,
-                  packing: Any = None, *, opened: OpenShards | None = None, vocabulary: int = 60_000) -> Any:
-    """`TrainingData` over the shards of both sources."""
+                  packed: bool = False, *, plan: PhasePlan | None = None, opened: OpenShards | None = None,
+                  planner: Any = None, said: list[str] | None = None) -> Any:
+    """`TrainingData` over the shards of both sources; without a plan in one phase that no configuration speaks of.
+    Packings are planned by one process alone unless `planner` does it."""
     from pipeline.data.sampling.loader import TrainingData
+    from pipeline.data.sampling.packing import Alone, make
     opened = OpenShards(folder, table) if opened is None else opened
     shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
-    return TrainingData(shards, length if packing is None else packing.length, 3, mixture, table.content("train"),
-                        vocabulary, packing)
+    planner = planner or (lambda planning: make(planning, Alone(), [].append if said is None else said.append))
+    return TrainingData(shards, plan or plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), 3,
+                        table.content("train"), 60_000, (folder / "packing", planner) if packed else None)
 
 
 def assert_same_batches(one: Any, other: Any) -> None:
@@ -70,9 +82,9 @@ def assert_same_batches(one: Any, other: Any) -> None:
 def assert_readings(data: Any, below: int) -> None:
     """The pieces of samples are the tokens of their batches, and a document's readings are the pieces that name it."""
     from pipeline.data.provenance import pieces, readings
-    from pipeline.data.sampling.phases import ANEW
+    from pipeline.data.sampling.order import ANEW
     samples, seen, rows = np.arange(below), dict[Any, list[Any]](), dict[int, list[int]]()
-    epochs = data.order.locate(samples)[1].tolist()
+    epochs = data.order.locate(samples).epoch.tolist()
     for piece in pieces(data, samples):
         seen.setdefault((piece.shard.path, piece.document), []).append(
             (piece.sample, epochs[piece.sample], piece.start, piece.stop))
@@ -80,8 +92,8 @@ def assert_readings(data: Any, below: int) -> None:
     for sample in samples:
         batch = data.batch_of(np.array([sample]))
         assert rows[sample] == batch.tokens[0, :batch.tokens.shape[1] - batch.padding[0]].tolist()
-    for pool, stream in enumerate(data.streams):
-        for index, shard in enumerate(stream.shards):
+    for pool, shards in enumerate(data.shards):
+        for index, shard in enumerate(shards):
             for document in range(shard.documents):
                 found = readings(data, pool, index, document, below)
                 assert [(one.sample, one.epoch + one.anew * ANEW, one.start, one.stop) for one in found] == \

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.data.sampling.loader import TrainingData
-    from pipeline.data.sampling.order import SampleOrder
-    from pipeline.data.sampling.packed_data import PackedData
-    from pipeline.data.sampling.phases import PhasedOrder
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -114,7 +111,6 @@ def audit(folder: Path) -> Audit:
     lines = standing_lines(path)
     if not lines:
         raise UserError(f"{path} holds no step; there is nothing to audit.")
-    from pipeline.data.sampling.packed_data import PackedData
     from pipeline.training.data.token_check import DAMAGED
 
     events = list(read_lines(folder / "train/events.jsonl"))
@@ -129,11 +125,7 @@ def audit(folder: Path) -> Audit:
     _coverage(final, found)
     _left_out(final, rules, found)
     _checkpoints(folder, final, rules, found)
-    used = rules.excluded().outside(0, found.samples)
-    if isinstance(data, PackedData):
-        _packed_sequences(data, used, found)
-    else:
-        _sequences(data.order, used, found)
+    _sequences(data, rules.excluded().outside(0, found.samples), found)
     return found
 
 
@@ -284,84 +276,36 @@ def _data(folder: Path) -> TrainingData:
     return data
 
 
-def _packed_sequences(data: PackedData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
-    """Follow every used sample of packed phases to its sequence: within an epoch of a source no sequence of a plan may
-    come twice, nor a token in sequences of several plans."""
+def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
+    """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor a token in
+    sequences of several lengths or packings."""
     import numpy as np
+
+    from pipeline.data.sampling.order import ANEW
 
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
         located = data.order.locate(sample_numbers([part]))
-        for pool, epoch, plan in np.unique(np.stack(located[:3]), axis=1).T.tolist():
-            used = seen.setdefault((pool, epoch), {}).setdefault(plan, np.zeros(
-                data.bins(plan, pool).count, dtype=np.int64))
-            here = (located.pool == pool) & (located.epoch == epoch) & (located.plan == plan)
+        for pool, epoch, space in np.unique(np.stack(located[:3]), axis=1).T.tolist():
+            used = seen.setdefault((pool, epoch), {}).setdefault(
+                space, np.zeros(data.spaces[space][pool].count, dtype=np.int64))
+            here = (located.pool == pool) & (located.epoch == epoch) & (located.space == space)
             np.add.at(used, located.sequence[here], 1)
-    for (pool, epoch), plans in sorted(seen.items()):
-        name = data.order.pools[pool].name
-        for plan, used in plans.items():
-            found.faults += [f"sequence {sequence} of {name}, packed to {data.bins(plan, pool).length}, came "
-                             f"{used[sequence]} times in epoch {epoch}" for sequence in np.flatnonzero(used > 1)]
-        for index, shard in enumerate(data.streams[pool].shards if len(plans) > 1 else ()):
-            starts, stops = (np.concatenate(parts) for parts in zip(
-                *(data.bins(plan, pool).pieces_of(index, used > 0) for plan, used in plans.items()), strict=True))
+    for (pool, number), spaces in sorted(seen.items()):
+        epoch = f"{number % ANEW}" + (f" of phase {number // ANEW}" if number >= ANEW else "")
+        for space, used in spaces.items():
+            name, length = data.order.pools[pool].name, data.spaces[space][pool].length
+            found.faults += [f"sequence {sequence} of {name}, of {length} tokens, came {used[sequence]} times in epoch "
+                             f"{epoch}" for sequence in np.flatnonzero(used > 1)]
+        for index, shard in enumerate(data.shards[pool] if len(spaces) > 1 else ()):
+            parts = [data.spaces[space][pool].overlap(index, 0, shard.token_count) for space in spaces]
+            mine = [used[part.numbers] > 0 for part, used in zip(parts, spaces.values(), strict=True)]
+            starts, stops = (np.concatenate([part[side][own] for part, own in zip(parts, mine, strict=True)])
+                             for side in (1, 2))
             ascending = np.argsort(starts)
             again = np.flatnonzero(starts[ascending][1:] < stops[ascending][:-1])
             found.faults += [f"tokens of {shard.name} from {starts[ascending][place + 1]} on came twice in epoch "
                              f"{epoch}" for place in again]
-
-
-def _sequences(order: SampleOrder | PhasedOrder, used_ranges: Sequence[Range], found: Audit,
-               chunk: int = 1_000_000) -> None:
-    """Follow every used sample to its sequence: within an epoch of a pool no sequence may come twice, nor any part of
-    one where phases have sequences of several lengths."""
-    import numpy as np
-
-    seen: dict[tuple[int, int], np.ndarray] = {}
-    unit = _unit(order)
-    for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
-        pools, epochs, places, lengths = _places(order, sample_numbers([part]))
-        for pool, epoch in {(int(pool), int(epoch)) for pool, epoch in zip(pools, epochs, strict=True)}:
-            used = seen.setdefault((pool, epoch), np.zeros(_pieces(order, pool), dtype=np.int64))
-            here = (pools == pool) & (epochs == epoch)
-            for length in np.unique(lengths[here]):
-                own = places[here & (lengths == length)] // unit
-                for within in range(int(length) // unit):
-                    np.add.at(used, own + within, 1)
-    for (pool, epoch), used in sorted(seen.items()):
-        for sequence in np.flatnonzero(used > 1):
-            found.faults.append(f"sequence {sequence} of {order.pools[pool].name} came {used[sequence]} times in epoch "
-                                f"{epoch}")
-
-
-def _unit(order: SampleOrder | PhasedOrder) -> int:
-    """Tokens of the smallest piece that is used as a whole."""
-    from pipeline.data.sampling.order import SampleOrder
-
-    if isinstance(order, SampleOrder):
-        return order.length
-    return math.gcd(*(phase.train.sequence_length for phase in order.plan.phases))
-
-
-def _pieces(order: SampleOrder | PhasedOrder, pool: int) -> int:
-    """How many such pieces a pool has at most."""
-    from pipeline.data.sampling.order import SampleOrder
-
-    if isinstance(order, SampleOrder):
-        return int(order.counts[pool])  # packed documents may need more sequences than their tokens would fill
-    return order.pools[pool].tokens // _unit(order) + 1
-
-
-def _places(order: SampleOrder | PhasedOrder, samples: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Pool, epoch, first token and length of samples."""
-    import numpy as np
-
-    from pipeline.data.sampling.phases import PhasedOrder
-
-    if isinstance(order, PhasedOrder):
-        return tuple(order.locate(samples))
-    pools, epochs, sequences = order.locate(samples)
-    return pools, epochs, sequences * order.length, np.full_like(sequences, order.length)
 
 
 def main(arguments: list[str] | None = None) -> int:

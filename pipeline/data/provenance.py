@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.data.exclusion import sample_numbers
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.phases import ANEW
+from pipeline.data.sampling.order import ANEW
 from pipeline.data.token_shards import TokenShard
 
 
@@ -58,8 +58,8 @@ class SeenDocument:
 
 def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
     """Every document's part of the samples with these numbers, in order."""
-    for sample, (stream, sequence) in zip(samples, data.located(samples), strict=True):
-        for span in stream.spans(sequence):
+    for sample, (sequences, number) in zip(samples, data.located(samples), strict=True):
+        for span in sequences.spans(number):
             at = span.start
             while at < span.stop:
                 document = span.shard.document_at(at)
@@ -88,9 +88,9 @@ def readings(data: TrainingData, pool: int, index: int, document: int, below: in
     """When a document is read: `pieces` backwards, in the order of samples; only of those below `below`.
 
     Args:
-        pool, index: the stream, and the shard's place in it.
+        pool, index: the pool, and the shard's place in it.
     """
-    begin, end = data.streams[pool].shards[index].document_span(document)
+    begin, end = data.shards[pool][index].document_span(document)
     found = data.readings_of(pool, index, begin, end, below)
     return [Reading(sample, epoch % ANEW, start - begin, stop - begin, epoch // ANEW) for sample, epoch, start, stop in
             zip(*(part.tolist() for part in found), strict=True)]

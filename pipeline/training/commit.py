@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.data.sampling.consumption import trained_on
-from pipeline.data.sampling.phased_data import OverPhasesData
 from pipeline.files import output_record
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, read_marker
 from pipeline.records.generation_settings import FILE
@@ -48,12 +46,10 @@ def commit(session: Session, checkpoint: Path, shards_checked: int) -> None:
 
 
 def _consumed(session: Session, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often each source was gone through, and what rollbacks left out; of a training in phases also what each has
-    trained on: tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was
-    counted, where the log has it."""
+    """How often each source was gone through, and of each phase what it has trained on and what rollbacks left out:
+    tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was counted, where
+    the log has it."""
     data, samples = session.data, session.progress.samples
-    if not isinstance(data, OverPhasesData):
-        return trained_on(data.order, samples, session.guard_runner.excluded)
     phases = [{"steps": phase.steps, "tokens": trained, "left_out": left_out} for phase, trained, left_out in
               zip(data.order.plan.phases, data.order.consumed(samples), data.order.left_out(samples), strict=True)]
     if data.packings:

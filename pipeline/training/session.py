@@ -118,7 +118,7 @@ class Session:
                 self.say(f"plan changed: {text}")
         else:
             self.progress = TrainingProgress(plan_sha256=plan)
-        refuse_beyond(self.config, work.input("encode")[1].counts, self.data, self.say)
+        refuse_beyond(train, self.data, self.say)
         self.tokens = TokenCheck(work, self.batches.table, self.data, self.ranks, self.progress, self.say,
                                  lambda name, **details: self.recorder.event(name, **details),
                                  stored=self.batches.stored is not None)

@@ -14,7 +14,6 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 from pipeline.data.sampling.consumption import planned_by
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packed_data import PackedData
 from pipeline.parallel.grid import Grid
 from pipeline.training.determinism import is_deterministic
 from pipeline.training.engines.engine import Engine
@@ -36,13 +35,13 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
 
 
 def packing_facts(data: TrainingData) -> dict[str, Any]:
-    """What is recorded of how documents are put into sequences, and in phases of the tokens that these are to take;
-    nothing where documents are one after another."""
-    planned = {}
-    if isinstance(data, PackedData):
-        found = planned_by(data.order)
-        planned = {"planned": {"plan_sha256": data.order.links[-1], "tokens": found.phases, "padding": found.padding}}
-    return {"packing": {"kind": "best_fit", **data.packing_facts()}, **planned} if data.packings else {}
+    """What is recorded of how documents are put into sequences, and of the tokens that phases are to take; nothing
+    where documents are one after another."""
+    if not data.packings:
+        return {}
+    found = planned_by(data.order)
+    return {"packing": {"kind": "best_fit", **data.packing_facts()},
+            "planned": {"plan_sha256": data.order.links[-1], "tokens": found.phases, "padding": found.padding}}
 
 
 def start_facts(session: Session) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pipeline.data.sampling.loader import TrainingData
 from pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
-from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
+from tests.token_shards import SOURCES, assert_same_batches, plan_of, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}
 
@@ -56,8 +56,9 @@ def kept_whole(folder, records, mixture=MIXTURE):
     shards = {source: [TokenShard(folder / record["path"], record)
                        for record in sorted(records, key=lambda record: record["path"])
                        if (record["split"], record["source"]) == ("train", source)] for source in SOURCES}
-    return TrainingData(shards, 16, 3, mixture, [[record["path"], record["sha256"]] for record in records
-                                                 if record["split"] == "train"])
+    plan = plan_of(batch_tokens=16, mixture=mixture)
+    return TrainingData(shards, plan, 3, [[record["path"], record["sha256"]] for record in records
+                                          if record["split"] == "train"])
 
 
 def open_files():
@@ -104,7 +105,7 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
         (tmp_path / record["path"]).symlink_to(tmp_path / records[number % 8]["path"])
     data = data_of(tmp_path, ShardTable.of(many), most=20, whole=0)
     gc.collect()  # what other tests have left open
-    kept, before, most = data.streams[0].shards.opened, open_files(), 0
+    kept, before, most = data.shards[0].opened, open_files(), 0
     for first in range(0, 1500, 50):
         data.batch(first, 50)
         most = max(most, open_files() - before)

@@ -80,7 +80,7 @@ def test_kills_and_requests_to_stop_on_any_ranks_leave_the_curve_as_it_was(fresh
     assert proven(fresh)
     assert len(events(fresh, "start") + events(fresh, "resume")) == len(layouts) + 1
     counts = read_manifest(train_folder(fresh)).counts
-    assert 0 < counts["restarts"] <= len(layouts) and (steps == 16 or counts["epochs"]["all"] > 1)
+    assert 0 < counts["restarts"] <= len(layouts) and (steps == 16 or counts["epochs"]["all sources"] > 1)
     whole = {record["step"]: record for record in curve(fresh, "whole")}
     assert {record["step"] for record in lines(fresh)} == set(whole)
     assert all(record[key] == whole[record["step"]][key] for record in lines(fresh) for key in ("samples", "targets"))

@@ -8,7 +8,7 @@ from pipeline.config.loading import load_config, save_config
 from pipeline.config.phases import PhasePlan
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
-from pipeline.data.sampling.packing_plan import Alone, make
+from pipeline.data.sampling.packing import Alone, make
 from pipeline.files import write_json
 from pipeline.records.checkpoints import FORMAT, MARKER
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks

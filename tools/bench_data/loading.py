@@ -12,9 +12,8 @@ import torch
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.data.sampling.loader import Prefetcher, TrainingData
-from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
-from pipeline.data.sampling.packing_plan import Alone, Planning, make, read
-from pipeline.data.shard_table import OpenShards, Shards, ShardTable, open_shards
+from pipeline.data.sampling.packing import Alone, make
+from pipeline.data.shard_table import ShardTable, open_shards
 from pipeline.data.token_shards import write_shard
 from pipeline.files import output_record
 from tools.bench_data.measuring import Row, alternated, rows_of, timed
@@ -37,12 +36,11 @@ def loader_section(texts: list[str], mb: float, place: Path, options: argparse.N
     folder, flat = place / "encode", place / "tokens.bin"
     table = _made(folder, flat)
     shards = {"all": open_shards(folder, table, "train")}
-    packing = make(Planning.whole(place / "plan", OpenShards(folder, table), LENGTH), Alone(),
-                   lambda text: print(f"  {text}"))
-    print(f"  {packing}")
-    ways = {"concatenated": TrainingData(shards, LENGTH, 0, None, None, 1 << 16),
-            "packed": TrainingData(shards, LENGTH, 0, None, None, 1 << 16, packing),
-            "packed in a phase": _in_a_phase(place / "phases", shards)}
+    once = PhasePlan.of(TrainConfig(sequence_length=LENGTH, batch_tokens=LENGTH))
+    packed = place / "plan", lambda planning: make(planning, Alone(), lambda text: print(f"  {text}"))
+    ways = {"concatenated": TrainingData(shards, once, 0, None, 1 << 16),
+            "packed": TrainingData(shards, once, 0, None, 1 << 16, packed)}
+    print(f"  {ways['packed'].packings[0]}")
     rows = []
     for batch in BATCHES:
         beside = f"memmap rows, batches of {batch}"
@@ -53,14 +51,6 @@ def loader_section(texts: list[str], mb: float, place: Path, options: argparse.N
         found = rows_of("loader", alternated(contenders, options.rounds), SEQUENCES * (LENGTH + 1) / 1e6, beside)
         rows += [{**row, "unit": "M tokens"} for row in found]
     return rows
-
-
-def _in_a_phase(folder: Path, shards: dict[str, Shards]) -> PackedData:
-    """The same sequences as packed without phases, by the order over phases."""
-    plan = PhasePlan.of(TrainConfig.model_validate({
-        "sequence_length": LENGTH, "batch_tokens": LENGTH, "packing": "best_fit", "phases": [{"until": TOKENS}]}))
-    packings = PhasePackings(folder, shards, lengths_of(plan), lambda planning: read(planning, lambda text: None))
-    return PackedData(packings, plan, 0, None, 1 << 16)
 
 
 def _made(folder: Path, flat: Path) -> ShardTable:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.content_hash import content_hash
+from pipeline.data.sampling.packing import is_sound
 from pipeline.data.token_shards import TokenShard
 from pipeline.files import seal_of, sha256_file
 from tools.verify.findings import Found, Problem
@@ -70,6 +71,13 @@ def check_file(path: Path, record: Record, mend: str) -> Found:
     """An output by its record."""
     problem = hash_problem(path, record, mend)
     return Found((problem,) if problem else (), 1, record["bytes"])
+
+
+def check_plan(path: Path) -> Found:
+    """A packing's plan of a shard."""
+    problems = () if is_sound(path) else (
+        Problem(str(path), "it was torn or changed", "Delete it: training makes it anew"),)
+    return Found(problems, 1, path.stat().st_size)
 
 
 def check_size(path: Path, record: Record, mend: str) -> Found:

@@ -16,21 +16,20 @@ from pipeline.contract.run import Run, run_in
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import PROGRESS, RESERVE
-from pipeline.data.sampling.packing_plan import INDEX
 from pipeline.data.stored.copying import COPIES as SENT_NOTES
 from pipeline.data.text_shards import SPLITS
 from pipeline.encode import counted
 from pipeline.errors import UserError
-from pipeline.files import read_json, seal_of
+from pipeline.files import seal_of
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, complete_checkpoints, whole_marker
 from pipeline.records.generation_settings import FILE as GENERATION
 from pipeline.records.pending_evaluations import EVALUATIONS
 from pipeline.records.rollbacks import ROLLBACKS
 from pipeline.tokenization.kinds import RECORD, vocabulary_record
 from tools.verify.checks import (
-    WENT,
     Check,
     check_file,
+    check_plan,
     check_seal,
     check_shard,
     check_size,
@@ -49,7 +48,7 @@ CLEARED = "of an evaluation beside training: removed once it had its result"
 FAR = "in an object store: not read again"
 SENT = "notes of what was sent to an object store: tools.copy_tokens --compare looks at what lies there"
 UNSAMPLED = "input files that the sample leaves out"
-PACKING, TOKENS = "packing", ".arrow"
+PACKING = "packing"
 _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 """Records of a stage that it does not make again; the first of what training sent to a store."""
 _OF_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it "
@@ -200,11 +199,11 @@ class Inventory:
             self._of_checkpoint(path, parts)
         elif parts[0] == SENT_NOTES:
             self.report.note(SENT, str(path))
-        elif parts[0] == PACKING and len(parts) > 2 and name != f"{PACKING}/{parts[1]}/{INDEX}":
-            self._of_packing(path, path.parents[len(parts) - 3])
+        elif parts[0] == PACKING:
+            self.checks.append(Check(check_plan, (path,), passing=True))
         elif name == PROGRESS:  # replaced all along
             self.report.note(LOGS, str(path))
-        elif parts[0] == "units" or parts[0] == PACKING or (path.suffix == ".json" and len(parts) == 1):
+        elif parts[0] == "units" or (path.suffix == ".json" and len(parts) == 1):
             mend = ("Put it back from a copy: it cannot be made again" if name in _ONCE else
                     f"Delete it: --stage {stage} writes what it needs of it")
             self.checks.append(Check(check_seal, (path, mend), passing=True))
@@ -234,22 +233,6 @@ class Inventory:
             self.report.problems.append(Problem(str(path), f"{MARKER} beside it does not name it", "Move it away"))
             return
         self.checks.append(Check(check_file, (path, record, _OF_CHECKPOINT), passing=True))
-
-    def _of_packing(self, path: Path, folder: Path) -> None:
-        """The plan of a shard's packing, whose hash is in the index of the folder."""
-        mend = "Delete it: training makes it anew, and compares it with the index"
-        try:
-            plans = {} if seal_of(folder / INDEX) == "damaged" else read_json(folder / INDEX)["plans"]
-        except (OSError, ValueError, KeyError, TypeError):
-            plans = {}
-        inside = path.relative_to(folder).with_suffix(TOKENS).as_posix()
-        if not path.exists():
-            self.report.note(WENT, str(path))
-        elif inside in plans:
-            record = {"path": path.name, "bytes": path.stat().st_size, "sha256": plans[inside][-1]}
-            self.checks.append(Check(check_file, (path, record, mend), passing=True))
-        else:
-            self.report.note(BEHIND, str(path))
 
     def _sources(self, stage: str, manifest: Manifest) -> None:
         for record in manifest.files:

@@ -117,9 +117,9 @@ class Tracer:
 
     def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
         """When a document is read, in the order of samples."""
-        for pool, stream in enumerate(self.data.streams):
-            assert isinstance(stream.shards, Shards)
-            for index in np.flatnonzero(stream.shards.rows == row).tolist():
+        for pool, shards in enumerate(self.data.shards):
+            assert isinstance(shards, Shards)
+            for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)
                     yield {"step": passage.step, "what": passage.what, "rank": passage.rank, "sample": one.sample,

@@ -17,52 +17,37 @@ Integers = NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Parts of a shard that stay in one piece, int64 and (pieces,) each.
+    """Tokens of a shard that stay together: documents, or parts of them; (pieces,) each.
 
-    starts, lengths: in tokens; none is longer than a sequence, and none empty. goes_on: whether the document does.
+    starts, lengths: int64, in tokens. continues: whether the document does behind the piece's end.
     """
 
     starts: Integers
     lengths: Integers
-    goes_on: NDArray[np.bool_]
+    continues: NDArray[np.bool_]
+
+    def cut(self, length: int) -> Pieces:
+        """Each piece whole, or if it is longer than `length` one for each `length` tokens and one for the rest. What is
+        cut continues only where it fills a sequence: of any other the next token is no label of its last one."""
+        counts = -(-self.lengths // length)
+        ends, continues = (self.starts + self.lengths).repeat(counts), self.continues.repeat(counts)
+        within = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
+        starts = self.starts.repeat(counts) + within * length
+        lengths = np.minimum(length, ends - starts)
+        return Pieces(starts, lengths, (starts + length < ends) | (continues & (lengths == length)))
+
+    def joined(self) -> Pieces:
+        """The same in the order of the shard, neighbours in one document joined; none may come twice."""
+        order = np.argsort(self.starts)
+        starts, lengths, continues = (part[order] for part in self)
+        joins = continues[:-1] & (starts[:-1] + lengths[:-1] == starts[1:])
+        first, last = np.append(True, ~joins)[:len(starts)], np.append(~joins, True)[:len(starts)]
+        return Pieces(starts[first], (starts + lengths)[last] - starts[first], continues[last])
 
 
-class Runs(NamedTuple):
-    """Tokens of a shard that are to stay together, documents or parts of them; (runs,) each.
-
-    starts, ends: int64. goes_on: whether the document does, behind the run's end.
-    """
-
-    starts: Integers
-    ends: Integers
-    goes_on: NDArray[np.bool_]
-
-
-def pieces_of(offsets: Integers, length: int) -> Pieces:
-    """The documents that begin at `offsets` (the end of the last is the last of them): whole, or of those that are
-    longer than `length` a piece for each `length` tokens and one for the rest."""
-    return cut_runs(Runs(offsets[:-1], offsets[1:], np.zeros(len(offsets) - 1, bool)), length)
-
-
-def cut_runs(runs: Runs, length: int) -> Pieces:
-    """Each run whole, or if it is longer than `length` a piece for each `length` tokens and one for the rest. A piece
-    goes on only where it fills a sequence: of any other the next token is no label of its last one."""
-    counts = -(-(runs.ends - runs.starts) // length)
-    ends, goes_on = runs.ends.repeat(counts), runs.goes_on.repeat(counts)
-    within = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
-    starts = runs.starts.repeat(counts) + within * length
-    lengths = np.minimum(length, ends - starts)
-    return Pieces(starts, lengths, (starts + length < ends) | (goes_on & (lengths == length)))
-
-
-def joined_runs(pieces: Pieces) -> Runs:
-    """Pieces, none twice, in the order of the shard, those joined that are neighbours in one document."""
-    order = np.argsort(pieces.starts)
-    starts, ends, goes_on = pieces.starts[order], (pieces.starts + pieces.lengths)[order], pieces.goes_on[order]
-    joins = goes_on[:-1] & (ends[:-1] == starts[1:])
-    first, last = np.ones(len(starts), bool), np.ones(len(starts), bool)
-    first[1:], last[:-1] = ~joins, ~joins
-    return Runs(starts[first], ends[last], goes_on[last])
+def documents_at(offsets: Integers) -> Pieces:
+    """The documents that begin at `offsets`; the last of these is the end of the last document."""
+    return Pieces(offsets[:-1], np.diff(offsets), np.zeros(len(offsets) - 1, bool))
 
 
 def best_fit(lengths: Integers, room: int) -> tuple[Integers, Integers]:

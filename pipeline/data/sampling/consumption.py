@@ -6,22 +6,15 @@ Without torch: the launcher says it before a job queues.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from pipeline.config.mixture import tokens_text
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.exclusion import Excluded, sample_numbers
-from pipeline.data.sampling.order import Pool, SampleOrder
-from pipeline.data.sampling.packed_phases import PackedOrder
-from pipeline.data.sampling.phases import PhasedOrder
+from pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
 
-TOGETHER = "all sources"
-"""Stands for the sources where there is neither a mixture nor phases: they are one pool."""
 MANY = 4.0
 """Epochs of a source beyond which more of the same helps little (Muennighoff et al. 2023): said, not refused."""
 
@@ -40,9 +33,9 @@ class Consumption:
 
     phases: tuple[Mapping[str, int], ...]
     available: Mapping[str, int]
-    passed_over: tuple[Mapping[str, int], ...] = field(default=())
-    carried: tuple[Mapping[str, int], ...] = field(default=())
-    padding: tuple[int, ...] = field(default=())
+    passed_over: tuple[Mapping[str, int], ...] = ()
+    carried: tuple[Mapping[str, int], ...] = ()
+    padding: tuple[int, ...] = ()
 
     def tokens(self, source: str) -> int:
         """Of a source, in all phases."""
@@ -60,48 +53,20 @@ def train_tokens(config: Config, counts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def planned(config: Config, available: Mapping[str, int]) -> Consumption:
-    """What the whole training will consume of sources with so many training tokens.
+    """What the whole training will consume of sources with so many training tokens, documents one after another.
 
     Raises:
         UserError: a source that is to be used holds less than a sequence, or its share is too small.
     """
-    train, plan = config.train, PhasePlan.of(config.train)
-    if plan.declared:
-        order = PhasedOrder([Pool(name, tokens) for name, tokens in available.items()], plan, config.seed)
-        return Consumption(tuple(order.consumed(order.end)), dict(available), tuple(order.passed_over()))
-    shares = None if train.mixture is None else [train.mixture[name] for name in available]
-    pools = {TOGETHER: sum(available.values())} if shares is None else dict(available)
-    simple = SampleOrder([Pool(name, tokens) for name, tokens in pools.items()], train.sequence_length, config.seed,
-                         shares)
-    return Consumption((consumed_by(simple, plan.sequences_between(0, plan.steps)),), pools)
+    plan = PhasePlan.of(config.train)
+    held = {TOGETHER: sum(available.values())} if is_one_pool(plan) else available
+    return planned_by(Order([Pool(name, tokens) for name, tokens in held.items()], plan, config.seed))
 
 
-def planned_by(order: PackedOrder) -> Consumption:
-    """What the whole training will consume, documents packed, with what was left out so far beside it."""
-    return Consumption(tuple(order.consumed(order.end)), {pool.name: pool.tokens for pool in order.pools},
-                       carried=tuple(order.carried()), padding=tuple(order.padding(order.end)))
-
-
-def consumed_by(order: SampleOrder, samples: int) -> dict[str, int]:
-    """Tokens of each pool among the first `samples` samples; of a packed one as many as its sequences have on average,
-    without padding."""
-    epochs = order.epochs(samples)
-    return {pool.name: round(epochs[pool.name] * int(count)) * order.length if pool.packed is None
-            else round(epochs[pool.name] * pool.tokens) for pool, count in zip(order.pools, order.counts, strict=True)}
-
-
-def trained_on(order: SampleOrder, samples: int, excluded: Excluded) -> dict[str, Any]:
-    """Counts for train's manifest, of a training without phases: how often each pool was gone through in the first
-    `samples` samples without those left out, and the tokens of these by pool, where there are any."""
-    epochs, numbers = order.epochs(samples), sample_numbers(excluded.within(0, samples))
-    if not len(numbers):
-        return {"epochs": epochs}
-    counts = np.bincount(order.locate(numbers)[0], minlength=len(order.pools)).tolist()
-    shares = {pool.name: count / int(size) if size else 0.0
-              for pool, count, size in zip(order.pools, counts, order.counts, strict=True)}
-    left_out = {pool.name: count * order.length if pool.packed is None else round(shares[pool.name] * pool.tokens)
-                for pool, count in zip(order.pools, counts, strict=True)}
-    return {"epochs": {name: epochs[name] - share for name, share in shares.items()}, "left_out": left_out}
+def planned_by(order: Order) -> Consumption:
+    """What the whole training will consume, with what was left out so far beside it."""
+    return Consumption(tuple(order.consumed(order.end)), dict(order.pools), tuple(order.passed_over()),
+                       tuple(order.carried()), tuple(order.padding(order.end)) if order.packings else ())
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
@@ -133,15 +98,13 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
                 found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
-        carried = {name: left for name, left in (consumption.carried or ({},) * (number + 1))[number].items() if left}
         found += [f"  of {name} the epoch has {tokens_text(left)} tokens left where the length changes: they come "
-                  f"first, packed anew" for name, left in carried.items()]
+                  f"first, packed anew" for name, left in consumption.carried[number].items() if left]
         if consumption.padding:
             found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
-        over = {name: left for name, left in (consumption.passed_over or ({},) * (number + 1))[number].items() if left}
         found += [f"  left to the next epoch where the length changes: {tokens_text(left)} of {name}"
-                  for name, left in over.items()]
+                  for name, left in consumption.passed_over[number].items() if left]
     if train.max_epochs is None:
         found += [f"  {source} is gone through {consumption.epochs(source):.1f} times, and beyond {MANY:g} the same "
                   f"text helps little; train.max_epochs refuses more than it says"

@@ -10,17 +10,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.config.phases import PhasePlan
 from pipeline.data.exclusion import Excluded
 from pipeline.data.sampling.batch import Batch, assemble
 from pipeline.data.sampling.lookahead import Lookahead
-from pipeline.data.sampling.order import SampleOrder
-from pipeline.data.sampling.packing import Packing, Plans
-from pipeline.data.sampling.streams import Held, Sequences, Windows
-from pipeline.data.shard_table import joined
+from pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
+from pipeline.data.sampling.packing import Packing, PhasePackings, Planner
+from pipeline.data.sampling.sequences import Sequences, TokenStream, Windows
+from pipeline.data.shard_table import Shards, joined
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 
@@ -36,43 +38,47 @@ class Readings(NamedTuple):
 
 
 class TrainingData:
-    """Training sequences by sample number.
+    """Training sequences by sample number. A batch lies within a phase: its sequences are of one length.
 
     Args:
         shards: token shards of the training split by source, in the order of the configuration.
-        length: tokens per sequence.
-        seed: of the order.
-        mixture: share of each source; None: all sources in one pool, each sequence once an epoch.
-        content: what identifies the tokens, for the plan hash (see `SampleOrder`).
+        plan: the phases.
+        seed, content: of the order (see `Order`).
         vocabulary: how many ids there are; a batch with another one is refused. None: it is not known.
-        packing: how documents are put into sequences; None: one after another, cut wherever a sequence is full.
+        packing: the folder for plans of packings, and what makes or reads one; None: documents lie one after another.
 
     Attributes:
         order: which sequence is sample number g.
-        streams: the sequences of each of its pools.
+        packings: the plans of packings that sequences come from; those of what epochs have left are added as phases are
+            laid out.
+        spaces: all sequences, by their space and pool (`order.Located`).
     """
 
-    def __init__(self, shards: Mapping[str, Sequence[TokenShard]], length: int, seed: int,
-                 mixture: dict[str, float] | None, content: object, vocabulary: int | None = None,
-                 packing: Packing | None = None) -> None:
-        self.length, self.vocabulary, self._packing = length, vocabulary, packing
-        parts = {"all": joined(list(shards.values()))} if mixture is None else shards
-        shares = None if mixture is None else [mixture[name] for name in parts]
-        plans = None if packing is None else Plans(packing)
-        self.streams: list[Sequences] = [Windows(part, length) if plans is None else plans.sequences(part)
-                                         for part in parts.values()]
-        pools = [stream.pool(name) for name, stream in zip(parts, self.streams, strict=True)]
-        self.order = SampleOrder(pools, length, seed, shares, content)
+    def __init__(self, shards: Mapping[str, Sequence[TokenShard]], plan: PhasePlan, seed: int, content: object,
+                 vocabulary: int | None = None, packing: tuple[Path, Planner] | None = None) -> None:
+        self.vocabulary, lengths = vocabulary, lengths_of(plan)
+        parts = {TOGETHER: joined(list(shards.values()))} if is_one_pool(plan) else shards
+        streams = [TokenStream(part) for part in parts.values()]
+        pools = [Pool(name, stream.tokens) for name, stream in zip(parts, streams, strict=True)]
+        self.packings: Sequence[Packing] = ()
+        self.spaces: Sequence[Sequence[Sequences]] = [[Windows(stream, length) for stream in streams]
+                                                      for length in lengths]
+        packings = None
+        if packing is not None:
+            tables = {name: part for name, part in parts.items() if isinstance(part, Shards)}
+            packings = PhasePackings(packing[0], tables, lengths, packing[1])
+            self.packings, self.spaces = packings.packings, packings.spaces
+        self.order = Order(pools, plan, seed, content, packings)
         self._lookahead = Lookahead(self._places)
 
     @property
-    def packings(self) -> Sequence[Packing]:
-        """The plans of packings that sequences come from; none where documents lie one after another."""
-        return () if self._packing is None else (self._packing,)
+    def shards(self) -> list[Sequence[TokenShard]]:
+        """What each pool is made of."""
+        return [sequences.shards for sequences in self.spaces[0]]
 
     def packing_facts(self) -> dict[str, Any]:
-        """Figures of the packing; empty without one."""
-        return {} if self._packing is None else self._packing.figures()
+        """Figures of each plan of a packing; empty without one."""
+        return {packing.folder.name: packing.figures() for packing in self.packings}
 
     def batch(self, first: int, count: int) -> Batch:
         """Samples [first, first + count) in order."""
@@ -92,52 +98,58 @@ class TrainingData:
                            strict=True)
         if self.vocabulary is not None and rows.max() >= self.vocabulary:
             row, place = np.argwhere(rows >= self.vocabulary)[0].tolist()
-            stream, sequence = found[row]
-            raise UserError(self._foreign(*stream.place(sequence, place)))
+            sequences, sequence = found[row]
+            raise UserError(self._foreign(sequences, sequence, place))
         return assemble(rows, starts, None if min(used) == length else used)
 
     def located(self, samples: np.ndarray) -> list[tuple[Sequences, int]]:
-        """Of each sample the stream, and the number of the sequence in it."""
-        pools, sequences = (places.tolist() for places in self._lookahead.locate(samples))
-        return [(self.streams[pool], sequence) for pool, sequence in zip(pools, sequences, strict=True)]
+        """Of each sample its sequences, and the number among them."""
+        return [(self.spaces[space][pool], sequence) for pool, space, sequence in
+                zip(*(places.tolist() for places in self._lookahead.locate(samples)), strict=True)]
 
     def _places(self, samples: np.ndarray) -> tuple[np.ndarray, ...]:
-        pools, _, sequences = self.order.locate(samples)
-        return pools, sequences
-
-    def streams_of(self, samples: np.ndarray) -> Iterator[tuple[Sequences, np.ndarray]]:
-        """The streams that samples come from, each with the numbers of the sequences in it, int64. It may be asked for
-        any samples beside the loader."""
-        pools, sequences = self._places(samples)
-        for pool in np.unique(pools).tolist():
-            yield self.streams[pool], sequences[pools == pool]
+        pools, _, spaces, sequences = self.order.locate(samples)
+        return pools, spaces, sequences
 
     def readings_of(self, pool: int, index: int, begin: int, end: int, below: int) -> Readings:
-        """When tokens of a shard, all of one document, are read: `located` and `spans` backwards.
+        """When tokens of a shard are read: `located` and `spans` backwards.
 
         Args:
-            pool, index: the stream, and the shard's place in it.
+            pool, index: the pool, and the shard's place in it.
             begin, end: tokens [begin, end) of the shard.
             below: only samples with smaller numbers are given.
         """
-        held = self.streams[pool].holding(index, begin, end)
-        return self._readings(held, *self.order.inverse(pool, np.unique(held.numbers), below))
-
-    def _readings(self, held: Held, samples: np.ndarray, sequences: np.ndarray) -> Readings:
-        """What is read in samples that are sequences of those held."""
-        first, stop = (np.searchsorted(held.numbers, sequences, side) for side in ("left", "right"))
-        times = stop - first
-        places = np.arange(int(times.sum())) + (first - (np.cumsum(times) - times)).repeat(times)
-        return Readings(samples.repeat(times), self.order.locate(samples)[1].repeat(times), held.starts[places],
-                        held.stops[places])
+        found = [Readings(*(np.empty(0, np.int64) for _ in Readings._fields))]
+        for space, own in enumerate(self.spaces):
+            held = own[pool].overlap(index, begin, end)
+            samples, sequences = self.order.inverse(pool, space, np.unique(held.numbers), below)
+            first, stop = (np.searchsorted(held.numbers, sequences, side) for side in ("left", "right"))
+            times = stop - first
+            places = np.arange(int(times.sum())) + (first - (np.cumsum(times) - times)).repeat(times)
+            found.append(Readings(samples.repeat(times), self.order.locate(samples).epoch.repeat(times),
+                                  held.starts[places], held.stops[places]))
+        whole = Readings(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+        order = np.argsort(whole.samples, kind="stable")
+        return Readings(*(part[order] for part in whole))
 
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
         """The rows, in the table of shards, of those that the samples with these numbers are read from; ascending, each
-        once. Nothing is read."""
-        return np.unique(np.concatenate([stream.rows(numbers) for stream, numbers in self.streams_of(samples)]))
+        once. Nothing is read. It may be asked for any samples beside the loader."""
+        return np.unique(np.concatenate(list(self._rows(samples))))
 
-    def _foreign(self, shard: TokenShard, at: int) -> str:
-        """What is told of a token of a shard whose id is outside the vocabulary."""
+    def _rows(self, samples: np.ndarray) -> Iterator[np.ndarray]:
+        pools, spaces, sequences = self._places(samples)
+        for space, here in groups(spaces):
+            for pool, own in groups(pools[here]):
+                yield self.spaces[space][pool].rows(sequences[here][own])
+
+    def _foreign(self, sequences: Sequences, number: int, place: int) -> str:
+        """What is told of a token of a sequence whose id is outside the vocabulary."""
+        spans = deque(sequences.spans(number, label=1))
+        while place >= (size := spans[0].stop - spans[0].start):
+            place -= size
+            spans.popleft()
+        shard, at = spans[0].shard, spans[0].start + place
         document = shard.document_at(at)
         return (f"{shard.name} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
                 f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
@@ -145,11 +157,14 @@ class TrainingData:
                 f"goes on.")
 
     def leave_out(self, excluded: Excluded) -> None:
-        """Know which samples are left out for good: where there are phases, those after them move."""
+        """Know which samples are left out for good: phases after them move. Called on all ranks alike: what epochs have
+        left may have to be packed."""
+        self.order.leave_out(excluded)
+        self._lookahead = Lookahead(self._places)
 
     def plan_at(self, samples: int) -> str:
-        """SHA-256 of what has decided the first `samples` samples."""
-        return self.order.plan_sha256
+        """See Order."""
+        return self.order.plan_at(samples)
 
 
 class Prefetcher:

@@ -1,23 +1,38 @@
 """Which sequence is sample number g: a pure function, so that the loader's whole state is one integer.
 
-`sample(g)` for g = 0, 1, 2, ... depends on the token shards, the sequence length, the mixture and the seed only:
-never on ranks, micro-batches, workers or restarts. A checkpoint stores the number of samples used and the hash of
-the plan; any number of ranks can go on from there with every sample used exactly once.
+`sample(g)` for g = 0, 1, 2, ... depends on the token shards, the phases, the mixtures, the seed and what rollbacks left
+out: never on ranks, micro-batches, workers or restarts. A checkpoint stores the number of samples used and the hash of
+the plan; any number of ranks continues from there with every sample used exactly once.
+
+Sample numbers continue over phases; a training without phases is one phase. In a phase the sources take turns (`Mix`),
+and each source is read through its `Cursor`: epoch after epoch, each shuffled anew. Phases end by steps. Samples that a
+rollback left out (pipeline/data/exclusion.py) push the phases after them back by as many numbers; nothing before them
+changes. A phase of another sequence length continues the epoch:
+
+- Running text is cut into grains of as many tokens as the longest sequence of any phase has, and grains are shuffled. A
+  phase of shorter sequences takes a window of many grains at a time, and shuffles the sequences within it. Where the
+  length changes, the rest of the window that was begun is left to the next epoch (`Cursor.passed_over`). A phase whose
+  length does not divide the grain reads its sources by itself (`ANEW`).
+- Packed documents: the sequences that the epoch has left are packed again to the new length, and come first. So every
+  token comes exactly once an epoch, whatever the lengths.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipeline.config.mixture import SMALLEST_SHARE, share_too_small
+from pipeline.config.phases import Phase, PhasePlan
+from pipeline.data.exclusion import Excluded, sample_numbers
 from pipeline.errors import UserError
 from pipeline.files import sha256_json
 
-ALGORITHM = 1
+VERSION = 2
 """Version of the order. A change that moves any sample must raise it."""
 PERIOD = 4096
 """Samples after which a mixture's shares are met exactly, to within one sample a source. It is longer where a source
@@ -25,127 +40,453 @@ would get none of so many."""
 LEAST = 8
 """Samples that each source gets in a period that is longer."""
 ROUNDS = 6
+WINDOW = 1024
+"""The most grains in which the sequences of a shorter phase are shuffled."""
+PART = 16
+"""A window is at most this part of a source."""
+ANEW = 1 << 32
+"""First epoch of sources that a phase reads by itself, times the phase's number from 1."""
+TOGETHER = "all sources"
+"""Name of the one pool of a training with neither phases nor a mixture."""
 
 
-@dataclass(frozen=True)
-class Pool:
-    """A stream of tokens that is cut into sequences and shuffled as one: a source, or all of them.
-
-    packed: how many sequences a packing makes of it; None: it is cut wherever a sequence is full. plan: what identifies
-    that packing.
-    """
+class Pool(NamedTuple):
+    """Text that is shuffled as one: a source, or all of them."""
 
     name: str
     tokens: int
-    packed: int | None = None
-    plan: str = ""
-
-    def sequences(self, length: int) -> int:
-        """How many sequences of `length` tokens it holds; if it is cut, each with a label for its last token."""
-        return max(0, self.tokens - 1) // length if self.packed is None else self.packed
-
-    def identity(self) -> list[Any]:
-        """What the plan hash has of it."""
-        packing = [] if self.packed is None else [{"packing": "best_fit", "sequences": self.packed, "plan": self.plan}]
-        return [self.name, self.tokens, *packing]
 
 
-class SampleOrder:
+class Segment(NamedTuple):
+    """Pieces of a source that are gone through in a shuffled order: packed sequences, or grains of running text.
+
+    space: number of the sequences that they are, or hold (`TrainingData.spaces`). pieces: how many there are. tokens:
+    of all of them, without padding. identity: of how documents are packed into them.
+    """
+
+    space: int
+    pieces: int
+    tokens: int
+    identity: str = ""
+
+
+class Located(NamedTuple):
+    """Where samples come from: pool, epoch of it, and sequence number `sequence` of `TrainingData.spaces[space][pool]`;
+    int64 of one shape."""
+
+    pool: np.ndarray
+    epoch: np.ndarray
+    space: np.ndarray
+    sequence: np.ndarray
+
+
+class Packings(Protocol):
+    """How documents are packed (`packing.PhasePackings`). Called on all ranks alike."""
+
+    def whole(self, length: int) -> list[Segment]:
+        """All documents of each pool, packed to a length."""
+
+    def rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
+        """What is left of a segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a
+        length; the same whenever the same is asked."""
+
+
+class Mix:
+    """How the sources of a phase take turns: a shuffled pattern, gone through again and again.
+
+    Attributes:
+        period: places of the pattern. pattern: the pool of each place. ranks: how many places before it are of the same
+            pool. quotas: places of each pool.
+
+    Raises:
+        UserError: a share is below SMALLEST_SHARE.
+    """
+
+    def __init__(self, names: Sequence[str], shares: Sequence[float], seed: int) -> None:
+        fractions = np.asarray(shares, dtype=np.float64) / np.sum(shares)
+        wanted = fractions > 0
+        self.period, self.quotas = PERIOD, _quotas(fractions, PERIOD)
+        if not self.quotas[wanted].all():
+            smallest = int(np.where(wanted, fractions, np.inf).argmin())
+            if fractions[smallest] < SMALLEST_SHARE:
+                raise UserError(share_too_small(names[smallest], float(fractions[smallest])))
+            self.period = max(2 * PERIOD, 1 << math.ceil(math.log2(LEAST / fractions[smallest])))
+            self.quotas = _quotas(fractions, self.period)
+        unshuffled = np.repeat(np.arange(len(shares)), self.quotas)
+        self.pattern = unshuffled[permute(np.arange(self.period), self.period, (seed, len(shares), self.period))]
+        self.ranks = np.empty(self.period, dtype=np.int64)
+        for _, places in groups(self.pattern):
+            self.ranks[places] = np.arange(np.count_nonzero(places))
+
+    def draws(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples are of each pool, int64."""
+        block, rest = divmod(samples, self.period)
+        counts: np.ndarray = block * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.quotas))
+        return counts
+
+    def turns(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The pool of each sample, and how many samples of that pool come before it; int64."""
+        block, place = np.divmod(samples, self.period)
+        pool = self.pattern[place]
+        return pool, block * self.quotas[pool] + self.ranks[place]
+
+    def samples(self, pool: int, draws: np.ndarray) -> np.ndarray:
+        """`turns` backwards: the samples of a pool, by how many of it come before."""
+        block, rank = np.divmod(draws, int(self.quotas[pool]))
+        samples: np.ndarray = block * self.period + np.flatnonzero(self.pattern == pool)[rank]
+        return samples
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How a source is read at sequences of one length, in one phase or in several in a row.
+
+    Attributes:
+        key: seed and pool, of the shuffles.
+        length: of the sequences. whole: an epoch. each: sequences of one of its pieces.
+        first: pieces of whole epochs that were taken before. anew: what is added to the numbers of its epochs.
+        rest: what the epoch before `first` had left; it comes first. phase: the one that it began with.
+        draws: sequences taken since it began.
+    """
+
+    key: tuple[int, int]
+    length: int
+    whole: Segment
+    each: int = 1
+    first: int = 0
+    anew: int = 0
+    rest: Segment | None = None
+    phase: int = 0
+    draws: int = 0
+
+    @property
+    def window(self) -> int:
+        """Pieces whose sequences are shuffled together."""
+        return 1 if self.each == 1 else max(1, min(WINDOW, self.whole.pieces // PART))
+
+    @property
+    def begun(self) -> int:
+        """Pieces of the windows that were begun."""
+        return -(-self.draws // (self.window * self.each)) * self.window
+
+    @property
+    def passed_over(self) -> int:
+        """Tokens of the window that was begun and not finished."""
+        return (self.begun * self.each - self.draws) * self.length
+
+    def epoch_of(self, pieces: np.ndarray | int) -> np.ndarray:
+        """The epochs of pieces, by their number since the cursor began."""
+        later = pieces - (self.rest.pieces if self.rest else 0)
+        epochs: np.ndarray = self.anew + np.where(
+            later < 0, self.first // self.whole.pieces - 1, (self.first + later) // self.whole.pieces)
+        return epochs
+
+    def segment(self, epoch: int) -> tuple[Segment, int, tuple[int, ...]]:
+        """The pieces of an epoch, how many pieces came before them since the cursor began, and the key of their
+        shuffle."""
+        if self.rest is not None and epoch == self.first // self.whole.pieces - 1:
+            return self.rest, 0, (*self.key, epoch, self.length, self.phase)
+        before = (epoch - self.anew) * self.whole.pieces - self.first + (self.rest.pieces if self.rest else 0)
+        return self.whole, before, (*self.key, epoch)
+
+    def places(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Epoch, space and number in it of sequences by their number since the cursor began, int64."""
+        pieces, part = np.divmod(self._shuffled(draws, permute), self.each) if self.each > 1 else (draws, 0)
+        epochs = self.epoch_of(pieces)
+        spaces, found = np.empty_like(draws), np.empty_like(draws)
+        for epoch, here in groups(epochs):
+            segment, before, key = self.segment(epoch)
+            spaces[here], found[here] = segment.space, permute(pieces[here] - before, segment.pieces, key)
+        return epochs, spaces, found * self.each + part
+
+    def draws_of(self, space: int, sequences: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """`places` backwards: which of the draws [begin, end) since the cursor began, at least one, give sequences of a
+        space; draw and sequence, int64 of one length."""
+        size, found = self.window * self.each, [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        first, last = begin // size * self.window, -(-end // size) * self.window  # pieces that may be drawn
+        for epoch in range(int(self.epoch_of(first)), int(self.epoch_of(last - 1)) + 1):
+            segment, before, key = self.segment(epoch)
+            if segment.space == space:
+                of = sequences[sequences < segment.pieces * self.each]  # what is behind the last grain is in none
+                pieces = before + unpermute(of // self.each, segment.pieces, key)
+                drawn = (pieces >= first) & (pieces < last)
+                found.append((pieces[drawn] * self.each + of[drawn] % self.each, of[drawn]))
+        draws, of = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if self.each > 1:
+            draws = self._shuffled(draws, unpermute)
+        drawn = (draws >= begin) & (draws < end)
+        return draws[drawn], of[drawn]
+
+    def _shuffled(self, draws: np.ndarray, how: Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]) -> np.ndarray:
+        """The sequences of each window shuffled, or, with `unpermute`, in order again."""
+        size, found = self.window * self.each, np.empty_like(draws)
+        for number, here in groups(draws // size):
+            found[here] = number * size + how(draws[here] - number * size, size,
+                                              (*self.key, self.length, self.first, number))
+        return found
+
+    def tokens(self, draws: int) -> int:
+        """Tokens in the first `draws` sequences since the cursor began; of packed sequences as many as they have on
+        average, without padding."""
+        early = min(draws, self.rest.pieces) if self.rest else 0
+        return round(early * self.mean(self.rest) if self.rest else 0) + (
+            (draws - early) * self.whole.tokens // (self.whole.pieces * self.each))
+
+    def mean(self, segment: Segment) -> float:
+        """Tokens that a sequence of a segment has on average."""
+        return segment.tokens / (segment.pieces * self.each)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A phase as laid out: its first sample number, and the cursors of its sources when it begins."""
+
+    phase: Phase
+    mix: Mix
+    first: int
+    cursors: tuple[Cursor, ...]
+
+
+class Order:
     """The order of training sequences.
 
     Args:
-        pools: token streams; every sequence of a pool is used once before any is used again.
-        length: tokens per sequence.
+        pools: the sources, or all of them as one (`is_one_pool`).
+        plan: the phases; where one has no mixture, its sources have shares in proportion to their tokens.
         seed: decides the shuffle.
-        shares: weight of each pool among the samples; needed where there are several pools.
         content: JSON value that identifies the tokens (shard hashes), or an iterator over the items of a list of them;
-            enters the plan hash only.
+            enters the hashes only.
+        packings: how documents are packed; None: they lie one after another, cut wherever a sequence is full.
 
     Attributes:
-        plan_sha256: of all that decides the order. links: it alone, as of a training in one phase.
+        links: SHA-256 of each phase and all that goes before it. plan_sha256: the first of them.
+        excluded: samples that are left out.
 
     Raises:
-        UserError: a pool that is to be used holds less than one sequence, or its share is below SMALLEST_SHARE.
+        UserError: a source that is to be used is too small, or its share is.
     """
 
-    def __init__(self, pools: list[Pool], length: int, seed: int, shares: list[float] | None = None,
-                 content: Any = None) -> None:
-        shares = shares or [1.0] * len(pools)
-        assert len(shares) == len(pools) and len(pools) > 0
-        self.pools, self.length, self.seed = pools, length, seed
-        self.counts = np.array([pool.sequences(length) for pool in pools], dtype=np.int64)
-        empty = [pool.name for pool, count, share in zip(pools, self.counts, shares, strict=True)
-                 if share > 0 and count == 0]
-        if empty:
-            raise UserError(f"The training tokens of {', '.join(empty)} do not fill one sequence of "
-                            f"{length} tokens. Give more text, or lower train.sequence_length.")
-        self.period = _period([pool.name for pool in pools], shares)
-        self.pattern, self.ranks, self.quotas = _pattern(shares, seed, self.period)
-        longer = {} if self.period == PERIOD else {"period": self.period}
-        self.plan_sha256 = sha256_json({
-            "algorithm": ALGORITHM, "length": length, "seed": seed, "shares": [float(share) for share in shares],
-            "pools": [pool.identity() for pool in pools], "content": content, **longer}, streamed="content")
-        self.links = [self.plan_sha256]
+    excluded: Excluded
 
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where samples come from.
+    def __init__(self, pools: Sequence[Pool], plan: PhasePlan, seed: int, content: Any = None,
+                 packings: Packings | None = None) -> None:
+        self.pools, self.plan, self.seed, self.packings = list(pools), plan, seed, packings
+        self.links, self._mixes = list[str](), list[Mix]()
+        link = sha256_json({"version": VERSION, "seed": seed, "content": content,
+                            "pools": [list(pool) for pool in pools]}, streamed="content")
+        for phase in plan.phases:
+            length, shares = phase.train.sequence_length, self.shares(phase)
+            whole = self._whole(length)
+            if short := [f"{pool.name} ({pool.tokens:,})" for pool, share, segment in
+                         zip(self.pools, shares, whole, strict=True) if share > 0 and not segment.pieces]:
+                raise UserError(f"{phase.name} takes sequences from {', '.join(short)}: so few training tokens do not "
+                                f"fill one of {self._grain(length):,} and a label. Give more text, leave the source "
+                                f"out of that phase's mixture (0), or lower train.sequence_length and "
+                                f"train.grain_tokens.")
+            self._mixes.append(self._mix(phase, shares))
+            steps = [phase.first_step, phase.sequences] if plan.declared else []
+            link = sha256_json({"before": link, "steps": steps, "length": length, "shares": shares,
+                                "segments": [segment[1:] for segment in whole]})
+            self.links.append(link)
+        self.plan_sha256 = self.links[0]
+        self._laid: tuple[list[Part], np.ndarray, int] | None = None
+
+    def shares(self, phase: Phase) -> list[float]:
+        """The weight of each pool in a phase."""
+        mixture = phase.train.mixture
+        if mixture is None:
+            return [1.0] if len(self.pools) == 1 else [float(pool.tokens) for pool in self.pools]
+        return [float(mixture[pool.name]) for pool in self.pools]
+
+    def _mix(self, phase: Phase, shares: list[float]) -> Mix:
+        try:
+            return Mix([pool.name for pool in self.pools], shares, self.seed)
+        except UserError as error:
+            if phase.train.mixture is not None:
+                raise
+            raise UserError(f"{phase.name} has no mixture, so its sources have shares by their tokens. {error} Give it "
+                            f"a mixture.") from None
+
+    def _grain(self, length: int) -> int:
+        """Tokens of the pieces into which a source is cut for sequences of a length."""
+        return self.plan.grain if self.packings is None and self.plan.grain % length == 0 else length
+
+    def _whole(self, length: int) -> list[Segment]:
+        """An epoch of each pool at sequences of a length."""
+        if self.packings is not None:
+            return self.packings.whole(length)
+        grain, space = self._grain(length), lengths_of(self.plan).index(length)
+        counts = [max(0, pool.tokens - 1) // grain for pool in self.pools]  # each has a label for its last token
+        return [Segment(space, count, count * grain) for count in counts]
+
+    def leave_out(self, excluded: Excluded) -> None:
+        """Lay the phases out with these sample numbers left out, which a rollback may have added to. What epochs have
+        left may have to be packed, so it is called on all ranks alike."""
+        parts, first = list[Part](), 0
+        # Of each pool, by how it is cut (0: into grains, or packed), the cursor and the phase that it was last used in.
+        states = [dict[int, tuple[Cursor, int]]() for _ in self.pools]
+        passed_over = [{pool.name: 0 for pool in self.pools} for _ in self.plan.phases]
+        for phase, mix in zip(self.plan.phases, self._mixes, strict=True):
+            length, shares = phase.train.sequence_length, self.shares(phase)
+            grain = self._grain(length)
+            kind = 0 if self.packings is not None or grain == self.plan.grain else length
+            end = excluded.take(first, phase.steps * phase.sequences).end
+            cursors = []
+            for number, (whole, count) in enumerate(zip(self._whole(length), mix.draws(end - first), strict=True)):
+                cursor = Cursor((self.seed, number), length, whole, grain // length,
+                                anew=kind and (phase.number + 1) * ANEW, phase=phase.number)
+                if shares[number] > 0:
+                    if (state := states[number].get(kind)) is not None:
+                        cursor = self._continued(cursor, state[0])
+                        if length != state[0].length:
+                            passed_over[state[1]][self.pools[number].name] += state[0].passed_over
+                    states[number][kind] = replace(cursor, draws=cursor.draws + int(count)), phase.number
+                cursors.append(cursor)
+            parts.append(Part(phase, mix, first, tuple(cursors)))
+            first = end
+        self.excluded, self._passed_over = excluded, passed_over
+        self._laid = parts, np.array([part.first for part in parts], dtype=np.int64), first
+
+    def _continued(self, fresh: Cursor, before: Cursor) -> Cursor:
+        """How a source is read on; before: how it was read last. fresh: a cursor that begins with a whole epoch."""
+        if before.length == fresh.length:
+            return before
+        if self.packings is None:
+            return replace(fresh, first=before.first + before.begun)
+        epoch = int(before.epoch_of(before.draws))
+        segment, drawn, key = before.segment(epoch)
+        drawn = before.draws - drawn
+        if segment is before.whole and not drawn:
+            return replace(fresh, first=epoch * fresh.whole.pieces)
+        rest = self.packings.rest(fresh.key[1], fresh.length, segment, drawn, key)
+        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest)
+
+    @property
+    def _laid_out(self) -> tuple[list[Part], np.ndarray, int]:
+        """The phases, their first samples, and the end; with nothing left out, as long as `leave_out` was not called.
+        Taken at once: threads beside the loader may be asking where samples that are used already come from."""
+        if self._laid is None:
+            self.leave_out(Excluded())
+        assert self._laid is not None
+        return self._laid
+
+    @property
+    def end(self) -> int:
+        """The first sample number that no phase takes."""
+        return self._laid_out[2]
+
+    def locate(self, samples: np.ndarray) -> Located:
+        """Where samples, int64 numbers of any shape, come from. Those beyond the end are of the last phase."""
+        samples = np.asarray(samples, dtype=np.int64)
+        found = Located(*(np.empty_like(samples) for _ in Located._fields))
+        parts, begins, _ = self._laid_out
+        for number, within in groups(np.searchsorted(begins, samples, side="right") - 1):
+            part = parts[number]
+            pools, draws = part.mix.turns(samples[within] - part.first)
+            for pool, own in groups(pools):
+                here, cursor = within.copy(), part.cursors[pool]
+                here[within] = own
+                found.pool[here] = pool
+                found.epoch[here], found.space[here], found.sequence[here] = cursor.places(cursor.draws + draws[own])
+        return found
+
+    def inverse(self, pool: int, space: int, sequences: np.ndarray, below: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which samples are these sequences of a space: `locate` backwards.
 
         Args:
-            samples: sample numbers, int64 of any shape.
-
-        Returns:
-            pool, epoch and sequence number inside the pool, each int64 of the same shape.
-        """
-        block, place = np.divmod(np.asarray(samples, dtype=np.int64), self.period)
-        pool = self.pattern[place]
-        draw = block * self.quotas[pool] + self.ranks[place]  # how many samples of this pool came before
-        epoch, turn = np.divmod(draw, self.counts[pool])
-        sequence = np.empty_like(turn)
-        for number in np.unique(pool).tolist():
-            own = pool == number
-            for turned in np.unique(epoch[own]).tolist():
-                here = own & (epoch == turned)
-                sequence[here] = permute(turn[here], int(self.counts[number]), (self.seed, number, turned))
-        return pool, epoch, sequence
-
-    def inverse(self, pool: int, sequences: np.ndarray, below: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which samples are these sequences: `locate` backwards.
-
-        Args:
-            sequences: numbers of sequences of the pool, int64, one dimension.
+            sequences: int64, one dimension.
             below: only samples with smaller numbers are given.
 
         Returns:
-            sample and sequence, int64 of one length: a sequence has one sample an epoch, as far as `below` reaches. The
-            samples ascend.
+            sample and sequence, int64 of one length. The samples ascend.
         """
-        quota, count = int(self.quotas[pool]), int(self.counts[pool])
-        blocks, rest = divmod(below, self.period)
-        draws = blocks * quota + int(np.count_nonzero(self.pattern[:rest] == pool))  # samples of the pool before it
-        if not draws or not len(sequences):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        turns = [epoch * count + unpermute(sequences, count, (self.seed, pool, epoch))
-                 for epoch in range(-(-draws // count))]
-        drawn = np.stack(turns)
-        wanted = drawn < draws
-        block, rank = np.divmod(drawn[wanted], quota)
-        samples = block * self.period + np.flatnonzero(self.pattern == pool)[rank]
-        order = np.argsort(samples)
-        return samples[order], np.broadcast_to(np.asarray(sequences, np.int64), drawn.shape)[wanted][order]
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        parts, begins, _ = self._laid_out
+        for part, end in zip(parts, [*begins[1:].tolist(), below], strict=True):
+            if count := int(part.mix.draws(max(0, min(end, below) - part.first))[pool]):
+                cursor = part.cursors[pool]
+                draws, of = cursor.draws_of(space, sequences, cursor.draws, cursor.draws + count)
+                samples = part.first + part.mix.samples(pool, draws - cursor.draws)
+                order = np.argsort(samples)
+                found.append((samples[order], of[order]))
+        samples, of = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return samples, of
+
+    def plan_at(self, samples: int) -> str:
+        """SHA-256 of what has decided the first `samples` samples: the tokens, the seed and the phases begun."""
+        return self.links[max(0, int(np.searchsorted(self._laid_out[1], samples, side="left")) - 1)]
+
+    def consumed(self, samples: int) -> list[dict[str, int]]:
+        """Of each phase, the tokens of each pool among the first `samples` samples that were not left out."""
+        return [{pool.name: cursor.tokens(cursor.draws + count) - cursor.tokens(cursor.draws) - left_out[pool.name]
+                 if count else 0
+                 for pool, cursor, count in zip(self.pools, part.cursors, part.mix.draws(until - part.first).tolist(),
+                                                strict=True)}
+                for (part, until), left_out in zip(self._within(samples), self.left_out(samples), strict=True)]
+
+    def left_out(self, samples: int) -> list[dict[str, int]]:
+        """Of each phase, the tokens of each pool that were left out among the first `samples` samples."""
+        found = []
+        for part, until in self._within(samples):
+            places = self.locate(sample_numbers(self.excluded.within(part.first, until)))
+            found.append({pool.name: round(sum(
+                np.count_nonzero((places.pool == number) & (places.space == segment.space)) * cursor.mean(segment)
+                for segment in (cursor.whole, cursor.rest) if segment and segment.pieces))
+                for number, (pool, cursor) in enumerate(zip(self.pools, part.cursors, strict=True))})
+        return found
+
+    def _within(self, samples: int) -> Iterator[tuple[Part, int]]:
+        """Each phase, and where in it the first `samples` samples end."""
+        parts, begins, end = self._laid_out
+        ends = [*begins[1:].tolist(), max(samples, end)]
+        return ((part, max(part.first, min(samples, end))) for part, end in zip(parts, ends, strict=True))
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each pool has been gone through after `samples` samples."""
-        block, rest = divmod(samples, self.period)
-        used = block * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.pools))
-        return {pool.name: float(count / size) if size else 0.0
-                for pool, count, size in zip(self.pools, used, self.counts, strict=True)}
+        """Tokens trained on in the first `samples` samples over the tokens that there are, by pool."""
+        phases = self.consumed(samples)
+        return {name: sum(phase[name] for phase in phases) / tokens if tokens else 0.0 for name, tokens in self.pools}
+
+    def passed_over(self) -> list[dict[str, int]]:
+        """Of each phase, the tokens of each source that it leaves to the next epoch, where the next phase that
+        continues with the source has another length."""
+        _ = self._laid_out
+        return self._passed_over
+
+    def carried(self) -> list[dict[str, int]]:
+        """Of each phase, the tokens of each source that its epoch had left where the length changed before it: they
+        come first, packed anew."""
+        return [{pool.name: cursor.rest.tokens if cursor.rest and cursor.phase == part.phase.number else 0
+                 for pool, cursor in zip(self.pools, part.cursors, strict=True)} for part in self._laid_out[0]]
+
+    def padding(self, samples: int) -> list[int]:
+        """Of each phase, the tokens of padding in the first `samples` samples that were not left out, by what sequences
+        have on average."""
+        return [(until - part.first - len(sample_numbers(self.excluded.within(part.first, until))))
+                * part.phase.train.sequence_length - sum(tokens.values())
+                for (part, until), tokens in zip(self._within(samples), self.consumed(samples), strict=True)]
 
 
-def permute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
+def is_one_pool(plan: PhasePlan) -> bool:
+    """Whether all sources are shuffled as one, so that each sequence of any of them comes once an epoch."""
+    return not plan.declared and plan.phases[0].train.mixture is None
+
+
+def lengths_of(plan: PhasePlan) -> list[int]:
+    """The lengths of sequences of the phases, each once, in the order of the phases."""
+    return list(dict.fromkeys(phase.train.sequence_length for phase in plan.phases))
+
+
+def groups(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each of the values, and a mask of where it is."""
+    return ((value, values == value) for value in np.unique(values).tolist())
+
+
+def permute(numbers: np.ndarray, size: int, key: tuple[int, ...], *, backwards: bool = False) -> np.ndarray:
     """A keyed permutation of range(size), applied to `numbers`, without a table.
 
     A Feistel network of six splitmix64 rounds over the smallest even number of bits that holds `size`; results
-    outside the range walk the cycle until they fall inside (fewer than four steps on average).
+    outside the range walk the cycle until they fall inside (fewer than four steps on average). Backwards the rounds are
+    in reverse, and each cycle is walked the other way round.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -154,71 +495,39 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
         left, right = result[outside] >> np.uint64(half), result[outside] & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        if backwards:
+            for round_key in keys[::-1]:
+                left, right = right ^ (_mixed(left ^ round_key) & mask), left
+        else:
+            for round_key in keys:
+                left, right = right, left ^ (_mixed(right ^ round_key) & mask)
         result[outside] = (left << np.uint64(half)) | right
         outside[outside] = result[outside] >= np.uint64(size)
     return result.astype(np.int64)
 
 
 def unpermute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `permute`: the rounds backwards, walking each cycle the other way round."""
-    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    keys = _round_keys(key)[::-1]
-    result = np.asarray(numbers, dtype=np.uint64).copy()
-    outside = np.ones(result.shape, dtype=bool)
-    while outside.any():
-        left, right = result[outside] >> np.uint64(half), result[outside] & mask
-        for round_key in keys:
-            left, right = right ^ (_mix(left ^ round_key) & mask), left
-        result[outside] = (left << np.uint64(half)) | right
-        outside[outside] = result[outside] >= np.uint64(size)
-    return result.astype(np.int64)
+    """The inverse of `permute`."""
+    return permute(numbers, size, key, backwards=True)
 
 
-def _period(names: list[str], shares: list[float]) -> int:
-    """The length of a period: PERIOD where each source with a share gets a place in it, else the smallest power of two
-    in which each gets LEAST."""
-    fractions = np.asarray(shares, dtype=np.float64) / np.sum(shares)
-    wanted = fractions > 0
-    if _quotas(shares, PERIOD)[wanted].all():
-        return PERIOD
-    smallest = int(np.where(wanted, fractions, np.inf).argmin())
-    if fractions[smallest] < SMALLEST_SHARE:
-        raise UserError(share_too_small(names[smallest], float(fractions[smallest])))
-    return max(2 * PERIOD, 1 << math.ceil(math.log2(LEAST / fractions[smallest])))
-
-
-def _quotas(shares: list[float], period: int) -> np.ndarray:
+def _quotas(fractions: np.ndarray, period: int) -> np.ndarray:
     """Places of each pool in a period."""
-    exact = np.asarray(shares, dtype=np.float64) / np.sum(shares) * period
+    exact = fractions * period
     quotas = np.floor(exact).astype(np.int64)
     # Largest remainders get the places that rounding down left; ties go to the earlier pool.
     quotas[np.argsort(quotas - exact, kind="stable")[:period - quotas.sum()]] += 1
     return quotas
 
 
-def _pattern(shares: list[float], seed: int, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pool of each place in a period, rank of the place among those of its pool, places of each pool."""
-    quotas = _quotas(shares, period)
-    unshuffled = np.repeat(np.arange(len(shares)), quotas)
-    pattern = unshuffled[permute(np.arange(period), period, (seed, len(shares), period))]
-    ranks = np.empty(period, dtype=np.int64)
-    for pool in range(len(shares)):
-        places = np.flatnonzero(pattern == pool)
-        ranks[places] = np.arange(len(places))
-    return pattern, ranks, quotas
-
-
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
     state = np.zeros(1, dtype=np.uint64)
     for part in key:
-        state = _mix(state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return _mix(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+        state = _mixed(state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+    return _mixed(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def _mixed(value: np.ndarray) -> np.ndarray:
     """The splitmix64 step (Steele, Lea, Flood 2014), vectorised; arithmetic is modulo 2^64."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,60 +1,118 @@
-"""The plan of a best-fit packing in files, and its sequences: whole documents side by side, padding behind them.
+"""Documents packed into sequences by best fit (best_fit.py), whole ones side by side, padding behind them.
 
-Each token shard is planned by itself (best_fit.py), once for a length, into a file beside the run: where a sequence's
-pieces lie is then a few bytes to read, and nothing of it stays in memory. An index holds every file's hash; it is
-written last.
+Each token shard is packed by itself, once for a length, into a file beside the run: where a sequence's pieces lie is
+then a few bytes to read, and nothing of it stays in memory. There is such a plan of all documents for each length of
+sequences, and of what an epoch has left of a source where the length changes (order.py). At every start each rank
+checks the files of some shards, and makes those that are missing, damaged or of another shard.
 
-A plan's file: bins + 1 numbers of 32 bits, where each sequence begins among the pieces, then a number of 64 bits a
-piece: 40 bits of where it begins in the shard, 23 of its length, 1 whether its document goes on. Little endian.
+A file is the sha256 of what follows; the sha256 of what it is of (`Planning.identity`); the counts (`PLANNED`) in 64
+bits each; bins + 1 numbers of 32 bits, where each sequence begins among the pieces; and a number of 64 bits a piece: 40
+bits of where it begins in the shard, 23 of its length, 1 whether its document continues. Little endian.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import struct
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.sampling.best_fit import Pieces, best_fit, cut_runs, joined_runs, pieces_of
-from pipeline.data.sampling.order import Pool
-from pipeline.data.sampling.streams import Held, Span
-from pipeline.data.shard_table import Shards, ShardTable, most_open
+from pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
+from pipeline.data.sampling.order import Segment, unpermute
+from pipeline.data.sampling.sequences import Overlap, Span
+from pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
 from pipeline.data.token_shards import Descriptor, TokenShard
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.errors import UserError, all_problems
+from pipeline.files import atomic_file, sha256_json
 
+FORMAT = 2
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
 """What is counted of a shard's plan: sequences, pieces, documents with tokens, those that are cut, tokens."""
 LENGTH_BITS, START_BITS = 23, 40
+_HEADER = struct.Struct(f"<32s32s{len(PLANNED)}q")
 _BIN, _PIECE = np.dtype("<u4"), np.dtype("<u8")
-_MEND = "Start training again: it compares the plan of the packing with its index, and makes anew what is damaged."
+_MEND = "Start training again: it checks the files of the packing, and makes anew what is damaged."
+
+
+class Group(Protocol):
+    """The ranks that plan together (`pipeline.parallel.ranks.Ranks`)."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of each, on each."""
+
+
+class Alone:
+    """A group of one process: a tool's."""
+
+    rank, world = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Group."""
+        return [value]
 
 
 @dataclass(frozen=True)
+class Planning:
+    """A plan that is to be there.
+
+    Attributes:
+        folder: of the plan. shards: those that are packed. length: tokens of a sequence.
+        documents: of the shard in a row of the table, what is to be packed.
+        left: what identifies the sequences that it leaves out; None where it is of all documents.
+    """
+
+    folder: Path
+    shards: Shards
+    length: int
+    documents: Callable[[int], Pieces]
+    left: Any = None
+
+    def identity(self, row: int) -> bytes:
+        """What the file of the shard in a row says that it is of."""
+        return bytes.fromhex(sha256_json([FORMAT, self.shards.opened.table.digest(row), self.length, self.left]))
+
+    def __str__(self) -> str:
+        return "the best-fit packing" if self.left is None else (
+            f"the best-fit packing in sequences of {self.length:,}, of what an epoch has left where the length "
+            f"changes,")
+
+
 class Packing:
-    """The plan of training shards of a table: of all their documents, or of what is left of some.
+    """A plan, read a sequence at a time; the files read last are kept open. Threads may share it.
 
     Attributes:
         folder: where the files are. table: of the shards. length: tokens of a sequence.
         numbers: (shards, 5) int64, `PLANNED`, a row for each of the table; zeros for shards that it has nothing of.
-        sha256: (shards, 32) uint8, of the plans' files.
+        sha256: (shards, 32) uint8, of the files.
     """
 
-    folder: Path
-    table: ShardTable
-    length: int
-    numbers: NDArray[np.int64]
-    sha256: NDArray[np.uint8]
+    def __init__(self, folder: Path, table: ShardTable, length: int) -> None:
+        self.folder, self.table, self.length = folder, table, length
+        self.numbers: NDArray[np.int64] = np.zeros((len(table), len(PLANNED)), np.int64)
+        self.sha256: NDArray[np.uint8] = np.zeros((len(table), 32), np.uint8)
+        self._file = lru_cache(most_open())(self._opened)
 
     def path(self, row: int) -> Path:
         """The file of a shard's plan."""
-        return plan_path(self.folder, self.table, row)
+        return self.folder / Path(self.table.path(row)).with_suffix(".bins")
 
     def figures(self) -> dict[str, Any]:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""
@@ -68,82 +126,69 @@ class Packing:
                 f"{found['padding_share']:.3%} of them padding; {found['documents_cut']:,} of {found['documents']:,} "
                 f"documents ({found['cut_share']:.2%}) are longer and cut")
 
+    def has(self, planning: Planning, row: int, *, checked: bool) -> bool:
+        """Whether the file of a shard is there, and what it is of; then it is noted. checked: compare its hash, too."""
+        try:
+            with open(self.path(row), "rb") as file:
+                digest, of, *counts = _HEADER.unpack(file.read(_HEADER.size))
+                file.seek(len(digest))
+                if of != planning.identity(row) or (
+                        checked and hashlib.file_digest(file, "sha256").digest() != digest):
+                    return False
+        except (OSError, struct.error):
+            return False
+        self.numbers[row], self.sha256[row] = counts, np.frombuffer(digest, np.uint8)
+        return True
 
-def plan_path(folder: Path, table: ShardTable, row: int) -> Path:
-    """The file of a shard's plan, inside the folder of a plan."""
-    return folder / Path(table.path(row)).with_suffix(".bins")
+    def plan(self, planning: Planning, row: int) -> None:
+        """Pack a shard, and write its file.
 
-
-def write_plan(path: Path, shard: TokenShard, length: int) -> tuple[list[int], bytes]:
-    """Plan a shard, and write its file; the counts, `PLANNED`, and the file's sha256."""
-    offsets = shard.read_offsets()
-    return _write(path, shard, pieces_of(offsets, length), np.diff(offsets), length)
-
-
-def write_rest(path: Path, shard: TokenShard, plans: Plans, row: int, taken: NDArray[np.bool_],
-               length: int) -> tuple[list[int], bytes]:
-    """Plan what another plan's sequences leave of a shard: see `write_plan`; documents are counted as far as they are
-    left, each part that stands alone by itself.
-
-    Args:
-        plans, row: the other plan, and the shard's row in the table.
-        taken: (bins,) whether each of its sequences of the shard is used.
-    """
-    ends, pieces = plans.whole(row)
-    left = ~taken.repeat(np.diff(ends))
-    runs = joined_runs(Pieces(pieces.starts[left], pieces.lengths[left], pieces.goes_on[left]))
-    return _write(path, shard, cut_runs(runs, length), runs.ends - runs.starts, length)
-
-
-def _write(path: Path, shard: TokenShard, pieces: Pieces, sizes: NDArray[np.int64],
-           length: int) -> tuple[list[int], bytes]:
-    if shard.token_count >> START_BITS or length >> LENGTH_BITS or len(pieces.starts) >> 8 * _BIN.itemsize:
-        raise UserError(f"train.packing best_fit knows shards of up to {1 << START_BITS:,} tokens, {1 << 32:,} pieces "
-                        f"and sequences of up to {1 << LENGTH_BITS:,}; {shard.name} has {shard.token_count:,} and "
-                        f"{len(pieces.starts):,}, and train.sequence_length is {length:,}.")
-    order, ends = best_fit(pieces.lengths, length)
-    word = pieces.starts.astype(_PIECE) << (LENGTH_BITS + 1)
-    word |= (pieces.lengths << 1 | pieces.goes_on).astype(_PIECE)
-    content = ends.astype(_BIN).tobytes() + word[order].tobytes()
-    with atomic_file(path) as file:
-        file.write(content)
-    return [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > length).sum()),
-            int(sizes.sum())], hashlib.sha256(content).digest()
-
-
-class Plans:
-    """The files of a packing, read a sequence at a time; those read last are kept open. Threads may share it."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-        self._file = lru_cache(most_open())(self._opened)
-
-    def sequences(self, shards: Sequence[TokenShard]) -> Bins:
-        """The sequences that the packing makes of some shards, which must be of its table."""
-        if not isinstance(shards, Shards) or shards.opened.table is not self.packing.table:
-            raise ValueError("the packing is of other shards")
-        return Bins(shards, self)
+        Raises:
+            UserError: the shard cannot be read, or has more than the file's numbers can say.
+        """
+        documents, shard, length = planning.documents(row), planning.shards.opened.shard(row), self.length
+        pieces = documents.cut(length)
+        if shard.token_count >> START_BITS or length >> LENGTH_BITS or len(pieces.starts) >> 8 * _BIN.itemsize:
+            raise UserError(f"train.packing best_fit knows shards of up to {1 << START_BITS:,} tokens, {1 << 32:,} "
+                            f"pieces and sequences of up to {1 << LENGTH_BITS:,}; {shard.name} has "
+                            f"{shard.token_count:,} and {len(pieces.starts):,}, and train.sequence_length is "
+                            f"{length:,}.")
+        order, ends = best_fit(pieces.lengths, length)
+        word = pieces.starts.astype(_PIECE) << (LENGTH_BITS + 1)
+        word |= (pieces.lengths << 1 | pieces.continues).astype(_PIECE)
+        sizes = documents.lengths
+        counts = [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > length).sum()), int(sizes.sum())]
+        content = (_HEADER.pack(b"", planning.identity(row), *counts)[32:] + ends.astype(_BIN).tobytes()
+                   + word[order].tobytes())
+        digest = hashlib.sha256(content).digest()
+        with atomic_file(self.path(row)) as file:
+            file.write(digest + content)
+        self.numbers[row], self.sha256[row] = counts, np.frombuffer(digest, np.uint8)
 
     def pieces(self, row: int, place: int) -> Pieces:
         """The pieces of sequence number `place` of the shard in that row of the table."""
-        file, bins = self._file(row), int(self.packing.numbers[row, 0])
-        first, stop = self._read(file, row, 4 * place, _BIN, 2).tolist()
-        word = self._read(file, row, 4 * (bins + 1) + 8 * first, _PIECE, stop - first)
-        return _unpacked(word)
+        bins = int(self.numbers[row, 0])
+        first, stop = self._read(row, 4 * place, _BIN, 2).tolist()
+        return _unpacked(self._read(row, 4 * (bins + 1) + 8 * first, _PIECE, stop - first))
 
     def whole(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
         """All pieces of the shard in that row of the table, and where each sequence begins among them, with the end of
         the last."""
-        bins, pieces = self.packing.numbers[row, :2].tolist()
+        bins, pieces = self.numbers[row, :2].tolist()
         if not bins:
             return np.zeros(1, np.int64), _unpacked(np.empty(0, _PIECE))
-        file = self._file(row)
-        ends = self._read(file, row, 0, _BIN, bins + 1).astype(np.int64)
-        return ends, _unpacked(self._read(file, row, 4 * (bins + 1), _PIECE, pieces))
+        ends = self._read(row, 0, _BIN, bins + 1).astype(np.int64)
+        return ends, _unpacked(self._read(row, 4 * (bins + 1), _PIECE, pieces))
+
+    def left(self, row: int, taken: NDArray[np.bool_]) -> Pieces:
+        """What the sequences of a shard that are not `taken`, (bins,), have of documents."""
+        ends, pieces = self.whole(row)
+        left = ~taken.repeat(np.diff(ends))
+        return Pieces(pieces.starts[left], pieces.lengths[left], pieces.continues[left]).joined()
 
     def _opened(self, row: int) -> Descriptor:
-        bins, pieces = self.packing.numbers[row, :2].tolist()
-        path, wanted = self.packing.path(row), 4 * (bins + 1) + 8 * pieces
+        bins, pieces = self.numbers[row, :2].tolist()
+        path, wanted = self.path(row), _HEADER.size + 4 * (bins + 1) + 8 * pieces
         try:
             file = Descriptor.of(path)
             size = os.fstat(file.number).st_size
@@ -153,10 +198,11 @@ class Plans:
             raise UserError(f"{path} is torn: it has {size} bytes instead of {wanted}. {_MEND}")
         return file
 
-    def _read(self, file: Descriptor, row: int, at: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        read = os.pread(file.number, count * dtype.itemsize, at) if count > 0 else b""
+    def _read(self, row: int, at: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        file = self._file(row)
+        read = os.pread(file.number, count * dtype.itemsize, _HEADER.size + at) if count > 0 else b""
         if count < 1 or len(read) != count * dtype.itemsize:
-            raise UserError(f"{self.packing.path(row)} was changed after training began. {_MEND}")
+            raise UserError(f"{self.path(row)} was changed after training began. {_MEND}")
         return np.frombuffer(read, dtype)
 
 
@@ -166,24 +212,85 @@ def _unpacked(words: NDArray[Any]) -> Pieces:
     return Pieces((words >> (LENGTH_BITS + 1)).astype(np.int64), lengths.astype(np.int64), (words & 1).astype(bool))
 
 
+def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packing:
+    """A plan, with what is missing or damaged of it made. Called on all ranks alike.
+
+    Args:
+        say: is told, on rank 0, what was made and why.
+
+    Raises:
+        UserError: a shard cannot be read; the same on every rank.
+    """
+    rows, packing = planning.shards.rows, Packing(planning.folder, planning.shards.opened.table, planning.length)
+    mine, made, damaged, problems = rows[group.rank::group.world], 0, False, list[str]()
+    for row in mine.tolist():
+        if not packing.has(planning, row, checked=True):
+            made, damaged = made + 1, damaged or packing.path(row).exists()
+            try:
+                packing.plan(planning, row)
+            except UserError as error:
+                problems.append(str(error))
+    parts = group.gather((mine, packing.numbers[mine], packing.sha256[mine], made, damaged, problems))
+    if found := [problem for *_, own in parts for problem in own]:
+        raise UserError(all_problems(found, f"{len(found):,} token shards cannot be packed"))
+    for own, numbers, digests, *_ in parts:
+        packing.numbers[own], packing.sha256[own] = numbers, digests
+    made = sum(part[3] for part in parts)
+    if group.rank == 0 and made:
+        first = made == len(rows) and not any(part[4] for part in parts)
+        say(f"planned {planning} of {made:,} of {len(rows):,} token shards: "
+            f"{'they were not planned before' if first else 'their files were missing, damaged or of other shards'}")
+    return packing
+
+
+def read(planning: Planning, say: Callable[[str], None]) -> Packing:
+    """The plan as its files say, which are not checked. For tools, which write nothing into a run: where one is
+    missing, the same plan is made in a temporary folder that goes with it, which is said.
+
+    Raises:
+        UserError: a shard cannot be read.
+    """
+    packing = Packing(planning.folder, planning.shards.opened.table, planning.length)
+    if all(packing.has(planning, row, checked=False) for row in planning.shards.rows.tolist()):
+        return packing
+    say(f"the plan of {planning} is not in {planning.folder}. It is made for this time alone, in a temporary folder, "
+        f"for which its shards are read; training makes it when it starts, and keeps it.")
+    aside = TemporaryDirectory(prefix="packing-")
+    made = make(replace(planning, folder=Path(aside.name) / planning.folder.name), Alone(), lambda text: None)
+    weakref.finalize(made, aside.cleanup)
+    return made
+
+
+def forget(packing: Packing) -> None:
+    """Have the next start plan all anew: a shard turned out to be damaged, and what was planned of it may be wrong."""
+    shutil.rmtree(packing.folder, ignore_errors=True)
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the file of a shard's plan is as it was written. FileNotFoundError where there is none."""
+    with open(path, "rb") as file:
+        return file.read(32) == hashlib.file_digest(file, "sha256").digest()
+
+
 class Bins:
-    """The sequences that a packing makes of some shards, shard after shard. Threads may share it."""
+    """The sequences that a packing makes of some shards, shard after shard (`Sequences`). Threads may share it."""
 
-    def __init__(self, shards: Shards, plans: Plans) -> None:
-        self.shards, self.plans, self.length = shards, plans, plans.packing.length
-        self._bins = plans.packing.numbers[shards.rows, PLANNED.index("bins")]
+    def __init__(self, shards: Shards, packing: Packing) -> None:
+        self.shards, self.packing, self.length = shards, packing, packing.length
+        self._bins = packing.numbers[shards.rows, PLANNED.index("bins")]
         self._ends = np.cumsum(self._bins)
+        self.count = int(self._bins.sum())
 
-    def pool(self, name: str) -> Pool:
-        """See Sequences."""
-        digest = hashlib.sha256(self.plans.packing.sha256[self.shards.rows].tobytes()).hexdigest()
-        tokens = self.plans.packing.numbers[self.shards.rows, PLANNED.index("tokens")]
-        return Pool(name, int(tokens.sum()), self.count, digest)
+    def segment(self, space: int) -> Segment:
+        """All of them, as the order goes through them."""
+        tokens = self.packing.numbers[self.shards.rows, PLANNED.index("tokens")]
+        return Segment(space, self.count, int(tokens.sum()),
+                       hashlib.sha256(self.packing.sha256[self.shards.rows].tobytes()).hexdigest())
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
         """See Sequences. Padding is of the id 0."""
         shard, pieces = self._pieces(number)
-        if pieces.goes_on[0]:  # it fills the sequence, and what comes after it is its last label
+        if pieces.continues[0]:  # it fills the sequence, and what comes after it is its last label
             start = int(pieces.starts[0])
             row[:] = shard.tokens(start, start + self.length + 1)
             return np.zeros(1, np.int64), self.length
@@ -194,58 +301,83 @@ class Bins:
         row[used:] = 0
         return places, used
 
-    def spans(self, number: int) -> list[Span]:
+    def spans(self, number: int, label: int = 0) -> list[Span]:
         """See Sequences."""
         shard, pieces = self._pieces(number)
-        return [Span(shard, start, start + length)
-                for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)]
+        return [Span(shard, start, start + length + (label and continues)) for start, length, continues in
+                zip(*(part.tolist() for part in pieces), strict=True)]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """See Sequences."""
         return self.shards.rows[np.unique(self._ends.searchsorted(numbers, side="right"))]
 
-    def place(self, number: int, place: int) -> tuple[TokenShard, int]:
-        """See Sequences; not for padding."""
-        for span in self.spans(number):
-            if place < span.stop - span.start:
-                return span.shard, span.start + place
-            place -= span.stop - span.start
-        return span.shard, span.stop  # the last label of a document that goes on
-
-    def holding(self, index: int, begin: int, end: int) -> Held:
+    def overlap(self, index: int, begin: int, end: int) -> Overlap:
         """See Sequences. The shard's whole plan is read for it. Where that is of what is left of documents, a sequence
         may have several parts of one, and comes as often."""
-        if begin >= end:
-            return Held(*(np.empty(0, np.int64) for _ in range(3)))
-        ends, pieces = self.plans.whole(int(self.shards.rows[index]))
+        ends, pieces = self.packing.whole(int(self.shards.rows[index]))
         stops = pieces.starts + pieces.lengths
-        found = np.flatnonzero((pieces.starts < end) & (stops > begin))  # pieces are in the order of their sequences
-        numbers = ends.searchsorted(found, side="right") - 1 + self.first(index)
-        return Held(numbers, np.maximum(pieces.starts[found], begin), np.minimum(stops[found], end))
+        found = np.flatnonzero((pieces.starts < end) & (stops > begin) & (begin < end))  # in the order of sequences
+        numbers = ends.searchsorted(found, side="right") - 1 + self._first(index)
+        return Overlap(numbers, np.maximum(pieces.starts[found], begin), np.minimum(stops[found], end))
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return int(self._bins.sum())
-
-    def numbers_in(self, row: int) -> np.ndarray:
-        """The numbers of the sequences of the shard in that row of the table, int64."""
+    def left(self, row: int, drawn: int, key: tuple[int, ...]) -> Pieces:
+        """What is left of the shard in that row of the table without the first `drawn` sequences in the order of
+        `key`."""
         [index] = np.flatnonzero(self.shards.rows == row).tolist()
-        return np.arange(self.first(index), int(self._ends[index]), dtype=np.int64)
+        numbers = np.arange(self._first(index), int(self._ends[index]), dtype=np.int64)
+        return self.packing.left(row, unpermute(numbers, self.count, key) < drawn)
 
-    def first(self, index: int) -> int:
+    def _first(self, index: int) -> int:
         """The number of the first sequence of shard number `index`."""
         return int(self._ends[index] - self._bins[index])
 
-    def pieces_of(self, index: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of shard number `index`, [starts, stops), that are in sequences of which `taken`, (sequences,),
-        says so."""
-        ends, pieces = self.plans.whole(int(self.shards.rows[index]))
-        first = self.first(index)
-        mine = taken[first:first + len(ends) - 1].repeat(np.diff(ends))
-        return pieces.starts[mine], (pieces.starts + pieces.lengths)[mine]
-
     def _pieces(self, number: int) -> tuple[TokenShard, Pieces]:
         index = int(self._ends.searchsorted(number, side="right"))
-        place = number - self.first(index)
-        return self.shards[index], self.plans.pieces(int(self.shards.rows[index]), place)
+        return self.shards[index], self.packing.pieces(int(self.shards.rows[index]), number - self._first(index))
+
+
+Planner = Callable[[Planning], Packing]
+"""Makes or reads a plan: on all ranks alike."""
+
+
+class PhasePackings:
+    """How the documents of each pool are packed in the phases of a plan (`order.Packings`).
+
+    Args:
+        folder: of all plans; each has one in it, by the length of its sequences. shards: by pool.
+        lengths: of sequences, each once; the plans of all documents are made at once.
+
+    Attributes:
+        packings: by number; of what is left, one has sequences of one pool only.
+        spaces: the sequences of each, by pool.
+    """
+
+    def __init__(self, folder: Path, shards: Mapping[str, Shards], lengths: Sequence[int], planner: Planner) -> None:
+        self.folder, self.shards, self.lengths, self._planner = folder, list(shards.values()), lengths, planner
+        self.packings, self.spaces = list[Packing](), list[Sequence[Bins]]()
+        self._rests: dict[str, Segment] = {}
+        self._opened: OpenShards = self.shards[0].opened
+        every = Shards(self._opened, self._opened.table.rows("train"))
+        for length in lengths:
+            self._add(Planning(folder / str(length), every, length, lambda row: documents_at(
+                self._opened.shard(row).read_offsets())))
+
+    def whole(self, length: int) -> list[Segment]:
+        """See order.Packings."""
+        space = self.lengths.index(length)
+        return [bins.segment(space) for bins in self.spaces[space]]
+
+    def rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
+        """See order.Packings."""
+        left = [segment.identity, drawn, list(key)]
+        named = sha256_json([length, left])
+        if named not in self._rests:
+            bins = self.spaces[segment.space][pool]
+            self._add(Planning(self.folder / f"{length}-left-{named[:12]}", self.shards[pool], length,
+                               lambda row: bins.left(row, drawn, key), left))
+            self._rests[named] = self.spaces[-1][pool].segment(len(self.spaces) - 1)
+        return self._rests[named]
+
+    def _add(self, planning: Planning) -> None:
+        self.packings.append(self._planner(planning))
+        self.spaces.append([Bins(shards, self.packings[-1]) for shards in self.shards])

@@ -14,7 +14,7 @@ from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Excluded
 from pipeline.data.sampling.batch import Batch
 from pipeline.data.sampling.loader import Prefetcher
-from pipeline.data.sampling.packing_plan import make
+from pipeline.data.sampling.packing import make
 from pipeline.parallel.context_parallel import part_of
 from pipeline.parallel.grid import Grid
 from pipeline.records.checkpoints import TrainingProgress

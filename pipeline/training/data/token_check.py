@@ -20,7 +20,7 @@ from pipeline.contract.input_check import committed
 from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Range
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packing_plan import forget
+from pipeline.data.sampling.packing import forget
 from pipeline.data.sampling.shard_checks import Damage, ShardChecks
 from pipeline.data.shard_table import ShardTable
 from pipeline.errors import UserError

@@ -8,15 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from hypothesis import strategies as st
 
-from pipeline.config.phases import PhasePlan
-from pipeline.config.training import TrainConfig
 from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.packed_data import PackedData, PhasePackings, lengths_of
-from pipeline.data.sampling.packing_plan import Alone, Planning, make
-from pipeline.data.sampling.phased_data import PhasedData
-from pipeline.data.shard_table import OpenShards, Shards
 from pipeline.parallel.messages import decode, encode
-from tests.token_shards import SOURCES
+from tests.token_shards import SOURCES, plan_of
 
 LENGTHS = (8, 12, 16, 24)
 DOCUMENTS = st.lists(st.lists(st.integers(0, 90) | st.integers(0, 900), min_size=1, max_size=10), min_size=2,
@@ -24,11 +18,6 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 90) | st.integers(0, 900), min_size
 """Lengths of documents, by shard; the shards are of the two sources in turn."""
 EXCLUDED = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 9)), max_size=3).map(
     lambda parts: Excluded((first, first + count) for first, count in parts))
-
-
-def plan_of(phases, **train):
-    return PhasePlan.of(TrainConfig.model_validate({"sequence_length": 16, "batch_tokens": 64, "phases": phases,
-                                                    **train}))
 
 
 @st.composite
@@ -46,35 +35,17 @@ def plans(draw, least=1, lengths=LENGTHS, steps=9):
     return phases
 
 
-def planned(folder, table, length=16, group=None, place="packing"):
-    """The packing of all documents, and what was said while it was planned."""
-    said = []
-    planning = Planning.whole(folder / place / str(length), OpenShards(folder, table), length)
-    return make(planning, group or Alone(), said.append), said
-
-
-def phased(kind, folder, table, plan, planner=None, said=None):
-    """The data of a plan, `cut` from running text or `packed`. The packings are planned by one process alone unless
-    `planner` does it."""
-    opened = OpenShards(folder, table)
-    shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
-    if kind == "cut":
-        return PhasedData(shards, plan, 3, table.content("train"), 60_000)
-    planner = planner or (lambda planning: make(planning, Alone(), [].append if said is None else said.append))
-    packings = PhasePackings(folder / "packing", shards, lengths_of(plan), planner)
-    return PackedData(packings, plan, 3, table.content("train"), 60_000)
-
-
 def spans_of(data, samples):
     """What each sample reads: the source, its epoch, and pieces of shards."""
-    pools, epochs = (found.tolist() for found in data.order.locate(samples)[:2])
-    return [(pool, epoch, [(span.shard.path.name, span.start, span.stop) for span in stream.spans(number)])
-            for pool, epoch, (stream, number) in zip(pools, epochs, data.located(samples), strict=True)]
+    found = data.order.locate(samples)
+    return [(pool, epoch, [(span.shard.path.name, span.start, span.stop) for span in sequences.spans(number)])
+            for pool, epoch, (sequences, number) in zip(found.pool.tolist(), found.epoch.tolist(),
+                                                        data.located(samples), strict=True)]
 
 
 def times_read(data, samples):
     """How often each token of each shard is read, by source and epoch."""
-    seen, sizes = {}, {shard.path.name: shard.token_count for stream in data.streams for shard in stream.shards}
+    seen, sizes = {}, {shard.path.name: shard.token_count for shards in data.shards for shard in shards}
     for pool, epoch, spans in spans_of(data, samples):
         for name, start, stop in spans:
             tokens = seen.setdefault((pool, epoch), {}).setdefault(name, np.zeros(sizes[name], np.int64))
@@ -84,16 +55,14 @@ def times_read(data, samples):
 
 def read_packed(bins, number):
     """Read a packed sequence, whose tokens number its shard's: the shard, the spans, the tokens, those of them that
-    are a label. Every label is the next token of the shard, and is where `place` says."""
+    are a label. Every label is the next token of the shard."""
     row, spans = np.zeros(bins.length + 1, np.uint32), bins.spans(number)
     starts, used = bins.fill(number, row)
     [shard] = {span.shard for span in spans}
     tokens = [token for span in spans for token in span.shard.tokens(span.start, span.stop).tolist()]
     assert tokens == row[:used].tolist() and not row[used:bins.length].any()
     labels = [place + 1 for place in range(used) if place + 1 not in starts.tolist()]
-    for place in labels:
-        found, at = bins.place(number, place)
-        assert found is shard and found.tokens(at, at + 1)[0] == row[place] == row[place - 1] + 1
+    assert all(row[place] == row[place - 1] + 1 for place in labels)
     return shard, spans, tokens, row[labels].tolist()
 
 

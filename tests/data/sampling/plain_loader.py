@@ -11,24 +11,24 @@ import numpy as np
 import torch
 
 from pipeline.data.sampling.batch import IGNORED, Batch
-from pipeline.data.sampling.order import SampleOrder
+from pipeline.data.sampling.order import Order
 from pipeline.data.token_shards import TokenShard
 
 
-def plain_batch(parts: Sequence[Sequence[TokenShard]], order: SampleOrder, samples: Sequence[int]) -> Batch:
+def plain_batch(parts: Sequence[Sequence[TokenShard]], order: Order, length: int, samples: Sequence[int]) -> Batch:
     """The samples with these numbers. parts: the shards of each of the order's pools."""
     rows, lengths = [], []
     for sample in samples:
-        pool, _, sequence = (int(found[0]) for found in order.locate(np.array([sample])))
-        shards, at = parts[pool], sequence * order.length
+        pool, _, _, sequence = (int(found[0]) for found in order.locate(np.array([sample])))
+        shards, at = parts[pool], sequence * length
         bases = np.cumsum([0, *(shard.token_count for shard in shards)])
-        window = np.concatenate([shard.tokens(0, shard.token_count) for shard in shards])[at:at + order.length + 1]
+        window = np.concatenate([shard.tokens(0, shard.token_count) for shard in shards])[at:at + length + 1]
         starts = {start - at for shard, base in zip(shards, bases, strict=False)
                   for start in (shard.read_offsets()[:-1] + base).tolist()}
         # A document cut by the window's edge starts anew there.
-        own = np.diff([*(place for place in range(order.length) if place in starts | {0}), order.length]).tolist()
+        own = np.diff([*(place for place in range(length) if place in starts | {0}), length]).tolist()
         rows.append((window[:-1], [IGNORED if place in starts else int(window[place])
-                                   for place in range(1, order.length + 1)],
+                                   for place in range(1, length + 1)],
                      np.repeat(np.arange(len(own)), own), np.concatenate([np.arange(length) for length in own])))
         lengths.append(tuple(own))
     tokens, labels, documents, positions = (

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sampling.best_fit import best_fit, pieces_of
+from pipeline.data.sampling.best_fit import best_fit, documents_at
 
 
 def plainly_packed(lengths, room):
@@ -44,7 +44,7 @@ def test_bins_are_those_of_a_piece_at_a_time(room, data):
 @given(length=st.integers(1, 30), documents=st.lists(st.integers(0, 100), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_pieces_are_whole_documents_unless_those_are_longer(length, documents):
-    pieces = pieces_of(np.cumsum([0, *documents]), length)
+    pieces = documents_at(np.cumsum([0, *documents])).cut(length)
     found = zip(*(column.tolist() for column in pieces), strict=True)
     at = 0
     for document in documents:

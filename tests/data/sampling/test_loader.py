@@ -32,7 +32,7 @@ def test_batches_are_those_of_the_plain_loader(tmp_path_factory, lengths, length
     folder = tmp_path_factory.mktemp("shards")
     mixture = None if shares is None else dict(zip(("web", "code"), shares, strict=True))
     data = training_data(folder, write_numbered(folder, lengths), length, mixture)
-    pools, read = [list(stream.shards) for stream in data.streams], set()
+    pools, read = [list(shards) for shards in data.shards], set()
     plain = Shards.__getitem__
 
     def noted(self, index):
@@ -45,11 +45,11 @@ def test_batches_are_those_of_the_plain_loader(tmp_path_factory, lengths, length
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Shards, "__getitem__", noted)
                 batch = data.batch_of(samples)
-            assert_same_batches(batch, plain_batch(pools, data.order, samples))
+            assert_same_batches(batch, plain_batch(pools, data.order, length, samples))
             assert read == set(data.shard_rows(samples).tolist())
-            for (stream, number), row in zip(data.located(samples), batch.tokens, strict=True):
-                shard, at = stream.place(number, length - 1)
-                assert shard.tokens(at, at + 1) == row[-1]
+            for (sequences, number), row in zip(data.located(samples), batch.tokens, strict=True):
+                assert np.concatenate([span.shard.tokens(*span[1:]) for span in sequences.spans(number)]).tolist() == \
+                    row.tolist()
 
 
 def test_documents_are_named_once_with_their_source_and_samples(tmp_path):

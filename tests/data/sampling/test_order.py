@@ -1,5 +1,5 @@
-"""The order of samples: a bijection per epoch, exact shares however small, backwards as forwards, and a function of
-nothing but the sample number."""
+"""The order of samples in one phase: a bijection per epoch, exact shares however small, backwards as forwards, and a
+function of nothing but the sample number."""
 
 import hashlib
 
@@ -13,13 +13,16 @@ from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.config.mixture import SMALLEST_SHARE
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.sampling.order import LEAST, PERIOD, Pool, SampleOrder, permute, unpermute
+from pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool, Segment, permute, unpermute
 from pipeline.errors import UserError
+from tests.token_shards import plan_of
 
 
-def order_of(shares, seed=3, content="x"):
-    return SampleOrder([Pool(f"s{index}", 5000 + 1000 * index) for index in range(len(shares))], 10, seed,
-                       list(shares), content)
+def order_of(shares, tokens=None, seed=3, content="x", length=10, packings=None):
+    pools = [Pool(f"s{index}", count) for index, count in enumerate(
+        tokens or (5000 + 1000 * index for index in range(len(shares))))]
+    mixture = dict(zip((pool.name for pool in pools), map(float, shares), strict=True))
+    return Order(pools, plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), seed, content, packings)
 
 
 @given(size=st.integers(1, 3000) | st.sampled_from([2, 3, 4, 1023, 1024, 1025]) | st.integers(1, 1 << 40),
@@ -35,15 +38,16 @@ def test_permute_is_a_bijection_that_unpermute_undoes(size, seed, part):
 
 
 @pytest.mark.parametrize(("shares", "places", "plan"), [
-    ([1, 1], "f271a18f4474962d", "98d5acc63f067cfd"), ([0.7, 0.2, 0.1], "e965beb8828a3748", "5f0ae413140f35d4"),
-    ([1, 0, 3], "405b1795dc8b30d0", "78a88705f69b4dec"), ([1, 0.9 / 4096], "08bae0a75ceeca75", "edd16ff63e83d4c2"),
-    ([1.0] * 7, "fe9247254232512e", "cca54251acf1a548")])
+    ([1, 1], "f271a18f4474962d", "4645effe89a20bba"), ([0.7, 0.2, 0.1], "e965beb8828a3748", "1114908baff4a5a5"),
+    ([1, 0, 3], "405b1795dc8b30d0", "3290db5ac3a375c1"), ([1, 0.9 / 4096], "08bae0a75ceeca75", "33a247017aa59813"),
+    ([1.0] * 7, "fe9247254232512e", "075e14b201f84ebd")])
 def test_the_order_never_changes(shares, places, plan):
-    """A change here orphans every run in progress: it needs a new ALGORITHM number."""
-    found = order_of(shares)
-    assert found.period == PERIOD and found.plan_sha256[:16] == plan
-    assert hashlib.sha256(np.stack(found.locate(np.arange(20_000))).tobytes()).hexdigest()[:16] == places
+    """A change here orphans every run in progress: it needs a new VERSION."""
+    order = order_of(shares)
+    found = order.locate(np.arange(20_000))
+    assert hashlib.sha256(np.stack([found.pool, found.epoch, found.sequence]).tobytes()).hexdigest()[:16] == places
     assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 8, 0, 9, 7, 2, 6, 4, 3, 1]
+    assert order.plan_sha256[:16] == plan and not found.space.any()
 
 
 @given(exponents=st.lists(st.floats(-16.9, 0) | st.floats(-4, 0) | st.just(-np.inf), min_size=1, max_size=4),
@@ -52,9 +56,9 @@ def test_the_order_never_changes(shares, places, plan):
 def test_every_share_is_met_in_every_period(exponents, seed):
     shares = np.array([1.0, *(2.0**exponent for exponent in exponents)])
     shares = np.where(shares > 0, np.maximum(shares, SMALLEST_SHARE * shares.sum() * 1.01), 0)
-    found, used = order_of(shares, seed), shares > 0
+    found, used = Mix("abcde"[:len(shares)], shares, seed), shares > 0
     wanted = shares / shares.sum() * found.period
-    counts = np.bincount(found.pattern, minlength=len(shares))  # which `locate` goes through again and again
+    counts = np.bincount(found.pattern, minlength=len(shares))  # which `turns` goes through again and again
     assert np.abs(counts - wanted).max() <= 1 and (counts[used] > 0).all()
     if found.period > PERIOD:
         assert found.quotas[used].min() >= LEAST and np.abs(counts[used] / wanted[used] - 1).max() <= 1 / LEAST
@@ -65,46 +69,52 @@ def test_every_share_is_met_in_every_period(exponents, seed):
 def test_each_source_is_gone_through_exactly_and_counted(tokens, shares, period):
     """Over three periods every sequence of a source comes once an epoch, each epoch in an order of its own; also
     backwards and in parts."""
-    found, samples = SampleOrder([Pool(f"s{index}", count) for index, count in enumerate(tokens)], 10, 3,
-                                 list(shares)), 3 * period + 5
-    assert found.period == period
-    pool, epoch, sequence = found.locate(np.arange(samples))
+    found, samples = order_of(shares, tokens), 3 * period + 5
+    assert found._mixes[0].period == period
+    pool, epoch, _, sequence = found.locate(np.arange(samples))
     for index, share in enumerate(np.array(shares) / sum(shares)):
         here, count = pool == index, (tokens[index] - 1) // 10
         assert abs(here.sum() - share * samples) <= 5
-        assert found.epochs(samples)[f"s{index}"] == here.sum() / count
+        assert found.epochs(samples)[f"s{index}"] == 10 * here.sum() / tokens[index]
         assert np.array_equal(np.sort(epoch[here]), np.arange(here.sum()) // count)
         own, another = (sequence[here & (epoch == number)] for number in (0, 1))
         assert np.array_equal(np.sort(own), np.arange(count)) and own.tolist() != another.tolist()
         for below in (samples - period // 2, 3 * period, period - 1, 0):
             asked = np.arange(index, count, 3)
-            where, of = found.inverse(index, asked, below)
+            where, of = found.inverse(index, 0, asked, below)
             wanted = np.flatnonzero(here[:below] & np.isin(sequence[:below], asked))
             assert np.array_equal(where, wanted) and np.array_equal(of, sequence[wanted])
-    parts = [np.stack(found.locate(part)) for part in np.array_split(np.arange(samples - 999, samples), 7)]
+    parts = [np.stack(found.locate(part))[[0, 1, 3]] for part in np.array_split(np.arange(samples - 999, samples), 7)]
     assert np.array_equal(np.concatenate(parts, axis=1), np.stack([pool, epoch, sequence])[:, -999:])
 
 
-def test_the_plan_hash_knows_every_ingredient():
-    plain = {"pools": [("a", 101), ("b", 201)], "length": 10, "seed": 0, "shares": [1, 1], "content": "x"}
+class Packed:
+    """Packings that make of each source so many sequences."""
 
-    def plan(**changes):
-        asked = plain | changes
-        return SampleOrder([Pool(*pool) for pool in asked.pop("pools")], **asked).plan_sha256
+    def __init__(self, counts, identity=""):
+        self.counts, self.identity = counts, identity
+
+    def whole(self, length):
+        return [Segment(0, count, 9 * count, self.identity) for count in self.counts]
+
+
+def test_the_plan_hash_knows_every_ingredient():
+    def plan(shares=(1, 1), tokens=(101, 201), **changes):
+        return order_of(shares, tokens, **changes).plan_sha256
     changed = [{}, {"length": 11}, {"seed": 1}, {"shares": [1, 2]}, {"shares": [1, 1e-4]}, {"content": "y"},
-               {"content": ["x"]}, *({"pools": pools} for pools in (
-                   [("a", 102), ("b", 201)], [("c", 101), ("b", 201)], [("a", 101, 10), ("b", 201, 20)],
-                   [("a", 101, 10, "p"), ("b", 201, 20)]))]
-    assert plan() == plan() and len({plan(**change) for change in changed}) == 11
+               {"content": ["x"]}, {"tokens": (102, 201)}, {"packings": Packed([10, 20])},
+               {"packings": Packed([10, 20], "p")}]
+    assert plan() == plan() and len({plan(**change) for change in changed}) == 10
     rows = [[f"train/ä-{number}.arrow", f"{number:064x}"] for number in range(2500)]
     assert all(plan(content=content) == plan(content=iter(content)) for content in (rows, rows[:1], []))
 
 
 def test_a_pool_without_a_sequence_and_a_share_too_small_are_refused():
-    with pytest.raises(UserError, match="b do not fill one sequence of 10"):
-        SampleOrder([Pool("a", 100), Pool("b", 10)], 10, 0, [1, 1])
-    SampleOrder([Pool("a", 100), Pool("b", 10)], 10, 0, [1, 0])  # unused, so allowed
-    SampleOrder([Pool("a", 100), Pool("b", 11)], 10, 0, [1, 1])
+    with pytest.raises(UserError, match=r"train takes sequences from s1 \(10\): so few training tokens do not fill one "
+                                        "of 10"):
+        order_of([1, 1], (100, 10))
+    order_of([1, 0], (100, 10))  # unused, so allowed
+    order_of([1, 1], (100, 11))
     with pytest.raises(UserError, match=r"the source s1 3\.33e-06"):
         order_of([3, 1e-5])
 
@@ -115,4 +125,4 @@ def test_the_configuration_refuses_a_share_with_the_smallest_that_can_be_kept():
     said, = problems(config)
     assert "the source notes 3.33e-06 of the training sequences" in said and "7.63e-06 (1 in 131,072)" in said
     config.train.mixture["notes"] = 3.0 * SMALLEST_SHARE * 1.001
-    assert problems(config) == [] and order_of(config.train.mixture.values()).quotas[1] >= LEAST
+    assert problems(config) == [] and Mix("ab", list(config.train.mixture.values()), 3).quotas[1] >= LEAST

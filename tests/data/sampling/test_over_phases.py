@@ -12,38 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.packing_plan import read
-from tests.data.sampling.phased import (
-    DOCUMENTS,
-    EXCLUDED,
-    LENGTHS,
-    phased,
-    plan_of,
-    planned,
-    plans,
-    spans_of,
-    times_read,
-)
-from tests.token_shards import SOURCES, assert_readings, assert_same_batches, training_data, write_numbered
+from pipeline.data.sampling.packing import read
+from tests.data.sampling.phased import DOCUMENTS, EXCLUDED, LENGTHS, plans, spans_of, times_read
+from tests.token_shards import SOURCES, assert_readings, assert_same_batches, plan_of, training_data, write_numbered
 
-both = pytest.mark.parametrize("kind", ["cut", "packed"])
+both = pytest.mark.parametrize("packed", [False, True], ids=["cut", "packed"])
+
+
+def phased(packed, folder, table, plan, **options):
+    return training_data(folder, table, packed=packed, plan=plan, **options)
 
 
 @both
 @given(documents=DOCUMENTS, length=st.sampled_from([1, 7, 16]), shares=st.tuples(st.integers(1, 9), st.integers(0, 9)),
        cut=st.integers(1, 9))
 @settings(max_examples=20, deadline=None)
-def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phases(tmp_path_factory, kind, documents,
+def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phases(tmp_path_factory, packed, documents,
                                                                                  length, shares, cut):
     """One phase to the bit; two of them but for where the pattern of sources begins: each source continues."""
     folder, said = tmp_path_factory.mktemp("shards"), []
     table, mixture = write_numbered(folder, documents), dict(zip(SOURCES, shares, strict=True))
-    packing = planned(folder, table, length)[0] if kind == "packed" else None
-    plain = training_data(folder, table, length, mixture, packing)
-    one, two = (phased(kind, folder, table, plan_of(phases, sequence_length=length, batch_tokens=4 * length,
+    plain = training_data(folder, table, length, mixture, packed)
+    one, two = (phased(packed, folder, table, plan_of(phases, sequence_length=length, batch_tokens=4 * length,
                                                     mixture=mixture), said=said)
                 for phases in ([{"until": 80 * length}], [{"until": 4 * cut * length}, {"until": 80 * length}]))
-    assert said == [] and len(two.packings) == (kind == "packed"), "the plan is that of a training without phases"
+    assert said == [] and len(two.packings) == (packed), "the plan is that of a training without phases"
     assert_same_batches(one.batch(0, 80), plain.batch(0, 80))
     only, ours, theirs = (spans_of(data, np.arange(80)) for data in (one, two, plain))
     assert only == theirs
@@ -56,37 +49,37 @@ def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phase
 @both
 @given(documents=DOCUMENTS, phases=plans() | plans(lengths=(16,)), excluded=EXCLUDED)
 @settings(max_examples=30, deadline=None)
-def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_factory, kind, documents, phases,
+def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_factory, packed, documents, phases,
                                                                     excluded):
     """And all of them come before the next epoch begins, where they are packed or there is one length."""
     folder = tmp_path_factory.mktemp("shards")
-    data = phased(kind, folder, write_numbered(folder, documents), plan_of(phases))
+    data = phased(packed, folder, write_numbered(folder, documents), plan_of(phases))
     data.leave_out(excluded)
     order, length = data.order, {phase["sequence_length"] for phase in phases}
     seen = times_read(data, np.arange(order.end))
     for (pool, epoch), shards in seen.items():
         assert max(tokens.max(initial=0) for tokens in shards.values()) <= 1
-        if (pool, epoch + 1) in seen and (kind == "packed" or length == {16}):
-            tokens = order.pools[pool].tokens if kind == "packed" else (order.pools[pool].tokens - 1) // 16 * 16
+        if (pool, epoch + 1) in seen and (packed or length == {16}):
+            tokens = order.pools[pool].tokens if packed else (order.pools[pool].tokens - 1) // 16 * 16
             assert sum(int(read.sum()) for read in shards.values()) == tokens
     taken = [sum(tokens.values()) for tokens in order.consumed(order.end)]
-    padding = order.padding(order.end) if kind == "packed" else [0] * len(taken)
+    padding = order.padding(order.end) if packed else [0] * len(taken)
     assert min(padding) >= -2, "what is planned fits, but for rounding"
     assert [sum(parts) for parts in zip(taken, padding, strict=True)] == [phase.tokens for phase in order.plan.phases]
     for phase, own in zip(phases, order.consumed(order.end), strict=True):
         assert not any(own[name] for name, share in (phase["mixture"] or {}).items() if not share)
-    if kind == "cut" and len(length) == 1:
+    if not packed and len(length) == 1:
         assert not any(any(phase.values()) for phase in order.passed_over())
 
 
-@pytest.mark.parametrize(("kind", "places"), [("cut", "b9196f2df95006d9"), ("packed", "bb750e5f94588327")])
-def test_the_order_never_changes(tmp_path, kind, places):
-    """A change here orphans every run in progress: it needs a new number of the version."""
+@pytest.mark.parametrize(("packed", "places"), [(False, "315cbcb09a4056b1"), (True, "bb750e5f94588327")])
+def test_the_order_never_changes(tmp_path, packed, places):
+    """A change here orphans every run in progress: it needs a new VERSION."""
     documents = [[300, 5, 9, 700, 3, 12, 31], [70, 400, 8, 8, 50, 60], [3, 1000, 21, 300], [200, 20, 1]]
     phases = [{"until": 800, "sequence_length": 8, "mixture": {"web": 2, "code": 1}}, {"until": 1600},
               {"until": 2400, "sequence_length": 12, "batch_tokens": 48}, {"until": 6000, "sequence_length": 24,
                                                                             "batch_tokens": 72}]
-    data = phased(kind, tmp_path, write_numbered(tmp_path, documents), plan_of(phases))
+    data = phased(packed, tmp_path, write_numbered(tmp_path, documents), plan_of(phases))
     data.leave_out(Excluded([(30, 40), (150, 151)]))
     found = repr(spans_of(data, np.arange(data.order.end))).encode()
     assert hashlib.sha256(found).hexdigest()[:16] == places
@@ -95,7 +88,7 @@ def test_the_order_never_changes(tmp_path, kind, places):
 @both
 @given(documents=DOCUMENTS, phases=plans(least=2), later=plans(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, kind, documents, phases, later, data):
+def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, documents, phases, later, data):
     """Other phases to come, and another end of the one that has begun, move no sample before; the plan's hash says so.
     Something else in a phase that has begun changes the hash."""
     folder = tmp_path_factory.mktemp("shards")
@@ -106,7 +99,7 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, kind, doc
     longer = {**phases[begun], "until": phases[begun]["until"] + data.draw(st.integers(0, 99))}
     moved = [{**phase, "until": phase["until"] + longer["until"] + 400} for phase in later]
     differs = {**phases[begun], "batch_tokens": 2 * phases[begun]["batch_tokens"]}
-    one, other, changed = (phased(kind, folder, table, plan_of(own, grain_tokens=24)) for own in (
+    one, other, changed = (phased(packed, folder, table, plan_of(own, grain_tokens=24)) for own in (
         phases, [*phases[:begun], longer, *moved], [*phases[:begun], differs]))
     assert spans_of(one, np.arange(samples)) == spans_of(other, np.arange(samples))
     assert one.plan_at(samples) == other.plan_at(samples) and one.order.plan_sha256 == other.order.plan_sha256
@@ -118,13 +111,13 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, kind, doc
 @both
 @given(documents=DOCUMENTS, phases=plans(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_path_factory, kind, documents, phases,
+def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_path_factory, packed, documents, phases,
                                                                           data):
     """Steps one after another, each dealt out to random ranks that may all be new processes, with steps left out at
     random and a start anew after each: every sample once and in order, and nothing before a rollback moves."""
     folder = tmp_path_factory.mktemp("shards")
     table, plan = write_numbered(folder, documents), plan_of(phases)
-    found, excluded, cursor, step, used = phased(kind, folder, table, plan), Excluded(), 0, 0, []
+    found, excluded, cursor, step, used = phased(packed, folder, table, plan), Excluded(), 0, 0, []
     found.leave_out(excluded)
     rollbacks = data.draw(st.lists(st.integers(1, plan.steps), max_size=3))
     while step < plan.steps:
@@ -140,7 +133,7 @@ def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_p
             step, cursor, used = back, excluded.take(0, plan.sequences_between(0, back)).end, used[:back]
             continue
         if data.draw(st.booleans()):  # killed, and started again
-            fresh = phased(kind, folder, table, plan, planner=lambda planning: read(planning, pytest.fail))
+            fresh = phased(packed, folder, table, plan, planner=lambda planning: read(planning, pytest.fail))
             fresh.leave_out(excluded)
             coming = np.arange(cursor, took.end)
             assert fresh.plan_at(took.end) == found.plan_at(took.end)
@@ -148,7 +141,7 @@ def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_p
         ranks = data.draw(st.sampled_from([count for count in (1, 2, 3, 4) if phase.sequences % count == 0]))
         share = phase.sequences // ranks
         mine = np.concatenate([excluded.numbers(cursor, rank * share, share) for rank in range(ranks)])
-        assert {stream.length for stream, _ in found.located(mine)} == {phase.train.sequence_length}
+        assert {sequences.length for sequences, _ in found.located(mine)} == {phase.train.sequence_length}
         first = plan.sequences_between(0, step)
         assert {plan.step_of(first), plan.step_of(first + phase.sequences - 1)} == {step + 1}
         used.append(mine)
@@ -157,25 +150,25 @@ def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_p
     assert np.concatenate(used).tolist() == numbers.tolist()
     left_out = sum(sum(phase.values()) for phase in found.order.left_out(cursor))
     assert (left_out > 0) == (len(numbers) < cursor)
-    if kind == "cut":
-        assert left_out == np.delete(found.order.locate(np.arange(cursor)).length, numbers).sum()
+    if not packed:
+        gone = np.delete(np.arange(cursor), numbers)
+        assert left_out == sum(sequences.length for sequences, _ in found.located(gone))
 
 
 @both
 @given(documents=DOCUMENTS, phases=plans(least=2) | st.sampled_from(LENGTHS), mixed=st.booleans(), excluded=EXCLUDED,
        beyond=st.integers(-30, 30))
 @settings(max_examples=30, deadline=None)
-def test_a_documents_readings_are_the_pieces_that_name_it(tmp_path_factory, kind, documents, phases, mixed, excluded,
+def test_a_documents_readings_are_the_pieces_that_name_it(tmp_path_factory, packed, documents, phases, mixed, excluded,
                                                           beyond):
     """Over phases, and without any in sequences of one length."""
     folder = tmp_path_factory.mktemp("shards")
     table = write_numbered(folder, documents)
     if isinstance(phases, int):
-        packing = planned(folder, table, phases)[0] if kind == "packed" else None
-        data = training_data(folder, table, phases, dict.fromkeys(SOURCES, 1.0) if mixed else None, packing)
-        end = min(170, int(2.5 * data.order.counts.sum()))
+        data = training_data(folder, table, phases, dict.fromkeys(SOURCES, 1.0) if mixed else None, packed)
+        end = min(170, int(2.5 * sum(sequences.count for sequences in data.spaces[0])))
     else:
-        data = phased(kind, folder, table, plan_of(phases))
+        data = phased(packed, folder, table, plan_of(phases))
         data.leave_out(excluded)
         end = data.order.end
     assert_readings(data, max(0, end + beyond))

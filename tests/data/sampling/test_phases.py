@@ -12,19 +12,18 @@ from pipeline.config.mixture import tokens_text
 from pipeline.config.phases import PhasePlan
 from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
-from pipeline.data.exclusion import Excluded, sample_numbers
-from pipeline.data.sampling.consumption import consumed_by, excesses, plan_lines, planned, train_tokens, trained_on
-from pipeline.data.sampling.order import Pool, SampleOrder
-from pipeline.data.sampling.phases import PART, PhasedOrder
+from pipeline.data.exclusion import Excluded
+from pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens
+from pipeline.data.sampling.order import PART, Order, Pool
 from pipeline.errors import UserError
-from tests.data.sampling.phased import plan_of
+from tests.token_shards import plan_of
 
 NAMES = ("web", "code", "books")
 
 
 def order_of(phases, *tokens, **train):
-    return PhasedOrder([Pool(name, count) for name, count in zip(NAMES, tokens, strict=False)],
-                       plan_of(phases, **train), 3, "content")
+    return Order([Pool(name, count) for name, count in zip(NAMES, tokens, strict=False)],
+                 plan_of(phases, **train), 3, "content")
 
 
 @pytest.mark.parametrize(("between", "last", "left"), [
@@ -53,11 +52,11 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
     found = order.locate(np.arange(order.end))
     assert len({*zip(*(part.tolist() for part in found), strict=True)}) == order.end == 15_000, "no sequence twice"
     for pool in range(2):
-        samples, _ = order.inverse(pool, 16, np.arange(order.pools[pool].tokens // 16), order.end)
-        assert samples.tolist() == np.flatnonzero((found.pool == pool) & (found.length == 16)).tolist()
-    starts = found.start[:10_000]
-    assert np.mean(np.abs(np.diff(starts)) == 16) < 0.01, "neighbours in the text are none in a batch"
-    first, third = (own[found.pool[:len(own)] == 0][:300] for own in (starts, found.start[11_000:]))
+        samples, _ = order.inverse(pool, 0, np.arange(order.pools[pool].tokens // 16), order.end)
+        assert samples.tolist() == np.flatnonzero((found.pool == pool) & (found.space == 0)).tolist()
+    numbers = found.sequence[:10_000]
+    assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01, "neighbours in the text are none in a batch"
+    first, third = (own[found.pool[:len(own)] == 0][:300] for own in (numbers, found.sequence[11_000:]))
     assert not np.array_equal(first - first.min(), third - third.min())
     assert all(before < after for before, after in pairwise(order._laid_out[1].tolist()))
 
@@ -78,14 +77,14 @@ def test_faults_name_the_thing():
 def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
     """A rollback lays them out anew while threads beside the loader ask where samples come from."""
     order, used = order_of([{"until": 640}, {"until": 1280, "batch_tokens": 128}], 900, 500, 400), np.arange(40)
-    before, seen, reading = order.locate(used), [], order._reading
+    before, seen, continued = order.locate(used), [], order._continued
 
     def asked(*given):
         seen.append(order.locate(used))
-        return reading(*given)
-    monkeypatch.setattr(order, "_reading", asked)
+        return continued(*given)
+    monkeypatch.setattr(order, "_continued", asked)
     order.leave_out(Excluded(((44, 48),)))
-    assert len(seen) == 6 and all(np.array_equal(found, before) for found in [*seen, order.locate(used)])
+    assert len(seen) == 3 and all(np.array_equal(found, before) for found in [*seen, order.locate(used)])
 
 
 def config_of(**train):
@@ -109,33 +108,29 @@ def test_what_is_planned_is_what_the_order_gives(train):
     config = config_of(**train)
     found, pools = plan_for(config), [Pool(*item) for item in train_tokens(config, COUNTS).items()]
     assert sum(sum(phase.values()) for phase in found.phases) == 14_400
-    if "phases" in train:
-        order = PhasedOrder(pools, PhasePlan.of(config.train), config.seed)
-        located = order.locate(np.arange(order.end))
-        pool, lengths = located.pool, located.length
-    else:
-        pool, lengths = SampleOrder(pools, 16, config.seed, [3.0, 1.0, 0.0]).locate(np.arange(900))[0], np.full(900, 16)
-    assert [found.tokens(name) for name in NAMES] == np.bincount(pool, lengths, 3).tolist()
+    order = Order(pools, PhasePlan.of(config.train), config.seed)
+    located = order.locate(np.arange(order.end))
+    assert [found.tokens(name) for name in NAMES] == np.bincount(located.pool, 16 * (1 + located.space), 3).tolist()
     assert plan_for(config_of(steps=90)).phases == ({"all sources": 14_400},)
 
 
-@given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), samples=st.integers(0, 900), mixed=st.booleans(),
-       packed=st.booleans(), ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
+@given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), steps=st.integers(1, 900), mixed=st.booleans(),
+       ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
 @settings(max_examples=30, deadline=None)
-def test_what_rollbacks_left_out_was_not_trained_on(tokens, samples, mixed, packed, ranges):
-    counts = dict(zip(NAMES, tokens, strict=True)) if mixed else {"all": sum(tokens)}
-    pools = [Pool(name, count, count // 10 if packed else None) for name, count in counts.items()]
-    order, excluded = SampleOrder(pools, 16, 3, [3.0, 1.0, 2.0] if mixed else None), Excluded(
-        [(first, first + count) for first, count in ranges])
-    found, taken, drawn = trained_on(order, samples, excluded), consumed_by(order, samples), order.locate(
-        np.arange(samples))[0]
-    out = drawn[sample_numbers(excluded.within(0, samples))]
+def test_what_rollbacks_left_out_was_not_trained_on(tokens, steps, mixed, ranges):
+    pools = [Pool(*item) for item in zip(NAMES, tokens, strict=True)] if mixed else [Pool("all sources", sum(tokens))]
+    order = Order(pools, plan_of(steps=steps, batch_tokens=16,
+                                 mixture={"web": 3, "code": 1, "books": 2} if mixed else None), 3)
+    excluded = Excluded((first, first + count) for first, count in ranges)
+    order.leave_out(excluded)
+    numbers = excluded.numbers(0, 0, steps)
+    trained, drawn = order.locate(numbers).pool, order.locate(np.arange(order.end)).pool
+    assert order.end == numbers[-1] + 1
+    [consumed], [left_out], epochs = order.consumed(order.end), order.left_out(order.end), order.epochs(order.end)
     for number, pool in enumerate(pools):
-        size, count, left = int(order.counts[number]), (drawn == number).sum(), (out == number).sum()
-        assert found["epochs"][pool.name] == pytest.approx((count - left) / size)
-        for said, own in ((found.get("left_out", {}), left), (taken, count)):
-            assert said.get(pool.name, 0) == (round(own / size * pool.tokens) if packed else 16 * own)
-    assert ("left_out" in found) == bool(len(out))
+        count = int((trained == number).sum())
+        assert consumed[pool.name] == 16 * count and epochs[pool.name] == 16 * count / pool.tokens
+        assert left_out[pool.name] == 16 * (int((drawn == number).sum()) - count)
 
 
 def test_limits_and_what_is_said():

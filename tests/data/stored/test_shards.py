@@ -17,7 +17,7 @@ from pipeline.data.stored.copying import digest, survey
 from pipeline.data.stored.read_ahead import ReadAhead
 from pipeline.errors import UserError
 from tests.data.stored.made import CLOUDS, copy, make_shards, stored
-from tests.token_shards import assert_same_batches
+from tests.token_shards import assert_same_batches, plan_of
 from tests.waiting import wait_for
 
 
@@ -39,8 +39,8 @@ def made(tmp_path):
         return stored(copy(folder, records, to), records, tmp_path / "cache", **options)
 
     def data(opener=None):
-        return TrainingData(open_by_source(folder, table, "train", ["text"], opener), 64, 7, None,
-                            table.content("train"), 65536)
+        return TrainingData(open_by_source(folder, table, "train", ["text"], opener),
+                            plan_of(sequence_length=64), 7, table.content("train"), 65536)
     return SimpleNamespace(folder=folder, records=records, table=table, url=url, tokens=tokens, data=data,
                            files=open_shards(folder, records, "train", "text"))
 

@@ -1,4 +1,4 @@
-"""Where a sequence's tokens lie: what a pool of sequences is cut from, with documents one after another.
+"""Where the tokens of sequences lie, where documents follow one another and are cut wherever a sequence is full.
 
 `pipeline/data/sampling/packing.py` has the other way to make sequences of documents.
 """
@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.data.sampling.order import Pool
 from pipeline.data.shard_table import Shards
 from pipeline.data.token_shards import TokenShard
 
@@ -23,7 +22,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Held(NamedTuple):
+class Overlap(NamedTuple):
     """Parts of a document in sequences: the sequences' numbers, ascending; and the first token of the shard of each
     part, and the one after its last, int64 of one length. A sequence comes as often as it has parts."""
 
@@ -33,7 +32,7 @@ class Held(NamedTuple):
 
 
 class Sequences(Protocol):
-    """The sequences of a pool, by number."""
+    """The sequences of one length of a pool, by number."""
 
     length: int
 
@@ -41,8 +40,9 @@ class Sequences(Protocol):
     def shards(self) -> Sequence[TokenShard]:
         """What they are made of."""
 
-    def pool(self, name: str) -> Pool:
-        """What the order needs to know of them."""
+    @property
+    def count(self) -> int:
+        """How many there are."""
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
         """Read a sequence into `row`, (length + 1,) ids of 32 bits, and behind it the token that is its last label.
@@ -51,18 +51,15 @@ class Sequences(Protocol):
         many tokens of the sequence mean something.
         """
 
-    def spans(self, number: int) -> list[Span]:
-        """The tokens of a sequence in their order, without padding."""
+    def spans(self, number: int, label: int = 0) -> list[Span]:
+        """The tokens of a sequence in their order, without padding; with label=1 that of the last label, too."""
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
 
-    def place(self, number: int, place: int) -> tuple[TokenShard, int]:
-        """The shard, and the token of it, that is at a place of the row that `fill` makes."""
-
-    def holding(self, index: int, begin: int, end: int) -> Held:
-        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`), which are
-        of one document: `spans` backwards."""
+    def overlap(self, index: int, begin: int, end: int) -> Overlap:
+        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`): `spans`
+        backwards."""
 
 
 class TokenStream:
@@ -98,31 +95,24 @@ class TokenStream:
 
 
 class Windows:
-    """Sequences that are cut from the stream wherever `length` tokens end: all of them are full."""
+    """Sequences that are cut from a stream wherever `length` tokens end: all of them are full."""
 
-    def __init__(self, shards: Sequence[TokenShard], length: int, stream: TokenStream | None = None) -> None:
-        self.shards, self.length, self.stream = shards, length, TokenStream(shards) if stream is None else stream
-
-    def of_length(self, length: int) -> Windows:
-        """The same stream cut into other sequences."""
-        return Windows(self.shards, length, self.stream)
-
-    def pool(self, name: str) -> Pool:
-        """See Sequences."""
-        return Pool(name, self.stream.tokens)
+    def __init__(self, stream: TokenStream, length: int) -> None:
+        self.stream, self.length, self.shards = stream, length, stream.shards
+        self.count = max(0, stream.tokens - 1) // length
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
         """See Sequences."""
-        begin, at, starts = number * self.length, 0, []
-        for shard, start, stop in self.stream.spans(begin, begin + self.length + 1):
+        at, starts = 0, []
+        for shard, start, stop in self.spans(number, 1):
             row[at:at + stop - start] = shard.tokens(start, stop)
             starts.append(shard.document_starts(start, stop) + (at - start))
             at += stop - start
         return starts[0] if len(starts) == 1 else np.concatenate(starts), self.length
 
-    def spans(self, number: int) -> list[Span]:
+    def spans(self, number: int, label: int = 0) -> list[Span]:
         """See Sequences."""
-        return self.stream.spans(number * self.length, (number + 1) * self.length)
+        return self.stream.spans(number * self.length, (number + 1) * self.length + label)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """See Sequences."""
@@ -130,16 +120,10 @@ class Windows:
         found = self.stream.shards_within(starts, starts + self.length + 1)
         return self.shards.rows[found] if isinstance(self.shards, Shards) else found
 
-    def place(self, number: int, place: int) -> tuple[TokenShard, int]:
-        """See Sequences."""
-        at = number * self.length + place
-        [span] = self.stream.spans(at, at + 1)
-        return span.shard, span.start
-
-    def holding(self, index: int, begin: int, end: int) -> Held:
+    def overlap(self, index: int, begin: int, end: int) -> Overlap:
         """See Sequences. The stream's last tokens, which fill no sequence and its last label, are in none."""
         base = int(self.stream.ends[index - 1]) if index else 0
         first, stop = (base + begin) // self.length, -(-(base + end) // self.length) if begin < end else 0
-        numbers = np.arange(first, min(stop, self.pool("").sequences(self.length)), dtype=np.int64)
+        numbers = np.arange(first, min(stop, self.count), dtype=np.int64)
         starts = numbers * self.length - base
-        return Held(numbers, np.maximum(starts, begin), np.minimum(starts + self.length, end))
+        return Overlap(numbers, np.maximum(starts, begin), np.minimum(starts + self.length, end))
