@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeline.data.shard_table import NUMBERS, ShardTable
 from pipeline.data.stored.shards import MEND
-from pipeline.errors import UserError, listed
+from pipeline.errors import UserError, all_problems, listed
 from pipeline.files import append_line, read_lines, sha256_file, sha256_json
 from pipeline.stores.outcomes import Entry, Missing
 from pipeline.stores.store import Store, preflight
@@ -153,9 +151,8 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
         elif entry.size != size:
             problems.append(f"{store.url_of(table.path(row))} has {entry.size:,} bytes instead of {size:,}")
     if problems:
-        more = f"\n... and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-        raise UserError(f"{len(problems):,} of {len(table):,} token shards in {url} (train.tokens_from) are damaged:\n"
-                        f"{listed(problems[:SHOWN])}{more}\n{MEND}")
+        raise UserError(all_problems(problems, f"{len(problems):,} of {len(table):,} token shards in {url} "
+                                               f"(train.tokens_from) are damaged") + f"\n{MEND}")
     return etags
 
 
@@ -199,16 +196,9 @@ def _hash(store: Store, record: dict[str, Any]) -> str:
 
 def _in_threads(function: Callable[[dict[str, Any]], Any],
                 records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Each record with what `function` gives for it, in their order; few are in work at a time."""
-    left, asked = iter(records), deque[tuple[dict[str, Any], Future[Any]]]()
+    """Each record with what `function` gives for it, in their order."""
     pool = ThreadPoolExecutor(AT_ONCE, "copying")
     try:
-        for record in islice(left, 2 * AT_ONCE):
-            asked.append((record, pool.submit(function, record)))
-        while asked:
-            record, future = asked.popleft()
-            yield record, future.result()
-            if (following := next(left, None)) is not None:
-                asked.append((following, pool.submit(function, following)))
+        yield from zip(records, pool.map(function, records), strict=True)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -2,15 +2,12 @@
 
 A file is named after its content's sha256, and gets that name only when its bytes have been hashed and are on the disk;
 so whoever finds it may read it. It is then given a modification time that follows from the hash: one that was written
-to since has another, and is fetched anew. All of this lies in a folder of the cache's own, and only what is named as
+to since has another, and is fetched again. All of this lies in a folder of the cache's own, and only what is named as
 its own files are is ever removed. A process that reads a file while another one removes it reads on: its descriptor
 holds.
 
 Locks are the kernel's (flock), which end with their process however it ends. A file that is being fetched is locked by
 its writer and has its full size from the start, so that the bound and a full disk are met before anything is fetched.
-
-How many bytes all have is kept in the file `lock-room`, for whoever holds it locked, and never less than they have:
-what goes without its being told is found by counting, at each opening and where room seems short.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ PAUSE_S = 1.0
 """Before a shard is asked for again; before each further time twice as long."""
 POLL_S = 0.05
 """How often a process that needs room looks whether others have fetched what they were fetching."""
-_DIGITS = 20
-"""Of the number of bytes in `lock-room`."""
+RECENT_S = 60.0
+"""What was fetched or opened in this time is not removed for a shard that is not needed yet."""
 _OWN = re.compile(r"[0-9a-f]{64}\.arrow")
 _FETCHED = re.compile(r"[0-9a-f]{64}\.[^/]+\.tmp")
 
@@ -64,9 +61,7 @@ class NodeCache:
 
     def __init__(self, folder: Path, limit: int, figures: Figures, say: Callable[[str], None]) -> None:
         self.folder, self.limit, self.figures, self.say = folder / f"drover-tokens-{os.getuid()}", limit, figures, say
-        self._closed, self._number, self._last = threading.Event(), 0, b""
-        self._wanted: int | None = None
-        self._wanting = threading.Lock()
+        self._closed, self._number = threading.Event(), 0
         self._make_folder()
 
     def open(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], *,
@@ -76,7 +71,7 @@ class NodeCache:
         Args:
             name: what to call it in errors.
             read: opens it in the store, from this byte on.
-            ahead: it is not needed yet: nothing that a process of this node needs soon is removed for it.
+            ahead: it is not needed yet: nothing that was fetched or opened a moment ago is removed for it.
 
         Returns:
             None where there is no room for it.
@@ -98,35 +93,9 @@ class NodeCache:
             if not ahead:
                 self.figures.add(wait_s=time.perf_counter() - began)
 
-    def want(self, digests: bytes) -> None:
-        """Tell the other processes which shards this one needs soon: their hashes, 32 bytes each.
-
-        Raises:
-            Closed: the cache is closed; a descriptor with the number of the list's may be another file's now.
-        """
-        with self._wanting:
-            if self._closed.is_set():
-                raise Closed
-            if digests != self._last:
-                self._list_wanted(digests)
-                self._last = digests
-
-    def _list_wanted(self, digests: bytes) -> None:
-        with self._locked("lock-room"):
-            if self._wanted is None:
-                path = self.folder / f"wanted-{platform.node()}-{os.getpid()}-{id(self):x}"
-                self._wanted = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._wanted, fcntl.LOCK_EX)
-            os.ftruncate(self._wanted, 0)
-            os.pwrite(self._wanted, digests, 0)
-
     def close(self) -> None:
-        """End what is being fetched, and want nothing any more."""
+        """End what is being fetched."""
         self._closed.set()
-        with self._wanting:
-            if self._wanted is not None:
-                os.close(self._wanted)
-                self._wanted = None
 
     def _make_folder(self) -> None:
         try:
@@ -135,9 +104,8 @@ class NodeCache:
             if not self.folder.is_dir() or self.folder.is_symlink() or status.st_uid != os.getuid():
                 raise UserError(f"{self.folder}, where token shards are to be kept (train.cache.folder), is not a "
                                 f"folder of yours. Give another train.cache.folder.")
-            with self._locked("lock-room") as room:
+            with self._locked("lock-room"):
                 self._remove_leftovers()
-                _note(room, self._used())
         except OSError as error:
             raise UserError(f"Token shards cannot be kept in {self.folder} (train.cache.folder): {error.strerror}. "
                             f"Give a folder on a disk of this node that can be written to and has locks.") from None
@@ -161,16 +129,14 @@ class NodeCache:
 
     def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], ahead: bool) -> int | None:
         """Fetch the shard and give it its name; a descriptor of it. For whoever holds its lock."""
-        reserved = self._reserve(sha256, size, ahead)
-        while reserved is None:
-            if ahead or size > self.limit:
-                return None
+        while True:
             others = self._others_fetch()  # before room is looked for: they may end meanwhile
-            if (reserved := self._reserve(sha256, size, ahead)) is None:
-                if not others:
-                    return None
-                if self._closed.wait(POLL_S):  # when these have been fetched, there will be something to remove
-                    raise Closed
+            if (reserved := self._reserve(sha256, size, ahead)) is not None:
+                break
+            if ahead or size > self.limit or not others:
+                return None
+            if self._closed.wait(POLL_S):  # when these have been fetched, there will be something to remove
+                raise Closed
         temporary, writing = reserved
         try:
             for attempt in range(TRIES):
@@ -230,24 +196,16 @@ class NodeCache:
 
     def _reserve(self, sha256: str, size: int, ahead: bool) -> tuple[Path, int] | None:
         """An empty file of this size, open and locked, for which room was made; None where there is none."""
-        with self._locked("lock-room") as room:
-            noted, counted = _noted(room), False
-            while size <= self.limit:
-                if counted or noted is None or noted + size > self.limit:
-                    self._remove_leftovers()
-                    noted, counted = self._used(), True
-                    if not self._make_room(noted + size - self.limit, ahead):
-                        return None
-                _note(room, min(noted + size, self.limit))  # before it is so: a process may be killed
+        with self._locked("lock-room"):
+            self._remove_leftovers()  # they count, and may be what fills the disk
+            while size <= self.limit and self._make_room(self._used() + size - self.limit, ahead):
                 try:
                     return self._allocate(sha256, size)
                 except OSError as error:
                     if not is_full_disk(error):
                         raise UserError(f"{self.folder} (train.cache.folder) cannot be written to: {error.strerror}. "
                                         f"Give another train.cache.folder.") from None
-                if counted:
-                    self._lower_limit()
-                counted = True  # from now on; what killed processes left may be what fills the disk
+                self._lower_limit()
         return None
 
     def _lower_limit(self) -> None:
@@ -270,19 +228,17 @@ class NodeCache:
         return path, descriptor
 
     def _make_room(self, needed: int, ahead: bool) -> bool:
-        """Remove so many bytes of shards: those that no process needs soon, the longest unused first, and then, unless
-        it is for something `ahead`, others. Whether that is possible; if not, none is removed."""
+        """Remove so many bytes of shards, the longest unused first; `ahead` only such that were not opened a moment
+        ago. Whether that is possible; if not, none is removed."""
         if needed <= 0:
             return True
-        wanted = self._wanted_digests()
-        files = sorted((name[:64] in wanted, about.st_atime_ns, about.st_size, name)
-                       for name, about in self._files() if _OWN.fullmatch(name))
+        until = time.time_ns() - int(RECENT_S * 1e9) if ahead else None
         victims = []
-        for soon, _, size, name in files:
-            if needed <= 0 or (soon and ahead):
-                break
-            victims.append(name)
-            needed -= size
+        for used, size, name in sorted((about.st_atime_ns, about.st_size, name) for name, about in self._files()
+                                       if _OWN.fullmatch(name)):
+            if needed > 0 and (until is None or used < until):
+                victims.append(name)
+                needed -= size
         if needed > 0:
             return False
         for name in victims:
@@ -311,28 +267,16 @@ class NodeCache:
             if _FETCHED.fullmatch(entry.name) and _is_free(Path(entry.path)):
                 Path(entry.path).unlink(missing_ok=True)
 
-    def _wanted_digests(self) -> set[str]:
-        """The shards that living processes need soon; the lists of others are removed."""
-        found: set[str] = set()
-        for path in self.folder.glob("wanted-*"):
-            if _is_free(path):
-                path.unlink(missing_ok=True)
-                continue
-            with suppress(FileNotFoundError):
-                listed = path.read_bytes()
-                found.update(listed[at:at + 32].hex() for at in range(0, len(listed), 32))
-        return found
-
     def _path(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.arrow"
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[int]:
-        """Hold a lock against all threads of all processes of this node; the descriptor of its file."""
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold a lock against all threads of all processes of this node."""
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
+            yield
         finally:
             os.close(descriptor)
 
@@ -340,21 +284,6 @@ class NodeCache:
 def _stamp(sha256: str) -> int:
     """The modification time, in ns, of a file with this content; a day before 1979, which no write gives it."""
     return int(sha256[:7], 16) * 10**9
-
-
-def _noted(room: int) -> int | None:
-    """The number of bytes in `lock-room`; None where there is none."""
-    text = os.pread(room, _DIGITS + 1, 0)
-    return int(text) if len(text) == _DIGITS and text.isdigit() else None
-
-
-def _note(room: int, used: int) -> None:
-    """Write it; where that cannot be done, there is none."""
-    written = 0
-    with suppress(OSError):  # the disk is full
-        written = os.pwrite(room, b"%0*d" % (_DIGITS, used), 0)
-    if written != _DIGITS:
-        os.ftruncate(room, 0)
 
 
 def _is_free(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +20,7 @@ FETCHES = 4
 REQUESTS = 16
 """Parts of shards that a rank asks for at once."""
 SAMPLES = 4096
-"""A rank's coming samples whose shards are fetched, and then not removed as long as there are others."""
+"""A rank's coming samples whose shards are fetched."""
 PART_BYTES = 16384
 """What finding the documents of a window takes of memory, at most, beside its tokens."""
 
@@ -59,22 +58,15 @@ class ReadAhead:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self) -> None:
-        whole = self._tokens.settings.whole
-        coming: deque[tuple[int, list[int]]] = deque()
         for step in self._steps:
             if not self._may_go_to(step):
                 return
             try:
                 samples = self._numbers(step)
-                if not whole:
+                if self._tokens.settings.whole:
+                    list(self._pool.map(self._fetch, self._data.shard_rows(samples).tolist()))
+                else:
                     list(self._pool.map(self._parts, samples))
-                    continue
-                while coming and coming[0][0] < self._reached:
-                    coming.popleft()
-                coming.append((step, self._data.shard_rows(samples).tolist()))
-                wanted = dict.fromkeys(row for _, some in coming for row in some)
-                self._tokens.cache.want(self._tokens.table.sha256[list(wanted)].tobytes())
-                list(self._pool.map(self._fetch, coming[-1][1]))
             except Closed:
                 return
             except UserError:  # whoever needs it meets it again, and raises it

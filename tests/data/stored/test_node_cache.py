@@ -68,9 +68,6 @@ class Cache(NodeCache):
         """Numbers of the things in the folder."""
         return {self.source.names.index(path.stem) for path in self.folder.glob("*.arrow")}
 
-    def wants(self, *numbers):
-        self.want(b"".join(bytes.fromhex(self.source.names[number]) for number in numbers))
-
     def bytes(self):
         """Of all things in the folder, those that are being fetched with them."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix in (".arrow", ".tmp"))
@@ -89,39 +86,32 @@ def no_pause(monkeypatch):
 NUMBERS = st.integers(0, 5)
 STEPS = st.lists(st.one_of(
     st.tuples(st.just("get"), st.booleans(), NUMBERS, st.booleans()),
-    st.tuples(st.just("want"), st.booleans(), st.sets(NUMBERS, max_size=3)),
-    st.tuples(st.sampled_from(["remove", "write to"]), NUMBERS),
-    st.tuples(st.just("note"), st.sampled_from([b"", b"12", b"x" * 20, b"0" * 21]))), max_size=30)
+    st.tuples(st.sampled_from(["remove", "write to"]), NUMBERS)), max_size=30)
 
 
 @settings(max_examples=120, deadline=None)
-@given(steps=STEPS, room=st.integers(1, 4))
-def test_the_bound_holds_and_the_longest_unused_that_nobody_wants_goes(tmp_path_factory, steps, room):
-    """Two processes get things, needed or ahead, and say what they want soon; others remove things, write to them and
-    to the number of bytes. The model is a list of what is there, the longest unused first."""
+@given(steps=STEPS, room=st.integers(1, 4), recent=st.booleans())
+def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, room, recent):
+    """Two processes get things, needed or ahead, which removes nothing `recent`; others remove things and write to
+    them. The model is a list of what is there, the longest unused first."""
     source, there, harmed, fetched, removed, again = Source(), [], set(), 0, 0, 0
     caches = [Cache(tmp_path_factory.mktemp("cache"), source, room)]
     caches.append(Cache(caches[0].folder.parent, source, room))
-    wanted = [set(), set()]
     for step in steps:
-        if step[0] == "want":
-            caches[step[1]].wants(*step[2])
-            wanted[step[1]] = step[2]
-        elif step[0] == "note":
-            (caches[0].folder / "lock-room").write_bytes(step[1])
-        elif step[0] == "get":
+        if step[0] == "get":
             _, who, number, ahead = step
             again += number in harmed
             there = [one for one in there if one != number or number not in harmed]
             fits = number in there or len(there) < room
-            victims = sorted(there, key=lambda one: one in wanted[0] | wanted[1])
-            if not fits and not (ahead and victims[0] in wanted[0] | wanted[1]):
-                there.remove(victims[0])
+            if not fits and not (ahead and recent):
+                there.pop(0)
                 removed, fits = removed + 1, True
             if fits:
                 fetched += number not in there
                 there = [*(one for one in there if one != number), number]
-            assert caches[who].get(number, ahead=ahead) == (bytes([number]) * SIZE if fits else None)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
+                assert caches[who].get(number, ahead=ahead) == (bytes([number]) * SIZE if fits else None)
             harmed = (harmed & set(there)) - {number}
         elif step[1] in there:
             path = caches[0].folder / f"{source.names[step[1]]}.arrow"
@@ -140,10 +130,9 @@ def test_the_bound_holds_and_the_longest_unused_that_nobody_wants_goes(tmp_path_
         cache.close()
 
 
-def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source, monkeypatch):
-    cache, scandir, scans = Cache(tmp_path, source, things=3), os.scandir, []
-    monkeypatch.setattr("os.scandir", lambda folder: scans.append(folder) or scandir(folder))
-    assert cache.get(1) == cache.get(1) == bytes([1]) * SIZE and not scans, "while there is room nothing is counted"
+def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source):
+    cache = Cache(tmp_path, source, things=3)
+    assert cache.get(1) == cache.get(1) == bytes([1]) * SIZE
     assert cache.folder.stat().st_mode & 0o777 == 0o700
     read, later = cache.open("thing 1", source.names[1], SIZE, source.reader(1)), Cache(tmp_path, source, things=1)
     assert later.get(1) == bytes([1]) * SIZE and source.asked == [1]
@@ -151,37 +140,6 @@ def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source, mo
     assert later.get(3) is not None and later.there() == {3}
     assert os.pread(read, SIZE, 0) == bytes([1]) * SIZE  # who reads it reads on
     os.close(read)
-
-
-def test_a_number_that_cannot_be_noted_is_not_believed(tmp_path, source, monkeypatch):
-    cache, pwrite = Cache(tmp_path, source, things=2), os.pwrite
-
-    monkeypatch.setattr("os.pwrite", lambda descriptor, data, at:
-                        fail(errno.ENOSPC) if len(data) == 20 else pwrite(descriptor, data, at))
-    for number in (0, 1, 2, 3):
-        assert cache.get(number) is not None and cache.bytes() <= 2 * SIZE
-    assert cache.there() == {2, 3}
-
-
-def test_a_closed_cache_writes_no_list_of_what_is_wanted(tmp_path, source):
-    cache = Cache(tmp_path, source)
-    cache.wants(0)
-    listed, = cache.folder.glob("wanted-*")
-    cache.close()
-    for numbers in ((0,), (0, 1)):
-        with pytest.raises(Closed):
-            cache.wants(*numbers)  # its descriptor may be another file's now
-    assert listed.read_bytes().hex() == source.names[0] and cache._wanted is None
-
-
-def test_what_a_process_that_ended_wanted_is_wanted_no_more(tmp_path, source):
-    one, other = Cache(tmp_path, source, things=1), Cache(tmp_path, source, things=1)
-    one.get(0)
-    one.wants(0)
-    other.wants(1)
-    assert other.get(1, ahead=True) is None and 1 not in source.asked
-    one.close()
-    assert other.get(1, ahead=True) is not None and len(list(other.folder.glob("wanted-*"))) == 1
 
 
 @pytest.mark.parametrize(("content", "asked", "told"), [
