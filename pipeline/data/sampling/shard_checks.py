@@ -1,15 +1,15 @@
 """Token shards compared with what encode committed when they are first used, in a thread beside training.
 
 Of the ranks of a run one hashes a shard: the one whose number is the shard's row in the manifest modulo the number of
-ranks. All know from the order which shards a step reads, so nobody has to tell anybody what was opened. A shard that
-was compared is looked at again at every checkpoint: where its inode, size or times are others, it is hashed again.
+ranks. All know from the order which shards a step reads, so nothing has to be sent. A shard that was compared is looked
+at again at every checkpoint: where its inode, size or times are others, it is hashed again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from pipeline.console import spelled
 from pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
 from pipeline.data.exclusion import Range, sample_numbers
-from pipeline.data.shard_table import ShardTable
 
 TOGETHER = 1 << 16
 """Samples whose shards are looked up at once."""
@@ -38,13 +37,11 @@ class Damage:
 
 @dataclass(frozen=True)
 class _Use:
-    """Samples that the steps [first, last] read; without samples: look again at what was compared, after step
-    `last`."""
+    """Samples that the steps [first, last] read; None: look again at what was compared, after step `last`."""
 
     first: int
     last: int
-    samples: tuple[Range, ...] = ()
-    again: bool = False
+    samples: tuple[Range, ...] | None
 
 
 class ShardChecks:
@@ -58,25 +55,30 @@ class ShardChecks:
         rest: seconds of rest for each of reading, while nobody waits.
 
     Attributes:
-        checked: how many shards are as they should be.
-        seen: bytes of them; while it grows, something is being done.
+        seen: bytes of shards that are as they should be; while it grows, something is being done.
         damage: the first that is not.
     """
 
-    def __init__(self, table: ShardTable, expected: Callable[[int], Expected],
+    def __init__(self, table: Sized, expected: Callable[[int], Expected],
                  rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]], rank: int, world: int,
                  later: Iterable[int] = (), rest: float = 0.0) -> None:
-        self.table, self.expected, self._rows_of, self._rank, self._world = table, expected, rows_of, rank, world
-        self.checked, self.seen = 0, 0
+        self.expected, self._rows_of, self._rank, self._world = expected, rows_of, rank, world
+        self._mine = len(range(rank, len(table), world))
+        self.seen = 0
         self.damage: Damage | None = None
         self._later = deque(row for row in later if row % world == rank)
-        self._left = len(range(rank, len(table), world))
-        self._known = np.zeros((self._left, 5), np.int64)  # inode, size, times, whether it was compared
+        self._known = dict[int, tuple[int, ...]]()  # what showed the state of shards that were compared, by row
         self._uses, self._history = deque[_Use](), deque[_Use]()
         self._given, self._done, self._clean = 0, 0, 0
         self._pace, self._news = Pace(rest), threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="shard-checks", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        with self._news:
+            self._start()
+
+    @property
+    def checked(self) -> int:
+        """How many shards are as they should be."""
+        return len(self._known)
 
     def use(self, first: int, last: int, samples: Sequence[Range]) -> None:
         """The steps from `first` to `last` read these samples."""
@@ -84,7 +86,7 @@ class ShardChecks:
 
     def look_again(self, step: int) -> int:
         """Have shards that were compared looked at again, after `step`. What to `wait` for, to know of all so far."""
-        return self._give(_Use(step, step, again=True))
+        return self._give(_Use(step, step, None))
 
     def wait(self, given: int | None, seconds: float) -> bool:
         """Wait, without rests, until all is done that was given up to then, or there is damage, for so long at most.
@@ -101,84 +103,78 @@ class ShardChecks:
         """End the thread; what is not compared stays so. One that a disk keeps from ending is left to itself."""
         self._pace.over.set()
         self._pace.hurry.set()
-        with self._news:
-            self._news.notify_all()
-        self._thread.join(LEFT_AFTER_S)
+        if (thread := self._thread) is not None:
+            thread.join(LEFT_AFTER_S)
 
     def _give(self, use: _Use) -> int:
         with self._news:
             self._given += 1
             self._uses.append(use)
-            self._news.notify_all()
+            self._start()
             return self._given
 
+    def _start(self) -> None:
+        """Have a thread at work, which ends with the work: one of the lowest priority that waits all the time would, on
+        a busy machine, keep a killed process, and with it the stage's lock, from going."""
+        if self._thread is None and not self._ended():
+            self._thread = threading.Thread(target=self._run, name="shard-checks", daemon=True)
+            self._thread.start()
+
+    def _ended(self) -> bool:
+        return self._pace.over.is_set() or self.damage is not None or not (self._uses or self._later)
+
     def _run(self) -> None:
-        while not self._pace.over.is_set() and self.damage is None:
+        lowest_priority()
+        while True:
             with self._news:
-                self._news.wait_for(lambda: self._uses or self._later or self._pace.over.is_set())
+                if self._ended():
+                    self._thread = None
+                    return
                 use = self._uses.popleft() if self._uses else None
-            # In a thread that ends with the work: one of the lowest priority that waits all the time would, on a busy
-            # machine, keep a killed process, and with it the stage's lock, from going.
-            worker = threading.Thread(target=self._work, args=(use,), name="shard-check", daemon=True)
-            worker.start()
-            worker.join()
+            try:
+                if use is not None:
+                    self._do(use)
+                else:
+                    self._compare(self._later[0], None)
+            except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
+                self.damage = Damage(f"Token shards could not be compared with what was committed: "
+                                     f"{type(error).__name__}: {error}.", None if use is None else use.first)
             with self._news:
+                if use is None:
+                    self._later.popleft()  # not before: `wait` looks whether there is any
                 self._done += use is not None and self.damage is None
                 self._news.notify_all()
 
-    def _work(self, use: _Use | None) -> None:
-        try:
-            self._do(use)
-        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
-            self.damage = Damage(f"Token shards could not be compared with what was committed: "
-                                 f"{type(error).__name__}: {error}.", None if use is None else use.first)
-
-    def _do(self, use: _Use | None) -> None:
-        if use is None:
-            if self._later:  # it stays there until it is done: `wait` looks whether there is any
-                self._compare(self._later[0], None)
-                self._later.popleft()
-        elif use.again:
-            self._look_again(use)
-        else:
+    def _do(self, use: _Use) -> None:
+        if use.samples is not None:
             self._history.append(use)
-            for rows in self._used(use) if self._left else ():
+            for rows in self._used(use) if self.checked < self._mine else ():
                 for row in rows[rows % self._world == self._rank].tolist():
-                    if self.damage is None and not self._pace.over.is_set():
-                        self._compare(row, use.first)
+                    self._compare(row, use.first)
+            return
+        for row, state in list(self._known.items()):
+            if _state(self.expected(row).path) != state:
+                self._compare(row, self._clean + 1, again=True)
+        if self.damage is None:
+            self._history = deque(entry for entry in self._history if entry.last > self._clean)
+            self._clean = use.last
 
-    def _used(self, use: _Use) -> Iterable[NDArray[np.int64]]:
-        for first, end in use.samples:
+    def _used(self, use: _Use) -> Iterator[NDArray[np.int64]]:
+        for first, end in use.samples or ():
             for start in range(first, end, TOGETHER):
                 yield self._rows_of(sample_numbers([(start, min(start + TOGETHER, end))]))
 
     def _compare(self, row: int, step: int | None, *, again: bool = False) -> None:
         """Hash a shard, unless it was compared before; with `again` also then."""
-        known = self._known[row // self._world]
-        if known[4] and not again:
+        if self.damage is not None or self._pace.over.is_set() or (row in self._known and not again):
             return
-        lowest_priority()  # this thread's, which ends with the work
         file = self.expected(row)
-        stat = _stat(file.path)
+        state = _state(file.path)
         if problem := compared(file, self._pace):
             self.damage = Damage(f"{problem}{self._readers(row, step)}", step)
-            return
-        if self._pace.over.is_set():
-            return
-        self.seen += stat[1]
-        if not known[4]:
-            self.checked, self._left = self.checked + 1, self._left - 1
-        known[:] = (*stat, 1)
-
-    def _look_again(self, use: _Use) -> None:
-        """Where a shard's file is another one, or has changed, since it was compared: compare it again."""
-        for place in np.flatnonzero(self._known[:, 4]).tolist():
-            row = place * self._world + self._rank
-            if self.damage is None and _stat(self.expected(row).path) != tuple(self._known[place, :4].tolist()):
-                self._compare(row, self._clean + 1, again=True)
-        if self.damage is None:
-            self._history = deque(entry for entry in self._history if entry.last > self._clean)
-            self._clean = use.last
+        elif not self._pace.over.is_set():
+            self.seen += state[1]
+            self._known[row] = state
 
     def _readers(self, row: int, step: int | None) -> str:
         """Which of the steps since then read from the shard, in a sentence."""
@@ -195,7 +191,7 @@ class ShardChecks:
         return f" It was read by {' and '.join(told)}." if told else ""
 
 
-def _stat(path: Path) -> tuple[int, int, int, int]:
+def _state(path: Path) -> tuple[int, ...]:
     """What shows that a file was written to or replaced; zeros where it is not there."""
     try:
         found = path.stat()

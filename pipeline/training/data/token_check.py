@@ -199,8 +199,6 @@ class TokenCheck:
             record = read_sealed(self.work.folder / COMPARED)
             if record["encode"] != self._of:
                 return began  # those shards are not there any more; what was accepted then is in the manifest's drift
-            if "unsure_from" in record:  # by a version that compared all shards at every start
-                return began if record["unsure_from"] is None else (min(began[0], int(record["unsure_from"])), 0)
             return min(began, (int(record["sound_to"]), int(record["samples"])))
         except (OSError, ValueError, KeyError, TypeError):
             return 0, 0
