@@ -50,8 +50,8 @@ def _consumed(session: Session, metrics: list[dict[str, Any]]) -> dict[str, Any]
     tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was counted, where
     the log has it."""
     data, samples = session.data, session.progress.samples
-    phases = [{"steps": phase.steps, "tokens": trained, "left_out": left_out} for phase, trained, left_out in
-              zip(data.order.plan.phases, data.order.consumed(samples), data.order.left_out(samples), strict=True)]
+    phases = [{"steps": phase.steps, "tokens": taken.consumed, "left_out": taken.left_out} for phase, taken in
+              zip(data.order.plan.phases, data.order.taken(samples), strict=True)]
     if data.packings:
         done = {0: 0, **{record["step"]: record["tokens"] for record in metrics}}
         for phase, counted in zip(data.order.plan.phases, phases, strict=True):

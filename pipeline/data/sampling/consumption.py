@@ -65,8 +65,9 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
 
 def planned_by(order: Order) -> Consumption:
     """What the whole training will consume, with what was left out so far beside it."""
-    return Consumption(tuple(order.consumed(order.end)), dict(order.pools), tuple(order.passed_over()),
-                       tuple(order.carried()), tuple(order.padding(order.end)) if order.packings else ())
+    consumed, _, padding = zip(*order.taken(order.end), strict=True)
+    return Consumption(consumed, dict(order.pools), tuple(order.passed_over()), tuple(order.carried()),
+                       padding if order.packings else ())
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:

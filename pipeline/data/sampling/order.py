@@ -80,6 +80,15 @@ class Located(NamedTuple):
     sequence: np.ndarray
 
 
+class Taken(NamedTuple):
+    """What a phase takes: tokens of each pool that are trained on, and that were left out; and tokens of padding. Of
+    packed sequences it is what they have on average."""
+
+    consumed: dict[str, int]
+    left_out: dict[str, int]
+    padding: int
+
+
 class Packings(Protocol):
     """How documents are packed (`packing.PhasePackings`). Called on all ranks alike."""
 
@@ -416,34 +425,28 @@ class Order:
         """SHA-256 of what has decided the first `samples` samples: the tokens, the seed and the phases begun."""
         return self.links[max(0, int(np.searchsorted(self._laid_out[1], samples, side="left")) - 1)]
 
-    def consumed(self, samples: int) -> list[dict[str, int]]:
-        """Of each phase, the tokens of each pool among the first `samples` samples that were not left out."""
-        return [{pool.name: cursor.tokens(cursor.draws + count) - cursor.tokens(cursor.draws) - left_out[pool.name]
-                 if count else 0
-                 for pool, cursor, count in zip(self.pools, part.cursors, part.mix.draws(until - part.first).tolist(),
-                                                strict=True)}
-                for (part, until), left_out in zip(self._within(samples), self.left_out(samples), strict=True)]
-
-    def left_out(self, samples: int) -> list[dict[str, int]]:
-        """Of each phase, the tokens of each pool that were left out among the first `samples` samples."""
+    def taken(self, samples: int) -> list[Taken]:
+        """What each phase takes in the first `samples` samples."""
         found = []
-        for part, until in self._within(samples):
-            places = self.locate(sample_numbers(self.excluded.within(part.first, until)))
-            found.append({pool.name: round(sum(
-                np.count_nonzero((places.pool == number) & (places.space == segment.space)) * cursor.mean(segment)
-                for segment in (cursor.whole, cursor.rest) if segment and segment.pieces))
-                for number, (pool, cursor) in enumerate(zip(self.pools, part.cursors, strict=True))})
-        return found
-
-    def _within(self, samples: int) -> Iterator[tuple[Part, int]]:
-        """Each phase, and where in it the first `samples` samples end."""
         parts, begins, end = self._laid_out
-        ends = [*begins[1:].tolist(), max(samples, end)]
-        return ((part, max(part.first, min(samples, end))) for part, end in zip(parts, ends, strict=True))
+        for part, stop in zip(parts, [*begins[1:].tolist(), max(samples, end)], strict=True):
+            until = max(part.first, min(samples, stop))
+            numbers = sample_numbers(self.excluded.within(part.first, until))
+            places, draws = self.locate(numbers), part.mix.draws(until - part.first).tolist()
+            consumed, left_out = dict[str, int](), dict[str, int]()
+            for number, (name, _) in enumerate(self.pools):
+                cursor, out = part.cursors[number], places.space[places.pool == number]
+                left_out[name] = round(sum(np.count_nonzero(out == segment.space) * cursor.mean(segment)
+                                           for segment in (cursor.whole, cursor.rest) if segment and len(out)))
+                consumed[name] = draws[number] and (
+                    cursor.tokens(cursor.draws + draws[number]) - cursor.tokens(cursor.draws) - left_out[name])
+            trained = (until - part.first - len(numbers)) * part.phase.train.sequence_length
+            found.append(Taken(consumed, left_out, trained - sum(consumed.values())))
+        return found
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Tokens trained on in the first `samples` samples over the tokens that there are, by pool."""
-        phases = self.consumed(samples)
+        phases = [phase.consumed for phase in self.taken(samples)]
         return {name: sum(phase[name] for phase in phases) / tokens if tokens else 0.0 for name, tokens in self.pools}
 
     def passed_over(self) -> list[dict[str, int]]:
@@ -457,13 +460,6 @@ class Order:
         come first, packed anew."""
         return [{pool.name: cursor.rest.tokens if cursor.rest and cursor.phase == part.phase.number else 0
                  for pool, cursor in zip(self.pools, part.cursors, strict=True)} for part in self._laid_out[0]]
-
-    def padding(self, samples: int) -> list[int]:
-        """Of each phase, the tokens of padding in the first `samples` samples that were not left out, by what sequences
-        have on average."""
-        return [(until - part.first - len(sample_numbers(self.excluded.within(part.first, until))))
-                * part.phase.train.sequence_length - sum(tokens.values())
-                for (part, until), tokens in zip(self._within(samples), self.consumed(samples), strict=True)]
 
 
 def is_one_pool(plan: PhasePlan) -> bool:

@@ -5,9 +5,9 @@ then a few bytes to read, and nothing of it stays in memory. There is such a pla
 sequences, and of what an epoch has left of a source where the length changes (order.py). At every start each rank
 checks the files of some shards, and makes those that are missing, damaged or of another shard.
 
-A file is the sha256 of what follows; the sha256 of what it is of (`Planning.identity`); the counts (`PLANNED`) in 64
-bits each; bins + 1 numbers of 32 bits, where each sequence begins among the pieces; and a number of 64 bits a piece: 40
-bits of where it begins in the shard, 23 of its length, 1 whether its document continues. Little endian.
+A file is the sha256 of what follows; the sha256 of what it is of (`Planning.identity`); and numbers of 64 bits, little
+endian: the counts (`PLANNED`); where each sequence begins among the pieces, and the end of the last; and two a piece,
+where it begins in the shard, and twice its length, plus 1 where its document continues.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from pipeline.files import atomic_file, sha256_json
 FORMAT = 2
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
 """What is counted of a shard's plan: sequences, pieces, documents with tokens, those that are cut, tokens."""
-LENGTH_BITS, START_BITS = 23, 40
 _HEADER = struct.Struct(f"<32s32s{len(PLANNED)}q")
-_BIN, _PIECE = np.dtype("<u4"), np.dtype("<u8")
+_NUMBER = np.dtype("<i8")
 _MEND = "Start training again: it checks the files of the packing, and makes anew what is damaged."
 
 
@@ -141,25 +140,15 @@ class Packing:
         return True
 
     def plan(self, planning: Planning, row: int) -> None:
-        """Pack a shard, and write its file.
-
-        Raises:
-            UserError: the shard cannot be read, or has more than the file's numbers can say.
-        """
-        documents, shard, length = planning.documents(row), planning.shards.opened.shard(row), self.length
-        pieces = documents.cut(length)
-        if shard.token_count >> START_BITS or length >> LENGTH_BITS or len(pieces.starts) >> 8 * _BIN.itemsize:
-            raise UserError(f"train.packing best_fit knows shards of up to {1 << START_BITS:,} tokens, {1 << 32:,} "
-                            f"pieces and sequences of up to {1 << LENGTH_BITS:,}; {shard.name} has "
-                            f"{shard.token_count:,} and {len(pieces.starts):,}, and train.sequence_length is "
-                            f"{length:,}.")
-        order, ends = best_fit(pieces.lengths, length)
-        word = pieces.starts.astype(_PIECE) << (LENGTH_BITS + 1)
-        word |= (pieces.lengths << 1 | pieces.continues).astype(_PIECE)
-        sizes = documents.lengths
-        counts = [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > length).sum()), int(sizes.sum())]
-        content = (_HEADER.pack(b"", planning.identity(row), *counts)[32:] + ends.astype(_BIN).tobytes()
-                   + word[order].tobytes())
+        """Pack a shard, and write its file. UserError where the shard cannot be read."""
+        documents = planning.documents(row)
+        pieces, sizes = documents.cut(self.length), documents.lengths
+        order, ends = best_fit(pieces.lengths, self.length)
+        counts = [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > self.length).sum()),
+                  int(sizes.sum())]
+        words = np.stack([pieces.starts, 2 * pieces.lengths + pieces.continues], axis=1)[order]
+        content = (_HEADER.pack(b"", planning.identity(row), *counts)[32:] + ends.astype(_NUMBER).tobytes()
+                   + words.astype(_NUMBER).tobytes())
         digest = hashlib.sha256(content).digest()
         with atomic_file(self.path(row)) as file:
             file.write(digest + content)
@@ -167,28 +156,23 @@ class Packing:
 
     def pieces(self, row: int, place: int) -> Pieces:
         """The pieces of sequence number `place` of the shard in that row of the table."""
-        bins = int(self.numbers[row, 0])
-        first, stop = self._read(row, 4 * place, _BIN, 2).tolist()
-        return _unpacked(self._read(row, 4 * (bins + 1) + 8 * first, _PIECE, stop - first))
+        first, stop = self._read(row, place, 2).tolist()
+        return self._pieces(row, first, stop)
 
     def whole(self, row: int) -> tuple[NDArray[np.int64], Pieces]:
         """All pieces of the shard in that row of the table, and where each sequence begins among them, with the end of
         the last."""
         bins, pieces = self.numbers[row, :2].tolist()
-        if not bins:
-            return np.zeros(1, np.int64), _unpacked(np.empty(0, _PIECE))
-        ends = self._read(row, 0, _BIN, bins + 1).astype(np.int64)
-        return ends, _unpacked(self._read(row, 4 * (bins + 1), _PIECE, pieces))
+        return (self._read(row, 0, bins + 1), self._pieces(row, 0, pieces)) if bins else (
+            np.zeros(1, np.int64), documents_at(np.zeros(1, np.int64)))
 
-    def left(self, row: int, taken: NDArray[np.bool_]) -> Pieces:
-        """What the sequences of a shard that are not `taken`, (bins,), have of documents."""
-        ends, pieces = self.whole(row)
-        left = ~taken.repeat(np.diff(ends))
-        return Pieces(pieces.starts[left], pieces.lengths[left], pieces.continues[left]).joined()
+    def _pieces(self, row: int, first: int, stop: int) -> Pieces:
+        words = self._read(row, int(self.numbers[row, 0]) + 1 + 2 * first, 2 * (stop - first)).reshape(-1, 2)
+        return Pieces(words[:, 0], words[:, 1] >> 1, (words[:, 1] & 1).astype(bool))
 
     def _opened(self, row: int) -> Descriptor:
         bins, pieces = self.numbers[row, :2].tolist()
-        path, wanted = self.path(row), _HEADER.size + 4 * (bins + 1) + 8 * pieces
+        path, wanted = self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces
         try:
             file = Descriptor.of(path)
             size = os.fstat(file.number).st_size
@@ -198,18 +182,11 @@ class Packing:
             raise UserError(f"{path} is torn: it has {size} bytes instead of {wanted}. {_MEND}")
         return file
 
-    def _read(self, row: int, at: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        file = self._file(row)
-        read = os.pread(file.number, count * dtype.itemsize, _HEADER.size + at) if count > 0 else b""
-        if count < 1 or len(read) != count * dtype.itemsize:
+    def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
+        read = os.pread(self._file(row).number, 8 * count, _HEADER.size + 8 * at) if count > 0 else b""
+        if count < 1 or len(read) != 8 * count:
             raise UserError(f"{self.path(row)} was changed after training began. {_MEND}")
-        return np.frombuffer(read, dtype)
-
-
-def _unpacked(words: NDArray[Any]) -> Pieces:
-    """Pieces from a plan's file."""
-    lengths = (words >> 1) & ((1 << LENGTH_BITS) - 1)
-    return Pieces((words >> (LENGTH_BITS + 1)).astype(np.int64), lengths.astype(np.int64), (words & 1).astype(bool))
+        return np.frombuffer(read, _NUMBER)
 
 
 def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packing:
@@ -325,7 +302,9 @@ class Bins:
         `key`."""
         [index] = np.flatnonzero(self.shards.rows == row).tolist()
         numbers = np.arange(self._first(index), int(self._ends[index]), dtype=np.int64)
-        return self.packing.left(row, unpermute(numbers, self.count, key) < drawn)
+        ends, pieces = self.packing.whole(row)
+        left = (unpermute(numbers, self.count, key) >= drawn).repeat(np.diff(ends))
+        return Pieces(pieces.starts[left], pieces.lengths[left], pieces.continues[left]).joined()
 
     def _first(self, index: int) -> int:
         """The number of the first sequence of shard number `index`."""

@@ -62,11 +62,9 @@ def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_fa
         if (pool, epoch + 1) in seen and (packed or length == {16}):
             tokens = order.pools[pool].tokens if packed else (order.pools[pool].tokens - 1) // 16 * 16
             assert sum(int(read.sum()) for read in shards.values()) == tokens
-    taken = [sum(tokens.values()) for tokens in order.consumed(order.end)]
-    padding = order.padding(order.end) if packed else [0] * len(taken)
-    assert min(padding) >= -2, "what is planned fits, but for rounding"
-    assert [sum(parts) for parts in zip(taken, padding, strict=True)] == [phase.tokens for phase in order.plan.phases]
-    for phase, own in zip(phases, order.consumed(order.end), strict=True):
+    for phase, planned, (own, _, padding) in zip(phases, order.plan.phases, order.taken(order.end), strict=True):
+        assert padding >= -2 if packed else padding == 0, "what is planned fits, but for rounding"
+        assert sum(own.values()) + padding == planned.tokens
         assert not any(own[name] for name, share in (phase["mixture"] or {}).items() if not share)
     if not packed and len(length) == 1:
         assert not any(any(phase.values()) for phase in order.passed_over())
@@ -148,7 +146,7 @@ def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_p
         step, cursor = step + 1, took.end
     numbers = excluded.numbers(0, 0, plan.sequences_between(0, plan.steps))
     assert np.concatenate(used).tolist() == numbers.tolist()
-    left_out = sum(sum(phase.values()) for phase in found.order.left_out(cursor))
+    left_out = sum(sum(phase.left_out.values()) for phase in found.order.taken(cursor))
     assert (left_out > 0) == (len(numbers) < cursor)
     if not packed:
         gone = np.delete(np.arange(cursor), numbers)

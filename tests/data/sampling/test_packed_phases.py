@@ -70,7 +70,7 @@ def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
     assert abs(found.padding[0] - sum(data.batch(0, 10).padding)) < 40, "planned by the mean of the sequences"
     epochs, said = order.epochs(order.end), []
     assert sum(epochs[pool.name] * pool.tokens for pool in order.pools) == pytest.approx(
-        560 - sum(order.padding(order.end)))
+        560 - sum(phase.padding for phase in order.taken(order.end)))
 
     def refuse(limit):
         refuse_beyond(TrainConfig(**train, max_epochs={"code": limit}), data, said.append)

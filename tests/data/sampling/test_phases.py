@@ -126,7 +126,7 @@ def test_what_rollbacks_left_out_was_not_trained_on(tokens, steps, mixed, ranges
     numbers = excluded.numbers(0, 0, steps)
     trained, drawn = order.locate(numbers).pool, order.locate(np.arange(order.end)).pool
     assert order.end == numbers[-1] + 1
-    [consumed], [left_out], epochs = order.consumed(order.end), order.left_out(order.end), order.epochs(order.end)
+    [(consumed, left_out, _)], epochs = order.taken(order.end), order.epochs(order.end)
     for number, pool in enumerate(pools):
         count = int((trained == number).sum())
         assert consumed[pool.name] == 16 * count and epochs[pool.name] == 16 * count / pool.tokens
