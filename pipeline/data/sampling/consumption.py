@@ -66,8 +66,10 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
 def planned_by(order: Order) -> Consumption:
     """What the whole training will consume, with what was left out so far beside it."""
     consumed, _, padding = zip(*order.taken(order.end), strict=True)
-    return Consumption(consumed, dict(order.pools), tuple(order.passed_over()), tuple(order.carried()),
-                       padding if order.packings else ())
+    left = order.left_at()
+    if order.packings:
+        return Consumption(consumed, dict(order.pools), carried=tuple(left), padding=padding)
+    return Consumption(consumed, dict(order.pools), passed_over=(*left[1:], {}))
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
@@ -99,13 +101,14 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
                 found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
-        found += [f"  of {name} the epoch has {tokens_text(left)} tokens left where the length changes: they come "
-                  f"first, packed anew" for name, left in consumption.carried[number].items() if left]
         if consumption.padding:
+            found += [f"  of {name} the epoch has {tokens_text(left)} tokens left where the length changes: they come "
+                      f"first, packed anew" for name, left in consumption.carried[number].items() if left]
             found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
-        found += [f"  left to the next epoch where the length changes: {tokens_text(left)} of {name}"
-                  for name, left in consumption.passed_over[number].items() if left]
+        else:
+            found += [f"  left to the next epoch where the length changes: {tokens_text(left)} of {name}"
+                      for name, left in consumption.passed_over[number].items() if left]
     if train.max_epochs is None:
         found += [f"  {source} is gone through {consumption.epochs(source):.1f} times, and beyond {MANY:g} the same "
                   f"text helps little; train.max_epochs refuses more than it says"

@@ -154,7 +154,8 @@ class Cursor:
         key: seed and pool, of the shuffles.
         length: of the sequences. whole: an epoch. each: sequences of one of its pieces.
         first: pieces of whole epochs that were taken before. anew: what is added to the numbers of its epochs.
-        rest: what the epoch before `first` had left; it comes first. phase: the one that it began with.
+        rest: what the epoch before `first` had left; it comes first. left: tokens of that, or, of running text, of the
+            rest of a window, which the next epoch has. phase: the one that it began with.
         draws: sequences taken since it began.
     """
 
@@ -165,6 +166,7 @@ class Cursor:
     first: int = 0
     anew: int = 0
     rest: Segment | None = None
+    left: int = 0
     phase: int = 0
     draws: int = 0
 
@@ -332,9 +334,7 @@ class Order:
         """Lay the phases out with these sample numbers left out, which a rollback may have added to. What epochs have
         left may have to be packed, so it is called on all ranks alike."""
         parts, first = list[Part](), 0
-        # Of each pool, by how it is cut (0: into grains, or packed), the cursor and the phase that it was last used in.
-        states = [dict[int, tuple[Cursor, int]]() for _ in self.pools]
-        passed_over = [{pool.name: 0 for pool in self.pools} for _ in self.plan.phases]
+        states = [dict[int, Cursor]() for _ in self.pools]  # by how the pool is cut (0: into grains, or packed)
         for phase, mix in zip(self.plan.phases, self._mixes, strict=True):
             length, shares = phase.train.sequence_length, self.shares(phase)
             grain = self._grain(length)
@@ -345,15 +345,13 @@ class Order:
                 cursor = Cursor((self.seed, number), length, whole, grain // length,
                                 anew=kind and (phase.number + 1) * ANEW, phase=phase.number)
                 if shares[number] > 0:
-                    if (state := states[number].get(kind)) is not None:
-                        cursor = self._continued(cursor, state[0])
-                        if length != state[0].length:
-                            passed_over[state[1]][self.pools[number].name] += state[0].passed_over
-                    states[number][kind] = replace(cursor, draws=cursor.draws + int(count)), phase.number
+                    if (before := states[number].get(kind)) is not None:
+                        cursor = self._continued(cursor, before)
+                    states[number][kind] = replace(cursor, draws=cursor.draws + int(count))
                 cursors.append(cursor)
             parts.append(Part(phase, mix, first, tuple(cursors)))
             first = end
-        self.excluded, self._passed_over = excluded, passed_over
+        self.excluded = excluded
         self._laid = parts, np.array([part.first for part in parts], dtype=np.int64), first
 
     def _continued(self, fresh: Cursor, before: Cursor) -> Cursor:
@@ -361,14 +359,14 @@ class Order:
         if before.length == fresh.length:
             return before
         if self.packings is None:
-            return replace(fresh, first=before.first + before.begun)
+            return replace(fresh, first=before.first + before.begun, left=before.passed_over)
         epoch = int(before.epoch_of(before.draws))
         segment, drawn, key = before.segment(epoch)
         drawn = before.draws - drawn
         if segment is before.whole and not drawn:
             return replace(fresh, first=epoch * fresh.whole.pieces)
         rest = self.packings.rest(fresh.key[1], fresh.length, segment, drawn, key)
-        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest)
+        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest, left=rest.tokens)
 
     @property
     def _laid_out(self) -> tuple[list[Part], np.ndarray, int]:
@@ -449,16 +447,10 @@ class Order:
         phases = [phase.consumed for phase in self.taken(samples)]
         return {name: sum(phase[name] for phase in phases) / tokens if tokens else 0.0 for name, tokens in self.pools}
 
-    def passed_over(self) -> list[dict[str, int]]:
-        """Of each phase, the tokens of each source that it leaves to the next epoch, where the next phase that
-        continues with the source has another length."""
-        _ = self._laid_out
-        return self._passed_over
-
-    def carried(self) -> list[dict[str, int]]:
-        """Of each phase, the tokens of each source that its epoch had left where the length changed before it: they
-        come first, packed anew."""
-        return [{pool.name: cursor.rest.tokens if cursor.rest and cursor.phase == part.phase.number else 0
+    def left_at(self) -> list[dict[str, int]]:
+        """Of each phase, the tokens of each source that its epoch had left where the length changed before it: packed
+        again they come first; of running text the next epoch has them."""
+        return [{pool.name: cursor.left if cursor.phase == part.phase.number else 0
                  for pool, cursor in zip(self.pools, part.cursors, strict=True)} for part in self._laid_out[0]]
 
 

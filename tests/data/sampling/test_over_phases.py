@@ -67,7 +67,7 @@ def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_fa
         assert sum(own.values()) + padding == planned.tokens
         assert not any(own[name] for name, share in (phase["mixture"] or {}).items() if not share)
     if not packed and len(length) == 1:
-        assert not any(any(phase.values()) for phase in order.passed_over())
+        assert not any(any(phase.values()) for phase in order.left_at())
 
 
 @pytest.mark.parametrize(("packed", "places"), [(False, "315cbcb09a4056b1"), (True, "bb750e5f94588327")])

@@ -57,7 +57,7 @@ def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
     order = data.order
     read = {pool: sum(int(tokens.sum()) for tokens in shards.values())
             for (pool, _), shards in times_read(data, np.arange(10)).items()}
-    carried = order.carried()
+    carried = order.left_at()
     assert carried[:2] == [dict.fromkeys(SOURCES, 0), {
         name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}]
     assert all(carried[2].values())

@@ -27,8 +27,8 @@ def order_of(phases, *tokens, **train):
 
 
 @pytest.mark.parametrize(("between", "last", "left"), [
-    ({"mixture": {"web": 0, "code": 1}}, {"sequence_length": 16}, 0),
-    ({"sequence_length": 24}, {"sequence_length": 16}, 0), ({"mixture": {"web": 0, "code": 1}}, {}, 1),
+    ({"mixture": {"web": 0, "code": 1}}, {"sequence_length": 16}, None),
+    ({"sequence_length": 24}, {"sequence_length": 16}, None), ({"mixture": {"web": 0, "code": 1}}, {}, 2),
     ({}, {"sequence_length": 16}, 1)], ids=["not used", "read anew", "not used and then longer", "used"])
 def test_a_window_is_left_where_no_later_phase_goes_on_with_it(between, last, left):
     """The source of a phase of short sequences, over one of others, in one after that. At most a part of it is left,
@@ -39,10 +39,10 @@ def test_a_window_is_left_where_no_later_phase_goes_on_with_it(between, last, le
         {"until": 3520, "sequence_length": 64, "batch_tokens": 960, "mixture": mixture, **between},
         {"until": 6400, "sequence_length": 64, "batch_tokens": 960, "mixture": mixture, **last}], 50_001, 50_001,
         grain_tokens=64)
-    over = order.passed_over()
-    assert [0 < phase["web"] <= 50_001 // PART + 64 for phase in over] == [bool(left), False, False]
+    over = order.left_at()
+    assert [0 < phase["web"] <= 50_001 // PART + 64 for phase in over] == [number == left for number in range(3)]
     assert not any(phase["code"] for phase in over)
-    assert not left or over[0]["web"] == 50_001 // 64 // PART * 64 - 1600
+    assert left is None or over[left]["web"] == 50_001 // 64 // PART * 64 - 1600
 
 
 def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently_later():
