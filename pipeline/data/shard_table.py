@@ -161,9 +161,6 @@ class OpenShards:
         self._kept: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, ShardTable, int, Opener | None]]:
-        return OpenShards, (self.folder, self.table, self.most, self.opener)  # a worker process opens files for itself
-
     def __len__(self) -> int:
         """How many are kept now."""
         return len(self._kept)

@@ -67,9 +67,6 @@ class TokenShard:
         self.documents: int = record["docs"]
         self.token_count: int = record["tokens"]
 
-    def __reduce__(self) -> tuple[type[TokenShard], tuple[Path, dict[str, Any], int]]:
-        return TokenShard, (self.path, self.record, self.whole)  # a loader's worker process opens it for itself
-
     def size_problem(self) -> str:
         """What is wrong with the file as far as its size tells; "" if nothing is. It is not opened."""
         try:

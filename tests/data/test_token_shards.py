@@ -50,7 +50,7 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
     assert offsets.tolist() == [0, 5, 7, 8, 8, 11, 1011] == shard.read_offsets().tolist()
     assert make(tmp_path / "again", dtype=dtype).path.read_bytes() == shard.path.read_bytes()
     shard.tokens(0, 5)[:] = 0
-    assert pickle.loads(pickle.dumps(shard)).tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
+    assert shard.tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
 
 
 @settings(max_examples=80, deadline=None)

@@ -40,9 +40,6 @@ class Figures:
         with self._lock:
             return {name: getattr(self, name) for name in NAMES}
 
-    def __reduce__(self) -> tuple[type[Figures], tuple[()]]:
-        return Figures, ()  # another process counts for itself
-
 
 NAMES = tuple(name for name in Figures.__dataclass_fields__ if not name.startswith("_"))
 

@@ -41,7 +41,7 @@ PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How shards are read. Another process makes its own reader of it.
+    """How shards are read.
 
     Attributes:
         url: where they are. folder, limit: of the node's cache, and the bytes that it may have.
@@ -72,9 +72,6 @@ class StoredTokens:
         self._lock, self._told = threading.Lock(), set[str]()
         self._cache: NodeCache | None = None
         self._memory = RangeMemory(MEMORY_BYTES)
-
-    def __reduce__(self) -> Any:
-        return StoredTokens, (self.settings, self.table, self.etags, self.say)
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
         """The shard in a row of the table (`pipeline.data.shard_table.Opener`)."""
@@ -182,9 +179,6 @@ class StoredShard(TokenShard):
     def __init__(self, tokens: StoredTokens, row: int, record: dict[str, Any], whole: int) -> None:
         super().__init__(Path(record["path"]), record, whole)
         self.tokens_of, self.row, self.name, self.mend = tokens, row, tokens.name(row), MEND
-
-    def __reduce__(self) -> Any:
-        return StoredShard, (self.tokens_of, self.row, self.record, self.whole)
 
     def let_go(self) -> None:
         """Close the file if it was removed from the cache; if need be it is fetched again."""
