@@ -93,7 +93,7 @@ def readings(data: TrainingData, pool: int, index: int, document: int, below: in
     begin, end = data.shards[pool][index].document_span(document)
     found = data.readings_of(pool, index, begin, end, below)
     return [Reading(sample, epoch % ANEW, start - begin, stop - begin, epoch // ANEW) for sample, epoch, start, stop in
-            zip(*(part.tolist() for part in found), strict=True)]
+            found.tolist()]
 
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:

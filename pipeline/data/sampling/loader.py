@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,16 @@ from pipeline.config.phases import PhasePlan
 from pipeline.data.exclusion import Excluded
 from pipeline.data.sampling.batch import Batch, assemble
 from pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
-from pipeline.data.sampling.packing import Packing, PhasePackings, Planner
-from pipeline.data.sampling.sequences import Sequences, TokenStream, Windows
+from pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
+from pipeline.data.sampling.sequences import TokenStream, Windows
 from pipeline.data.shard_table import Shards, joined
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 
+Sequences = Windows | Bins
+"""The sequences of one length of a pool, by number."""
 MOST = 8192
 """Samples that are located at once; their places are all that is kept."""
-
-
-class Readings(NamedTuple):
-    """When some tokens of a shard are read: the sample, ascending, the epoch, and which tokens [start, stop) of the
-    shard; int64 of one length."""
-
-    samples: np.ndarray
-    epochs: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
 
 
 class TrainingData:
@@ -114,26 +106,28 @@ class TrainingData:
         pools, _, spaces, sequences = self.order.locate(samples)
         return pools, spaces, sequences
 
-    def readings_of(self, pool: int, index: int, begin: int, end: int, below: int) -> Readings:
+    def readings_of(self, pool: int, index: int, begin: int, end: int, below: int) -> np.ndarray:
         """When tokens of a shard are read: `located` and `spans` backwards.
 
         Args:
             pool, index: the pool, and the shard's place in it.
             begin, end: tokens [begin, end) of the shard.
             below: only samples with smaller numbers are given.
+
+        Returns:
+            (readings, 4) int64: sample, ascending, epoch, and the tokens [start, stop) of the shard that are read.
         """
-        found = [Readings(*(np.empty(0, np.int64) for _ in Readings._fields))]
+        found = [np.empty((0, 4), np.int64)]
         for space, own in enumerate(self.spaces):
             held = own[pool].overlap(index, begin, end)
             samples, sequences = self.order.inverse(pool, space, np.unique(held.numbers), below)
             first, stop = (np.searchsorted(held.numbers, sequences, side) for side in ("left", "right"))
             times = stop - first
             places = np.arange(int(times.sum())) + (first - (np.cumsum(times) - times)).repeat(times)
-            found.append(Readings(samples.repeat(times), self.order.locate(samples).epoch.repeat(times),
-                                  held.starts[places], held.stops[places]))
-        whole = Readings(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
-        order = np.argsort(whole.samples, kind="stable")
-        return Readings(*(part[order] for part in whole))
+            found.append(np.stack([samples.repeat(times), self.order.locate(samples).epoch.repeat(times),
+                                   held.starts[places], held.stops[places]], axis=1))
+        whole = np.concatenate(found)
+        return whole[np.argsort(whole[:, 0], kind="stable")]
 
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
         """The rows, in the table of shards, of those that the samples with these numbers are read from; ascending, each

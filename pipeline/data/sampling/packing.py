@@ -250,7 +250,8 @@ def is_sound(path: Path) -> bool:
 
 
 class Bins:
-    """The sequences that a packing makes of some shards, shard after shard (`Sequences`). Threads may share it."""
+    """The sequences that a packing makes of some shards, shard after shard: what `sequences.Windows` has for
+    running text. Threads may share it."""
 
     def __init__(self, shards: Shards, packing: Packing) -> None:
         self.shards, self.packing, self.length = shards, packing, packing.length
@@ -265,7 +266,7 @@ class Bins:
                        hashlib.sha256(self.packing.sha256[self.shards.rows].tobytes()).hexdigest())
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
-        """See Sequences. Padding is of the id 0."""
+        """See Windows. Padding is of the id 0."""
         shard, pieces = self._pieces(number)
         if pieces.continues[0]:  # it fills the sequence, and what comes after it is its last label
             start = int(pieces.starts[0])
@@ -279,17 +280,17 @@ class Bins:
         return places, used
 
     def spans(self, number: int, label: int = 0) -> list[Span]:
-        """See Sequences."""
+        """See Windows."""
         shard, pieces = self._pieces(number)
         return [Span(shard, start, start + length + (label and continues)) for start, length, continues in
                 zip(*(part.tolist() for part in pieces), strict=True)]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """See Sequences."""
+        """See Windows."""
         return self.shards.rows[np.unique(self._ends.searchsorted(numbers, side="right"))]
 
     def overlap(self, index: int, begin: int, end: int) -> Overlap:
-        """See Sequences. The shard's whole plan is read for it. Where that is of what is left of documents, a sequence
+        """See Windows. The shard's whole plan is read for it. Where that is of what is left of documents, a sequence
         may have several parts of one, and comes as often."""
         ends, pieces = self.packing.whole(int(self.shards.rows[index]))
         stops = pieces.starts + pieces.lengths

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,37 +29,6 @@ class Overlap(NamedTuple):
     numbers: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
-
-
-class Sequences(Protocol):
-    """The sequences of one length of a pool, by number."""
-
-    length: int
-
-    @property
-    def shards(self) -> Sequence[TokenShard]:
-        """What they are made of."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-
-    def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read a sequence into `row`, (length + 1,) ids of 32 bits, and behind it the token that is its last label.
-
-        Returns the places in the row at which documents begin, length included where there is no last label, and how
-        many tokens of the sequence mean something.
-        """
-
-    def spans(self, number: int, label: int = 0) -> list[Span]:
-        """The tokens of a sequence in their order, without padding; with label=1 that of the last label, too."""
-
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
-
-    def overlap(self, index: int, begin: int, end: int) -> Overlap:
-        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`): `spans`
-        backwards."""
 
 
 class TokenStream:
@@ -95,14 +64,22 @@ class TokenStream:
 
 
 class Windows:
-    """Sequences that are cut from a stream wherever `length` tokens end: all of them are full."""
+    """Sequences that are cut from a stream wherever `length` tokens end: all of them are full.
+
+    Attributes:
+        shards: what they are made of. count: how many there are.
+    """
 
     def __init__(self, stream: TokenStream, length: int) -> None:
         self.stream, self.length, self.shards = stream, length, stream.shards
         self.count = max(0, stream.tokens - 1) // length
 
     def fill(self, number: int, row: np.ndarray) -> tuple[np.ndarray, int]:
-        """See Sequences."""
+        """Read a sequence into `row`, (length + 1,) ids of 32 bits, and behind it the token that is its last label.
+
+        Returns the places in the row at which documents begin, length included where there is no last label, and how
+        many tokens of the sequence mean something.
+        """
         at, starts = 0, []
         for shard, start, stop in self.spans(number, 1):
             row[at:at + stop - start] = shard.tokens(start, stop)
@@ -111,17 +88,18 @@ class Windows:
         return starts[0] if len(starts) == 1 else np.concatenate(starts), self.length
 
     def spans(self, number: int, label: int = 0) -> list[Span]:
-        """See Sequences."""
+        """The tokens of a sequence in their order, without padding; with label=1 that of the last label, too."""
         return self.stream.spans(number * self.length, (number + 1) * self.length + label)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """See Sequences."""
+        """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
         starts = numbers * self.length
         found = self.stream.shards_within(starts, starts + self.length + 1)
         return self.shards.rows[found] if isinstance(self.shards, Shards) else found
 
     def overlap(self, index: int, begin: int, end: int) -> Overlap:
-        """See Sequences. The stream's last tokens, which fill no sequence and its last label, are in none."""
+        """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`): `spans`
+        backwards. The stream's last tokens, which fill no sequence and its last label, are in none."""
         base = int(self.stream.ends[index - 1]) if index else 0
         first, stop = (base + begin) // self.length, -(-(base + end) // self.length) if begin < end else 0
         numbers = np.arange(first, min(stop, self.count), dtype=np.int64)
