@@ -80,8 +80,8 @@ class Windows:
         Returns the places in the row at which documents begin, length included where there is no last label, and how
         many tokens of the sequence mean something.
         """
-        at, starts = 0, []
-        for shard, start, stop in self.spans(number, 1):
+        begin, at, starts = number * self.length, 0, []
+        for shard, start, stop in self.stream.spans(begin, begin + self.length + 1):
             row[at:at + stop - start] = shard.tokens(start, stop)
             starts.append(shard.document_starts(start, stop) + (at - start))
             at += stop - start
