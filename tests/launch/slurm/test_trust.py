@@ -336,24 +336,30 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-def test_a_private_folder(tmp_path):
+def test_a_private_folder(tmp_path, monkeypatch):
     os.umask(0)
     made = private_folder(tmp_path / "mine")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     made.chmod(0o755)  # as earlier versions made it: others could only read
     assert private_folder(made) == made and stat.S_IMODE(made.stat().st_mode) == 0o700
-    (tmp_path / "link").symlink_to(made)
     (tmp_path / "file").touch(0o600)
-    for path, mode, said in ((made, 0o770, "may be written by others"), (made, 0o702, "may be written by others"),
-                             (tmp_path / "link", 0o700, "is a link"), (tmp_path / "file", 0o600, "is no folder")):
+    (tmp_path / "link").symlink_to(made)
+    for path, mode in ((made, 0o702), (tmp_path / "link", 0o702)):
         path.chmod(mode)
-        with pytest.raises(PermissionError, match=said):
+        with pytest.raises(PermissionError, match="may be written by everybody"):
             private_folder(path)
+    with pytest.raises(FileExistsError):
+        private_folder(tmp_path / "file")
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    made.chmod(0o770)
+    with pytest.raises(PermissionError, match="may be written by the group"):
+        private_folder(made)
     if ROOT:
         made.chmod(0o700)
-        os.chown(made, OTHER, -1)
-        with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-            private_folder(made)
+        for path in (tmp_path / "link", made):
+            os.chown(path, OTHER, -1, follow_symlinks=False)
+            with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+                private_folder(path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():
@@ -365,7 +371,7 @@ def test_compilers_keep_what_they_run_again_in_private():
     make_caches(found)
     assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
-    with pytest.raises(UserError, match=r"may be written by others.*\(on n7\)\. Remove it there \(`rm -r .*"
+    with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r .*"
                                         r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
         make_caches({**found, "SLURMD_NODENAME": "n7"})
 
