@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -42,13 +42,14 @@ MEMORY = (", as the kernel does when memory runs out: see dmesg; a smaller train
 class LocalHost(Host):
     """This box, for one stage."""
 
-    log: Path
+    log: Path = WORDS
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Runner) -> StepEnd:
+              each: Callable[[], bool]) -> StepEnd:
         """On the terminal as well."""
-        processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
-        status = processes.run(job.tick)
+        processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
+                              shown=True)
+        status = processes.run(each)
         said = [f"{self.nodes[0]}: task {rank}: {_how(status)}\n" for rank, status in processes.failed if spec.ranks]
         return StepEnd(status, "".join(said))
 
@@ -91,8 +92,8 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     refuse_stale(run, replace(job, state=state), options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), run.folder / WORDS)
-    runner = Runner(_spec(config, job, options, chain), here, asked)
+                     (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
+    runner = Runner(_spec(config, job, options, chain), here)
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
@@ -100,7 +101,7 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
         return _stopped(job, "in")
     if decision is None:  # an earlier start of the Slurm job that this runs in has done the stage, or given it up
         return status
-    folder, end = runner.starts.last or (run.folder, StepEnd(1))
+    folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "

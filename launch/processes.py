@@ -152,8 +152,7 @@ class Processes:
         self.stage, self.asked = stage, asked
         if ranks:
             environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
-                           "MASTER_PORT": str(free_port(os.getpid(), int(environment.get("DROVER_ATTEMPT") or 0))),
-                           SECRET: secrets.token_hex(32),
+                           "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32),
                            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
         self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()

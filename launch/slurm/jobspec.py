@@ -53,6 +53,11 @@ class JobSpec(Work):
         return Path(self.run) / self.stage
 
     @property
+    def later_links(self) -> bool:
+        """Whether another job of the chain waits to go on with the same stage."""
+        return self.link < self.links
+
+    @property
     def sha256(self) -> str:
         """Hash of the content, however it is written."""
         return content_of(asdict(self))

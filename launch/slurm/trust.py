@@ -274,7 +274,7 @@ def _name(look_up: Callable[[Any], Any], number: int) -> str:
 
 
 def _is_member(user: int, group: str | None) -> bool:
-    there, entry = group is not None and _entry(grp.getgrnam, group), _entry(pwd.getpwuid, user)
+    there, entry = _entry(grp.getgrnam, group or ""), _entry(pwd.getpwuid, user)
     return bool(there and entry) and (entry.pw_gid == there.gr_gid or entry.pw_name in there.gr_mem)
 
 

@@ -133,8 +133,8 @@ class Job:
         patch.setattr(slurm_host, "run_step", start)
         patch.setattr(slurm_host, "Processes", child)
         here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
-                         element, self.slurm)  # type: ignore[arg-type]
-        return runner.Runner(self.spec, here, [] if asked is None else asked, here.lock(self.spec))
+                         element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
+        return runner.Runner(self.spec, here)
 
     def play(self, what: str, folder: Path, element: int | None, sent: Sequence[int] = ()) -> StepEnd:
         """What a start leaves, and how its processes end. sent: what a stage without ranks was told."""
@@ -189,6 +189,7 @@ class Job:
 
     def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""
+        (self.run / "logs" / self.spec.stage / f"{name}.{restart}").mkdir(parents=True)
         log_attempt(self.run, "attempt", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
                     ranks=2, nodes=["n1", "n2"], **{"from": None})
 

@@ -6,7 +6,6 @@ not reach (other nodes) and where a node that Slurm gave up still runs.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -30,18 +29,20 @@ LOOK_S = 3.0
 
 @dataclass(frozen=True)
 class Holder:
-    """The job that has a stage. at: its last heartbeat, in seconds since 1970; chain: its submission."""
+    """The start of a job that has a stage. at: its last heartbeat, in seconds since 1970; chain: its submission."""
 
     job: str
     restart: int
     host: str
-    pid: int
     at: float
     chain: str = ""
 
-    def is_same(self, other: Holder | None) -> bool:
-        """Whether both are one process."""
-        return other is not None and replace(other, at=self.at) == self
+    def alive(self, state: str | None) -> str:
+        """Why this job must be thought to run; empty if it need not. state: as of `JobLock.state_of`."""
+        silent = time.time() - self.at
+        if state is None:
+            return f"Slurm does not answer; last heard of {silent:.0f} s ago" if silent < SILENT_S else ""
+        return f"Slurm says {state}" if state in HOLDING else ""
 
 
 class JobLock:
@@ -53,8 +54,8 @@ class JobLock:
     def __init__(self, run_folder: Path, stage: str, job: str, restart: int,
                  state_of: Callable[[str], str | None], chain: str = "") -> None:
         self.path, self.stage, self.state_of = run_folder / "launch" / f"{stage}.lock", stage, state_of
-        self.own = Holder(job, restart, platform.node(), os.getpid(), time.time(), chain)
-        self._beat = 0.0
+        self.own = Holder(job, restart, platform.node(), 0.0, chain)
+        self._next = 0.0
 
     def acquire(self, say: Callable[[str], None] = lambda text: None, ends: Callable[[], bool] = lambda: False) -> None:
         """Take the lock; UserError while another job has it. One of the same chain that is ending is waited for, unless
@@ -64,10 +65,8 @@ class JobLock:
             with self._guarded():
                 held = self.holder()
                 state = self.state_of(held.job) if held is not None and held.job != self.own.job else ""
-                why = self._is_alive(held, state) if held is not None else ""
-                if held is None or not why:
-                    self._write()
-                    return
+                if held is None or not (why := held.alive(state)):
+                    return self._write()
             ending = held.chain == self.own.chain != "" and state != "RUNNING"
             if not ending or time.monotonic() > until or ends():
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {self.path.parent.parent} "
@@ -79,22 +78,19 @@ class JobLock:
 
     def beat(self, *, at_once: bool = False) -> bool:
         """Say now and then that this job lives; False once another start has taken the stage over."""
-        if not at_once and time.monotonic() - self._beat < BEAT_S:
+        if not at_once and time.monotonic() < self._next:
             return True
-        try:
-            with self._guarded():
-                held = self.holder()
-                if held is not None and not self.own.is_same(held):
-                    return False
-                self._write()
-        except OSError:  # a full disk, say; nobody takes the stage over while Slurm says that this job runs
-            self._beat = time.monotonic()
+        self._next = time.monotonic() + BEAT_S
+        with suppress(OSError), self._guarded():  # a full disk, say: while the job runs nobody takes the stage over
+            if not self._is_free():
+                return False
+            self._write()
         return True
 
     def release(self) -> None:
         """Give the lock up, if it is still ours."""
         with suppress(OSError), self._guarded():
-            if self.own.is_same(self.holder()):
+            if self._is_free():
                 self.path.unlink(missing_ok=True)
 
     def holder(self) -> Holder | None:
@@ -104,16 +100,14 @@ class JobLock:
         except UserError:
             return None
 
-    @staticmethod
-    def _is_alive(held: Holder, state: str | None) -> str:
-        silent = time.time() - held.at
-        if state is None:
-            return f"Slurm does not answer; last heard of {silent:.0f} s ago" if silent < SILENT_S else ""
-        return f"Slurm says {state}" if state in HOLDING else ""
+    def _is_free(self) -> bool:
+        """Whether no other start holds the lock."""
+        held = self.holder()
+        return held is None or (held.job, held.restart) == (self.own.job, self.own.restart)
 
     def _write(self) -> None:
+        self._next = time.monotonic() + BEAT_S
         write_json(self.path, asdict(replace(self.own, at=time.time())))
-        self._beat = time.monotonic()
 
     def _guarded(self) -> AbstractContextManager[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)

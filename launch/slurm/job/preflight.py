@@ -58,8 +58,8 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
                   nodes: Sequence[str]) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s, places = spec.preflight_s or allowed_s(spec.nodes), places_of(spec, nodes)
-    command = srun_command(spec, folder, [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run,
-                                          f"{limit_s:.0f}"])
+    trial = [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
+    command = srun_command(spec, folder, "preflight", trial)
     reports, said, look_at = list[Report](), list[str](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.slurm import trust
-from launch.slurm.job.rank import defaults, make_caches
+from launch.slurm.job.rank import defaults
 from launch.slurm.job.srun import srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
@@ -259,7 +259,7 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "launch/a.py").write_text("evil")
     assert run()[0] == 2
-    step = srun_command(submitted, tmp_path, ["true"])
+    step = srun_command(submitted, tmp_path, "train", ["true"])
     assert submitted.code not in step[:step.index("node")], "what looks at the copy is not taken from there"
     assert "def local_copy(" in step[step.index("node") - 1]
 
@@ -363,17 +363,17 @@ def test_a_private_folder(tmp_path, monkeypatch):
 
 
 def test_compilers_keep_what_they_run_again_in_private():
-    found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
+    node = {"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"}
+    assert defaults({**node, "TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
+    assert not node_folder().exists(), "the user's own are the user's own affair"
+    found = defaults(node)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert node_folder() in Path(found[name]).parents
-    make_caches({"TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
-    assert not node_folder().exists(), "the user's own are the user's own affair"
-    make_caches(found)
     assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
     with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r .*"
                                         r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
-        make_caches({**found, "SLURMD_NODENAME": "n7"})
+        defaults(node)
 
 
 def test_the_check_needs_nothing_but_the_standard_library():

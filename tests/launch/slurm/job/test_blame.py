@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from launch.slurm.job import preflight
-from launch.slurm.job.blame import Blame
 from launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
 from launch.slurm.job.preflight import allowed_s, conclusion, is_over, judge
+from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
@@ -103,12 +103,14 @@ def test_who_was_late_when_training_hung(job, capsys):
         for rank in range(4):
             place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
             write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank:04}", 5, 9.0, 1.0, (place,)))
-        return blame(nodes).late(start)
+        return hang(start, nodes)
 
-    def blame(nodes):
-        return Blame(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
+    def hang(start, nodes):
+        there = Runner(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
+        there.number = start
+        return there._hang()
 
-    assert blame(4).late(0) == "" and not capsys.readouterr().out
+    assert hang(0, 4) == "" and not capsys.readouterr().out
     assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
     assert "was late when training hung (strike 1 within a day)" in capsys.readouterr().out
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
@@ -118,13 +120,13 @@ def test_who_was_late_when_training_hung(job, capsys):
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     nodes, most = nodes_of(count), few(count)
-    blame = Blame(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
-                  SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
+    there = Runner(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
+                   SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
-    assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
-    assert blame.strike(more, 0, 1) == {}
+    assert there._strike(down, "0.0") == dict.fromkeys(down, 1)
+    assert there._strike(more, "0.1") == {}
     assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert blame.strike(down, 0, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])

@@ -15,7 +15,7 @@ from pipeline.files import read_json, write_json
 
 
 def hold(job, other, age, chain=""):
-    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", 1, time.time() - age, chain)))
+    write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", time.time() - age, chain)))
 
 
 @pytest.mark.parametrize(("other", "chain", "states", "age", "refused"), [

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm.job import joblock, runner, slurm_host, starts
+from launch.slurm.job import joblock, runner, slurm_host
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
@@ -34,7 +34,7 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert not (job.run / "launch/train.lock").exists()
     line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
-    assert "--export=ALL" in line and "-m launch.slurm.job.rank --stage train -- " in line
+    assert "--export=ALL" in line and "-m launch.slurm.job.rank train " in line
     assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
         "localhost", "2", "1", "c"]
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
@@ -108,7 +108,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
     there = job.runner(monkeypatch, iter(["asked"]))
 
     def requeue(id, patience_s):
-        there.asked.append(signal.SIGTERM)
+        there.here.asked.append(signal.SIGTERM)
         return "killed"
 
     monkeypatch.setattr(job.slurm, "requeue", requeue)
@@ -127,7 +127,7 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
     def full(*_, **more):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(starts, "log_attempt", full)
+    monkeypatch.setattr(runner, "log_attempt", full)
     monkeypatch.setattr(runner, "write_state", full)
     monkeypatch.setattr(joblock, "BEAT_S", 0.0)
 
@@ -143,7 +143,7 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
 def test_other_code_is_not_started(job, monkeypatch):
     """The copy is compared before each start, the second one too."""
     said, asked = [["The code is not what was submitted."], []], []
-    monkeypatch.setattr(starts, "usable_code", lambda *given, **more: asked.append((*given, more)) or (0, said.pop()))
+    monkeypatch.setattr(runner, "usable_code", lambda *given, **more: asked.append((*given, more)) or (0, said.pop()))
     status, log = job.go("crash", code="/code", code_sha256="5e", trusted_group="us", check_owners=False)
     assert status == 1 and "is not what was submitted" in log and job.ends() == [RESTART]
     assert job.state().status == "failed" and asked == [
@@ -251,7 +251,7 @@ def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
     assert there.evaluations is None
     there.evaluations = SimpleNamespace(look=partial(asked.append, "look"), finish=partial(asked.append, "finish"))
     assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
-    there.asked.append(signal.SIGTERM)
+    there.here.asked.append(signal.SIGTERM)
     assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]
     job.spec = make_job(job.folder / "other", every_checkpoints=1).spec
     assert job.runner(monkeypatch, iter([])).evaluations is not None
