@@ -137,48 +137,39 @@ def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool) -> Decision:
     return Decision("requeue", "preempted", reason)
 
 
-def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool) -> tuple[str, str]:
-    """Status and reason of a start whose end its runner did not see.
+def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool, end: Mapping[str, Any],
+           events: Sequence[Mapping[str, Any]], spec: JobSpec) -> Decision:
+    """What follows from a start whose end its runner did not see: Slurm has queued the job again, so that the stage is
+    started again, unless such starts bring nothing again and again.
 
     Args:
         state, committed: as of an `Outcome`.
         down: nodes that failed, each with Slurm's word for it.
         killed: the job's script tells that the runner was killed.
+        end: what will be logged of it, but for what is decided here. events: what was logged before (`fruitless`).
     """
     if committed and (state is None or state.status in ("done", "running")):
-        return "done", "done"
-    if down:
-        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}"
-    else:
-        reason = "its runner was killed (out of memory, perhaps)" if killed else \
-            "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-    if state and state.status == "preempted":
-        return "preempted", reason
-    return "crashed" if down or killed else OUTSIDE, reason
-
-
-def after_unseen(attempts: Sequence[dict[str, Any]], spec: JobSpec, job: str | None, reason: str) -> Decision | None:
-    """What follows where starts whose end nobody saw bring nothing again and again; None: the stage is started again.
-
-    attempts: with the last one's end, which is `reason`. job: as of `fruitless`.
-    """
-    if (count := fruitless(attempts, spec, job)) > spec.max_restarts:
+        return Decision("requeue", "done", "done")
+    reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}" if down else \
+        "its runner was killed (out of memory, perhaps)" if killed else \
+        "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
+    status = "preempted" if state and state.status == "preempted" else "crashed" if down or killed else OUTSIDE
+    events, most = [*events, {**end, "event": "ended", "status": status}], max(MOST_OUTSIDE, spec.max_restarts)
+    if (count := fruitless(events)) > spec.max_restarts:
         return _given_up("crashed", count, f"launch.max_restarts={spec.max_restarts}", reason)
-    most = max(MOST_OUTSIDE, spec.max_restarts)
-    if (count := fruitless(attempts, spec, job, (*FRUITLESS, OUTSIDE))) > most:
+    if (count := fruitless(events, (*FRUITLESS, OUTSIDE))) > most:
         return _given_up("crashed", count, f"at most {most}", reason)
-    return None
+    return Decision("requeue", status, reason)
 
 
-def fruitless(attempts: Iterable[dict[str, Any]], spec: JobSpec, job: str | None = None,
-              counted: Sequence[str] = FRUITLESS) -> int:
-    """Crashes and hangs in a row, up to the newest, without a checkpoint in between; of one submission's jobs, or of
-    one job (an array's elements do not follow each other). Starts that were ended from outside do not count."""
+def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUITLESS) -> int:
+    """Crashes and hangs in a row, up to the newest, without a checkpoint in between. Starts that were ended from
+    outside do not count.
+
+    events: logged of one stage by one submission's jobs, or by one job (an array's elements do not follow each other).
+    """
     count, best = 0, None
-    for event in attempts:
-        if (event.get("stage"), event.get("chain"), job or event.get("job")) != (
-                spec.stage, spec.chain, event.get("job")):
-            continue
+    for event in events:
         if event["event"] == "attempt" and best is None:
             best = event.get("from") or 0
         if event["event"] != "ended":

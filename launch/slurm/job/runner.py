@@ -30,7 +30,6 @@ from launch.slurm.job.decisions import (
     TERMINATED,
     Decision,
     Outcome,
-    after_unseen,
     decide,
     fruitless,
     taken_away,
@@ -60,8 +59,6 @@ PAUSE_S, LONGEST_PAUSE_S = 3.0, 20.0
 """Before a start after several that brought nothing: longer with each."""
 SLURM_EARLY_S = 60.0
 """How much earlier than asked Slurm may send a signal: the one before the time limit may have come by then."""
-KEPT_FAILED = 5
-"""Of the starts that failed so many, the newest ones, keep their logs, however old they are."""
 TAKEN_OVER = "another start of this job has taken the stage over"
 
 
@@ -138,7 +135,7 @@ class Runner:
     def _account_for_the_last(self) -> Decision | None:
         """A start of this job that nobody saw the end of: the job was taken from its nodes, one of them died, or the
         runner was killed. A decision if that goes on without bringing anything."""
-        spec, here, events = self.spec, self.here, self._events()
+        spec, here, events = self.spec, self.here, self._events(own=True)
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
         last = events[-1]
@@ -151,13 +148,12 @@ class Runner:
         committed = (state is not None or here.index is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
         killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
-        status, reason = unseen(state, committed, down, killed)
-        self.say(f"the start before this one ended without a word of its runner: {reason}")
-        end = {**self._names(), "restart": restart, "start": start, "status": status, "reason": reason,
-               "step": self._newest_step()}
-        decision = after_unseen([*read_attempts(self.run_folder), {**end, "event": "ended"}], spec, self._apart, reason)
-        log_attempt(self.run_folder, "ended", **end, next=decision.action if decision else "requeue")
-        return decision
+        end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
+        decision = unseen(state, committed, down, killed, end, self._events(), spec)
+        self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
+        log_attempt(self.run_folder, "ended", **end, status=decision.status, reason=decision.reason,
+                    next=decision.action)
+        return decision if decision.action == "stop" else None
 
     def _preflight(self) -> Decision | None:
         """Try the nodes; a decision if one of them is bad and this job cannot go on with it."""
@@ -219,10 +215,7 @@ class Runner:
         latest.unlink(missing_ok=True)
         latest.symlink_to(folder.name)
         latest.replace(folder.with_name("latest"))
-        failed = [f"{event['job']}.{event['start']}" for event in read_attempts(self.run_folder)
-                  if event["event"] == "ended" and event["stage"] == spec.stage
-                  and event["status"] in ("crashed", "hung", "failed")]
-        prune(self.logs, here.name, self.say, failed[-KEPT_FAILED:])
+        prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self._newest_step()})
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
@@ -236,15 +229,15 @@ class Runner:
 
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         self._strike(dict.fromkeys(end.lost, "went down"))
-        crash = {**self._names(), "event": "ended", "status": "crashed", "step": self._newest_step()}
+        crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
         words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
         return Outcome(
             state=self._last_word(self.here.restart, self.number), committed=self._is_committed(), end=end,
             cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
             hang=self._hang(), stopping=self.stopping,
-            again=[event["event"] for event in self._events()].count("attempt") > 1,
-            fruitless=fruitless([*read_attempts(self.run_folder), crash], self.spec, self._apart))
+            again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
+            fruitless=fruitless([*self._events(), crash]))
 
     def _tell_last_words(self) -> None:
         """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
@@ -364,15 +357,13 @@ class Runner:
         return [job for job in chain.jobs if job.stage == self.spec.stage] \
             if chain is not None and chain.id == self.spec.chain else []
 
-    def _events(self) -> list[dict[str, Any]]:
-        """What was logged of this job, in all its restarts."""
-        own = {"stage": self.spec.stage, "job": self.here.name, "chain": self.spec.chain}.items()
-        return [event for event in read_attempts(self.run_folder) if own <= event.items()]
-
-    @property
-    def _apart(self) -> str | None:
-        """Whose starts are counted together: an array's element is on its own, links of a chain are not."""
-        return None if self.here.index is None else self.here.name
+    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
+        """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
+        array, of this job's alone: elements do not follow each other, as links of a chain do."""
+        alike = ("stage", "chain", "job") if own or self.here.index is not None else ("stage", "chain")
+        names = self._names()
+        return [event for event in read_attempts(self.run_folder)
+                if all(event.get(name) == names[name] for name in alike)]
 
     def _names(self) -> dict[str, Any]:
         """What a record says of which start it is."""

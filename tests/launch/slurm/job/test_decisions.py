@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from launch.slurm.job.decisions import (
     MOST_OUTSIDE,
     Outcome,
-    after_unseen,
     decide,
     fruitless,
     too_late,
@@ -108,12 +106,11 @@ def test_a_restart_that_the_time_limit_would_cut_off():
     assert kind(too_late(crash, terms(requeue=False))) == ("stop", "crashed", 1)
 
 
-def attempts(*ends, begin=None, chain="c"):
+def attempts(*ends, begin=None):
     """The log of starts that ended with (status, newest checkpoint)."""
-    found = [{"event": "job", "stage": "train", "chain": chain}]
+    found = [{"event": "job"}]
     for status, step in ends:
-        found += [{"event": "attempt", "stage": "train", "chain": chain, "from": begin},
-                  {"event": "ended", "stage": "train", "chain": chain, "status": status, "step": step}]
+        found += [{"event": "attempt", "from": begin}, {"event": "ended", "status": status, "step": step}]
     return found
 
 
@@ -123,31 +120,30 @@ def attempts(*ends, begin=None, chain="c"):
     (attempts(("crashed", 10), begin=10), 1),  # the checkpoint is of an earlier submission
     (attempts(("crashed", 10), ("crashed", 10), ("crashed", 20), ("hung", 20)), 1),
     (attempts(("crashed", 10), ("crashed", 10), ("preempted", 10), ("crashed", 10)), 1),
-    (attempts(("crashed", None), ("crashed", None), chain="before"), 0),
     (attempts(("crashed", 10), ("crashed", 5)), 1),
     (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
 ])
 def test_fruitless_starts(log, expected):
-    assert fruitless(log, terms()) == expected
-    assert fruitless(log, replace(terms(), stage="encode")) == 0
+    assert fruitless(log) == expected
 
 
-@pytest.mark.parametrize(("state", "committed", "down", "killed", "expected"), [
-    (RUNNING, False, {"n3": "down*"}, False, ("crashed", "lost n3 (down*)")),
-    (RUNNING, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
-    (ASKED, False, {}, True, ("preempted", "its runner was killed (out of memory, perhaps)")),
-    (RUNNING, False, {}, False, ("requeued", "Slurm took the job from its nodes and queued it again (preempted, or "
-                                             "requeued from outside)")),
-    (RUNNING, True, {}, True, ("done", "done")), (None, True, {}, True, ("done", "done"))])
-def test_ends_that_nobody_saw(state, committed, down, killed, expected):
-    assert unseen(state, committed, down, killed) == expected
+@pytest.mark.parametrize(("state", "committed", "down", "killed", "status", "reason"), [
+    (RUNNING, False, {"n3": "down*"}, False, "crashed", "lost n3 (down*)"),
+    (RUNNING, False, {}, True, "crashed", "its runner was killed (out of memory, perhaps)"),
+    (ASKED, False, {}, True, "preempted", "its runner was killed (out of memory, perhaps)"),
+    (RUNNING, False, {}, False, "requeued", "Slurm took the job from its nodes and queued it again (preempted, or "
+                                            "requeued from outside)"),
+    (RUNNING, True, {}, True, "done", "done"), (None, True, {}, True, "done", "done")])
+def test_ends_that_nobody_saw(state, committed, down, killed, status, reason):
+    found = unseen(state, committed, down, killed, {"step": None}, [], terms())
+    assert (found.action, found.status, found.reason) == ("requeue", status, reason)
 
 
-@pytest.mark.parametrize(("status", "times", "stops"), [
-    ("crashed", 3, False), ("crashed", 4, True), ("requeued", MOST_OUTSIDE, False),
-    ("requeued", MOST_OUTSIDE + 1, True)])
-def test_ends_that_nobody_saw_again_and_again(status, times, stops):
-    decision = after_unseen(attempts(*[(status, None)] * times), terms(), None, "lost n3 (down*)")
-    assert (decision is not None) == stops
-    if stops:
-        assert kind(decision) == ("stop", "crashed", 1) and decision.final and "lost n3" in decision.reason
+@pytest.mark.parametrize(("down", "most"), [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
+def test_ends_that_nobody_saw_again_and_again(down, most):
+    for times in (most - 1, most):
+        events = attempts(*[("crashed" if down else "requeued", None)] * times)
+        found = unseen(RUNNING, False, down, False, {"step": None}, events, terms())
+        assert found.action == ("requeue" if times < most else "stop")
+    assert kind(found) == ("stop", "crashed", 1) and found.final
+    assert found.reason.startswith(f"given up after {most + 1} starts") and ("lost n3" in found.reason) == bool(down)

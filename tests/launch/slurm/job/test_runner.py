@@ -15,8 +15,8 @@ from launch.slurm.job import joblock, runner, slurm_host
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
+from launch.slurm.start_logs import KEPT
 from pipeline.contract.signed import SECRET
-from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
 
@@ -44,19 +44,17 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
         secret in path.read_text() for secret in secrets)]
 
 
-def test_logs_of_old_starts_are_removed_but_for_those_of_the_last_failures(job):
+def test_logs_of_old_starts_are_removed(job):
     """An element of an array leaves those of others alone, and no other job touches them."""
     logs, trials = job.run / "logs/train", job.run / "launch/preflight"
-    for number in range(30):
+    for number in range(KEPT + 10):
         for folder in (logs / f"9.{number}", trials / f"9.{number}", logs / f"20_{number}.0"):
             folder.mkdir(parents=True)
             os.utime(folder, (number, number))
-        log_attempt(job.run, "ended", stage="train", job="9", start=number, chain="b",
-                    status="crashed" if number < 7 else "done")
-    log, newest = job.go("work", preflight=True)[1], {f"9.{number}" for number in range(11, 30)}
-    assert f"removed from {logs}, as old: 9.0, 9.1, 9.7, 9.8, 9.9, 9.10\n" in log
+    log, newest = job.go("work", preflight=True)[1], {f"9.{number}" for number in range(11, KEPT + 10)}
+    assert f"removed from {logs}, as old: 9.0, 9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9, 9.10\n" in log
     assert {path.name for path in logs.glob("*.*")} == {
-        "12.0", *newest, *(f"9.{number}" for number in range(2, 7)), *(f"20_{number}.0" for number in range(30))}
+        "12.0", *newest, *(f"20_{number}.0" for number in range(KEPT + 10))}
     assert {path.name for path in trials.iterdir()} == {"12.0", *newest}
 
 
