@@ -1,5 +1,5 @@
-"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; of a stage without ranks, and
-of all ranks on one box, one file.
+"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node of a job of Slurm; on one box,
+one file.
 
 Slurm puts the rank before each line of a node's file (`srun --label`). It cuts what is longer than PIECE bytes into
 lines of that length, each with the label; no other rank's line can fall into a piece.

@@ -32,18 +32,20 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 
 def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
     """What torch.distributed reads, from what Slurm sets in each task of a step; the rest comes from the runner.
+    Nothing for a stage without ranks.
 
     Raises:
         UserError: the step has not the ranks, or the node not the GPUs, that were planned.
     """
+    if not (planned := int(slurm.get("DROVER_RANKS") or 0)):
+        return {}
     if missing := [name for name in NAMES.values() if name not in slurm]:
         raise UserError(f"{missing[0]} is not set: launch.slurm.job.rank is started by srun, from the runner.")
     world, node = int(slurm["SLURM_NTASKS"]), slurm.get("SLURMD_NODENAME", "this node")
     nodes = int(slurm.get("SLURM_STEP_NUM_NODES") or slurm.get("SLURM_JOB_NUM_NODES") or 1)
-    planned, gpus = int(slurm.get("DROVER_RANKS") or world), int(slurm.get("DROVER_GPUS") or 0)
     if world != planned:
         raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
-    if gpus and (found := visible_gpus(slurm)) < gpus:
+    if (gpus := int(slurm.get("DROVER_GPUS") or 0)) and (found := visible_gpus(slurm)) < gpus:
         raise UserError(f"{node} shows {found} GPUs to this job, but {gpus} per node were asked for. Look at "
                         f"`scontrol show node {node}`, leave the node out (launch.exclude={node}), or ask for fewer.")
     return {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: slurm[theirs] for name, theirs in NAMES.items()}}
@@ -83,7 +85,9 @@ def main(stage: str, *command: str) -> int:
     # A killed slurmstepd leaves its tasks running: they would write into the run beside those of the next start.
     end_with_parent(signal.SIGKILL, os.getppid())
     try:
-        environment = {**os.environ, **rank_environment(os.environ), **defaults(os.environ)}
+        environment = {**os.environ, **rank_environment(os.environ)}
+        if "RANK" in environment:
+            environment |= defaults(os.environ)
         # What would end the stage before its handlers stand. The mask survives exec; the stage unblocks.
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING + (ENDING if stage in SAVES else ()))
         os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # through one pipe, so in order

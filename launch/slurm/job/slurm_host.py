@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,21 +9,17 @@ from secrets import token_hex
 
 from launch.host import Host
 from launch.ports import free_port
-from launch.processes import Processes
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd, run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.contract.signed import SECRET
 from pipeline.errors import UserError
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
 STEP_PAUSE_S = 5.0
-ASK_AGAIN_S = 600.0
-"""For the time limit, where there is none, or Slurm does not answer."""
 
 
 class SlurmHost(Host):
@@ -54,9 +47,7 @@ class SlurmHost(Host):
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
               each: Callable[[], bool]) -> StepEnd:
-        """Ranks as a step of srun, a stage without ranks as a child of this process."""
-        if not spec.ranks:
-            return self._start_child(spec, command, environment, folder, each)
+        """As a step of srun: Slurm tells only steps that the time limit is near."""
         srun = srun_command(spec, folder, spec.stage, command)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
@@ -65,23 +56,6 @@ class SlurmHost(Host):
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self.pause(STEP_PAUSE_S * number, each)
         return end
-
-    def _start_child(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-                     each: Callable[[], bool]) -> StepEnd:
-        child = Processes(command, environment, spec.stage, self.asked, log=folder / ONE_PROCESS)
-        look_at = 0.0 if spec.warned else math.inf
-
-        def warn_and_go_on() -> bool:
-            """Slurm warns only steps of the time limit. A limit may also be changed while the job runs."""
-            nonlocal look_at
-            if time.monotonic() >= look_at:
-                left = self.scheduler.seconds_left(self.name) - spec.signal_s
-                look_at = time.monotonic() + min(left, ASK_AGAIN_S) if left > 0 else math.inf
-                if left <= 0:
-                    child.send_signal(signal.SIGUSR2)
-            return each()
-
-        return StepEnd(child.run(warn_and_go_on))
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """All goes to the job's log."""

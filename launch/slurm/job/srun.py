@@ -111,7 +111,8 @@ class StepEnd:
 
 
 def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]) -> list[str]:
-    """srun's command line for one task per rank; their output in `folder`, in a file for each node.
+    """srun's command line for one task per rank, or one for a stage without ranks; their output in `folder`, in a file
+    for each node.
 
     `--label`: slurmstepd then writes each file, line by line. Ranks that shared one would cut one another's lines.
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
@@ -122,7 +123,7 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
     # this process has from a compared copy: the run folder's file may have been exchanged since.
     copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node", spec.code, spec.code_sha256,
                json.dumps([spec.trusted_group, spec.check_owners])]
-    return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
+    return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             *(copying if spec.code_sha256 and not spec.wrap else []), sys.executable, "-m", "launch.slurm.job.rank",

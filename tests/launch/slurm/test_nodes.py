@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import signal
 import socket
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 import pytest
 
 from launch.ports import PORTS, free_port
-from launch.slurm.job import slurm_host
 from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
 from launch.slurm.scheduler import Scheduler
 from pipeline.contract.state import StageState, log_attempt
@@ -81,25 +77,6 @@ def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     assert slurm.scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
     slurm.say("squeue", said)
     assert slurm.scheduler().seconds_left("12") == left
-
-
-def test_a_job_is_warned_once_when_its_time_is_nearly_up(tmp_path, monkeypatch):
-    """Slurm is asked when it should be so, and every ten minutes: a limit may be changed."""
-    clock, slurm, asked, sent = [0.0], Slurm(), [], []
-    monkeypatch.setattr(slurm_host.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(slurm, "seconds_left", lambda job: asked.append(clock[0]) or 2000 - clock[0])
-
-    def run(tick):
-        for clock[0] in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0, 1999.0):
-            assert tick()
-        return 0
-
-    monkeypatch.setattr(slurm_host, "Processes", lambda *_, **__: SimpleNamespace(
-        run=run, send_signal=lambda number: sent.append((clock[0], number))))
-    spec = JobSpec("trial-shard", "shard", (), run=str(tmp_path), chain="c", warned=True, signal_s=100)
-    assert SlurmHost("12", "12", 0, ("n1",), None, slurm).start(
-        spec, [], {}, tmp_path, lambda: True).status == 0
-    assert sent == [(1900, signal.SIGUSR2)] and asked == [0, 600, 1200, 1800, 1900]
 
 
 def test_addresses():

@@ -279,7 +279,7 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     folder = job.folder / "preflight"
     folder.mkdir()
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
-                   "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                   "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     found = run_preflight(job.spec, folder, environment, lambda: True, NODES[:3])
     reports = read_reports(folder)

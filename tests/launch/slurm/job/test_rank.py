@@ -38,6 +38,7 @@ def test_what_was_not_planned_is_refused():
     assert rank_environment({**SLURM, "DROVER_GPUS": "2", "CUDA_VISIBLE_DEVICES": "0,1"})["RANK"] == "13"
     with pytest.raises(UserError, match="MASTER_PORT is not set"):
         rank_environment({name: value for name, value in SLURM.items() if name != "MASTER_PORT"})
+    assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("0,1,2", 3), ("GPU-a1,GPU-b2", 2),

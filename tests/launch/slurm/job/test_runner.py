@@ -80,7 +80,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     ("asked", {"links": 2}, {"refusal": "no"}, 0, [("preempted", "requeue")], 1, "the next job of the chain goes on"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
     ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0, "crashed: rank 1 on n2: killed; starting again"),
-    ("crash work", {"ranks": 0, "nodes": 1}, {"left_s": 9}, 0, [RESTART, DONE], 0, "  rank 0: this rank says why"),
+    ("crash work", {"ranks": 0}, {}, 0, [RESTART, DONE], 0, "  rank 1: this rank says why"),
     ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
     ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
@@ -229,18 +229,14 @@ def test_elements_of_an_array(tmp_path):
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
 
 
-@pytest.mark.parametrize(("element", "requeue", "warned", "word"), [
-    (None, False, True, "SIGUSR2"), (2, True, True, "SIGUSR2"), (None, True, False, "?")])
-def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job(
-        tmp_path, element, requeue, warned, word):
-    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", warned=warned, signal_s=60)
-    job.slurm.left_s = 60
+@pytest.mark.parametrize(("element", "requeue"), [(None, False), (2, True)])
+def test_a_stage_in_units_goes_on_in_another_job_after_its_time_limit(tmp_path, element, requeue):
+    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts")
     status, log = job.go("units", element=element, requeue=requeue)
-    assert status == int(not requeue) and f"asked to stop ({word}: 3 of 4 units)" in log, log
+    assert status == int(not requeue) and "asked to stop (SIGUSR2: 3 of 4 units)" in log, log
+    assert "--ntasks=1" in job.commands[0] and "MASTER_PORT" not in {*job.environments[0]} - {*os.environ}
     assert job.ends() == [("preempted", "requeue" if requeue else "stop")]
-    assert job.slurm.requeued == ["12" if element is None else "20_2"] * requeue
-    job.slurm.left_s = 61
-    assert "asked to stop (?: 3 of 4 units)" in job.go("units", element=element, restart=1)[1]
+    assert job.slurm.requeued == ["20_2"] * requeue
 
 
 def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
