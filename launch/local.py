@@ -63,7 +63,14 @@ class LocalHost(Host):
 
 def find_machine() -> Machine:
     """Cores that this process may use and GPUs that it can see, without importing torch."""
-    return Machine(len(os.sched_getaffinity(0)), _gpus())
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        gpus = sum(line.startswith("GPU ") for line in listing.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        gpus = visible_gpus({})
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = min(gpus, visible_gpus(os.environ))
+    return Machine(len(os.sched_getaffinity(0)), gpus)
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
@@ -82,8 +89,10 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
 
 def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     run = Run(config)
+    again = f"the same command{' without --force' if job.forced else ''} continues"
     if asked:
-        return _stopped(job, "before")
+        tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
+        return INTERRUPTED
     state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
         with suppress(OSError):  # a closed terminal or pipe
@@ -97,15 +106,16 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
-    if runner.stopping or (decision and decision.status == "preempted"):
-        return _stopped(job, "in")
+    if asked or (decision and decision.status == "preempted"):
+        tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
+        return INTERRUPTED
     if decision is None:  # an earlier start of the Slurm job that this runs in has done the stage, or given it up
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{folder / ONE_PROCESS}. Once the cause is mended, {_same_command(job)}.")
+                     f"{folder / ONE_PROCESS}. Once the cause is mended, {again}.")
     return end.status or 1
 
 
@@ -113,7 +123,10 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
     started again after a crash goes on."""
     arguments = [f"--force-id={chain}" if word == "--force" else word for word in job.arguments]
-    environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # Children import this checkout and nothing from the folder they run in, and hide no output.
+    environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
+                   "DROVER_LAUNCHED": "1"}
     return JobSpec(run=str(config.folder), name=job.name, stage=job.stage, chain=chain, ranks=job.ranks,
                    command=(options.python, "-m", STAGES[job.stage].module, *arguments), environment=environment,
                    tasks_per_node=job.tasks_per_node, requeue=False,
@@ -121,30 +134,7 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
                    max_restarts=config.launch.max_restarts if STAGES[job.stage].checkpoints else 0)
 
 
-def _python_environment() -> dict[str, str]:
-    """Children import this checkout and nothing from the folder they run in, and hide no output."""
-    path = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
-    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _stopped(job: Job, where: str) -> int:
-    tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
-    return INTERRUPTED
-
-
-def _same_command(job: Job) -> str:
-    return "the same command without --force continues" if job.forced else "the same command continues"
-
-
 def _how(status: int) -> str:
     """As srun has it."""
     return signal.strsignal(status - 128) or "Killed" if status > 128 else f"Exited with exit code {status}"
 
-
-def _gpus() -> int:
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-        present = sum(line.startswith("GPU ") for line in listing.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        present = visible_gpus({})
-    return min(present, visible_gpus(os.environ)) if "CUDA_VISIBLE_DEVICES" in os.environ else present

@@ -45,8 +45,8 @@ class Report:
     """What a rank found.
 
     problems: what is wrong with the node, by kind; from its first rank. clock_at: its time, all ranks having met a
-        moment before; from its first rank. times: seconds for what was measured, the best of several.
-    finished: it met the others and nothing is left to do.
+        moment before; from its first rank. times: seconds for what was measured, the best of several; none in what it
+        reports before it meets the others.
     """
 
     rank: int
@@ -55,7 +55,6 @@ class Report:
     device: str = "cpu"
     clock_at: float | None = None
     times: dict[str, float] = field(default_factory=dict)
-    finished: bool = False
 
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
@@ -135,7 +134,6 @@ def try_node(run_folder: Path, limit_s: float) -> None:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
     _send(report)
     measure(report, limit_s)
-    report.finished = True
     _send(report)
 
 

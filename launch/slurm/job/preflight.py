@@ -132,21 +132,18 @@ def judge(reports: Sequence[Report], places: Sequence[str], factor: float, laste
         result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes; if "
                          f"it is they after all, leave them out with launch.exclude and submit the same command again)")
         return result
-    silent, finished = _silent(reports, places), [report for report in reports if report.finished]
+    silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):
         blame(dict.fromkeys(silent, "it did not report"), "did not report")
-        if 2 * len(finished) > len(places):  # where most are not done it is not the few
-            blame(dict.fromkeys((report.node for report in reports if not report.finished),
-                                "its ranks did not come to the end with the others"), "did not come to the end")
     elif silent:
         result.told.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not sick, "
                            f"so none gets a strike (launch.preflight_s gives them more time)")
-    clocks = {report.node: report.clock_at for report in finished if report.clock_at is not None}
+    clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(clocks.values() or [0])
     blame({node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
            for node, at in clocks.items() if abs(at - middle) > CLOCK_S}, "differ in their clocks")
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
-        times = [(report, report.times[what]) for report in finished
+        times = [(report, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]
         middle = median([value for _, value in times] or [0])
         blame({report.node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
@@ -162,7 +159,7 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
         return [found.reason]
     if found.bad:
         return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
-    if len(reports) < len(places) or not all(report.finished for report in reports):
+    if len(reports) < len(places) or not all(report.times for report in reports):
         because = f" ({cause})" if cause else ""
         return [f"after {seconds:.0f} s{because} no node can be blamed; going on"]
     values = {what: [report.times[what] for report in reports if what in report.times]

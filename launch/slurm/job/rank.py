@@ -39,8 +39,6 @@ def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
     """
     if not (planned := int(slurm.get("DROVER_RANKS") or 0)):
         return {}
-    if missing := [name for name in NAMES.values() if name not in slurm]:
-        raise UserError(f"{missing[0]} is not set: launch.slurm.job.rank is started by srun, from the runner.")
     world, node = int(slurm["SLURM_NTASKS"]), slurm.get("SLURMD_NODENAME", "this node")
     nodes = int(slurm.get("SLURM_STEP_NUM_NODES") or slurm.get("SLURM_JOB_NUM_NODES") or 1)
     if world != planned:

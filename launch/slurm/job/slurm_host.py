@@ -38,11 +38,11 @@ class SlurmHost(Host):
 
     def lock(self, spec: JobSpec) -> JobLock | None:
         """Elements of an array work on one stage together."""
-        def state_of(job: str) -> str | None:
+        def has_ended(job: str) -> bool:
             found = self.scheduler.jobs([job])
-            return None if found is None else found[job].state
+            return found is not None and not found[job].queued
 
-        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, state_of, spec.chain) \
+        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, has_ended, spec.chain) \
             if self.index is None else None
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,

@@ -23,29 +23,12 @@ MAKE_S = 30.0
 """Seconds after which a srun that has started no task is ended, to be called again: a controller that has just come
 back may let it wait for room that is there."""
 REFUSED = f"Exited with exit code {UserError.exit_status}"
+# One line about tasks that ended badly: `n3`, `2` or `0-1`, `Killed` or `Exited with exit code 7`.
 _ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: (?:Node failure on (\S+)|Task launch for .* failed on node (\S+):)", re.MULTILINE)
 _VANISHED = re.compile(r"missing step on node (?P<index>\d+)")
 _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|confirm allocation)"
                       r"|Application launch failed|Job/step already completing).*)$", re.MULTILINE | re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class TaskEnd:
-    """One line of srun about tasks that ended badly: `n3`, `2` or `0-1`, `Killed` or `Exited with exit code 7`."""
-
-    node: str
-    tasks: str
-    how: str
-
-    @property
-    def first_task(self) -> int:
-        """The lowest rank among the tasks."""
-        return int(re.split("[,-]", self.tasks)[0])
-
-    def __str__(self) -> str:
-        ranks = "rank" if self.tasks.isdigit() else "ranks"
-        return f"{ranks} {self.tasks} on {self.node}: {self.how[0].lower()}{self.how[1:]}"
 
 
 @dataclass(frozen=True)
@@ -64,11 +47,16 @@ class StepEnd:
     abandoned: bool = False
 
     @property
-    def first(self) -> TaskEnd | None:
+    def first(self) -> re.Match[str] | None:
         """Of the tasks that ended badly, those that srun named first, and that were not ended for others' sake."""
-        ends = [TaskEnd(**found.groupdict()) for found in _ENDED.finditer(self.said)]
-        own = [end for end in ends if end.how not in ("Terminated", "Exited with exit code 143")]
+        ends = list(_ENDED.finditer(self.said))
+        own = [end for end in ends if end["how"] not in ("Terminated", "Exited with exit code 143")]
         return next(iter(own + ends), None)
+
+    @property
+    def rank(self) -> int:
+        """The lowest of the first ranks that ended badly."""
+        return int(re.split("[,-]", self.first["tasks"])[0]) if self.first else 0
 
     @property
     def started(self) -> bool:
@@ -78,7 +66,7 @@ class StepEnd:
     @property
     def refused(self) -> bool:
         """Whether the first to end gave the exit status of a refusal."""
-        return self.first.how == REFUSED if self.first else self.status == UserError.exit_status
+        return self.first["how"] == REFUSED if self.first else self.status == UserError.exit_status
 
     @property
     def lost(self) -> list[str]:
@@ -90,7 +78,7 @@ class StepEnd:
         """Whether the first to end chose to, so that its last words say why."""
         if _VANISHED.search(self.said):
             return False
-        return self.first.how.startswith("Exited") if self.first else 0 < self.status < 128
+        return self.first["how"].startswith("Exited") if self.first else 0 < self.status < 128
 
     @property
     def cause(self) -> str:
@@ -103,8 +91,9 @@ class StepEnd:
             return f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
         if found := _VANISHED.search(self.said):  # the others' complaints came first
             return f"Slurm lost the tasks of the step's node number {found['index']}, from 0 (slurmstepd died)"
-        if self.first:
-            return str(self.first)
+        if first := self.first:
+            ranks = "rank" if first["tasks"].isdigit() else "ranks"
+            return f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
         if found := _NO_STEP.search(self.said):
             return found[1]
         return f"killed by {signal.Signals(self.status - 128).name}" if 128 < self.status < 128 + 65 else ""
@@ -161,5 +150,5 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
 
 def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
     """The last lines of the first rank that failed."""
-    rank = end.first.first_task if end.first else 0
-    return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
+    path = rank_log(folder, end.rank, ranks_per_node)
+    return [f"rank {end.rank}: {line}" for line in last_lines(path, end.rank, count)]

@@ -24,7 +24,7 @@ COUNTS = (2, 64, 4096)
 GPU = {"gpu": "7 GPUs instead of 8"}
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
 FAULTS = ({"problems": GPU}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
-          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"finished": False})
+          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
 
 
 def nodes_of(count):
@@ -33,7 +33,7 @@ def nodes_of(count):
 
 def sound(count):
     """What the ranks of sound nodes write, one a node."""
-    return [Report(rank, node, clock_at=1000.0, times=TIMES, finished=True)
+    return [Report(rank, node, clock_at=1000.0, times=TIMES)
             for rank, node in enumerate(nodes_of(count))]
 
 

@@ -29,7 +29,7 @@ from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
-SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, times=TIMES, finished=True) for rank, node in enumerate(NODES)]
+SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, times=TIMES) for rank, node in enumerate(NODES)]
 
 
 def but(*ranks, **changes):
@@ -53,8 +53,7 @@ def having(kind, *nodes):
     (but(2, problems={"shm": "/dev/shm is not there", "gpu": "more"}),
      {"n3": "/dev/shm is not there"}),
     (SOUND[:3], {"n4": "it did not report"}),
-    (but(1, finished=False), {"n2": "its ranks did not come to the end with the others"}),
-    (but(*range(4), finished=False), {}),  # nobody met: it is not the nodes
+    (but(*range(4), times={}), {}),  # nobody met: it is not the nodes
     (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
     (but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
     (but(1, clock_at=1004.0), {}),
@@ -81,15 +80,15 @@ def test_the_table(reports, bad):
 
 def test_several_ranks_of_a_node_are_one_node():
     places = [f"n{1 + rank // 2}" for rank in range(80)]
-    reports = [Report(rank, node, finished=True, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
-                                                        EXCHANGE: 2.0 if rank == 2 else 0.01})
+    reports = [Report(rank, node, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
+                                         EXCHANGE: 2.0 if rank == 2 else 0.01})
                for rank, node in enumerate(places)]
     assert list(judge(reports, places, 4.0).bad) == ["n3", "n2"]
 
 
 def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     places = [NODES[rank // 4] for rank in range(8)]
-    reports = [Report(rank, node, finished=True, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
+    reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
                for rank, node in enumerate(places)]
     assert not judge(reports, places, 4.0).bad
 
@@ -154,15 +153,15 @@ def test_only_the_first_rank_of_a_node_looks_at_it_and_each_reports_twice(tmp_pa
             monkeypatch.setenv(name, value)
         try_node(tmp_path, 60.0)
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(report["rank"], len(report["problems"]), report["times"].get(PRODUCT), report["finished"])
-            for report in reports] == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
+    assert [(report["rank"], len(report["problems"]), report["times"].get(PRODUCT)) for report in reports] == [
+        (2, 1, None), (2, 1, 0.1), (3, 0, None), (3, 0, 0.1)]
     assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
     """A long one comes in pieces, among which other ranks' stand; what is no report, or is still being written, is
     passed over."""
-    long, other = replace(SOUND[1], problems={"shm": "long " * 500}), replace(SOUND[0], finished=False)
+    long, other = replace(SOUND[1], problems={"shm": "long " * 500}), replace(SOUND[0], times={})
     text = json.dumps(asdict(long))
     first, second, third = (text[at:at + PIECE] for at in range(0, len(text), PIECE))
     lines = [f"1: {first}", "0: [NCCL] {a: warning}", f"0: {json.dumps(asdict(other))}", f"1: {second}", "0: 5",
@@ -285,5 +284,5 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     reports = read_reports(folder)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in reports] == [True, False] * 3
-    assert all(report.finished and {*report.times} == {*TIMES} and not report.problems for report in reports)
+    assert all({*report.times} == {*TIMES} and not report.problems for report in reports)
     assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")

@@ -200,7 +200,7 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
 
     def taken(each):
         assert each()
-        JobLock(job.run, "train", "12", 1, lambda job: "").acquire()
+        JobLock(job.run, "train", "12", 1, lambda job: False).acquire()
         assert not each()
         return StepEnd(143)
 
