@@ -1,7 +1,7 @@
 """Whether what a job executes is what was submitted, and nobody else could have written it.
 
-    python -I trust.py check SPEC SHA256                      for the job's script: prints the folder of the code to run
-    python -I trust.py node CODE SHA256 JSON COMMAND...       for a task of a step: becomes the command
+    python -I trust.py check SPEC SHA256          for the job's script: prints the folder of the code to run
+    python -I trust.py node JSON COMMAND...       for a task of a step: becomes the command, with values of the spec
 
 Slurm keeps a job's script; all else is read from the run folder at every start: the job's spec, the configuration
 and the copy of the code. The script compares the hash of this file and runs it before anything else. The spec's hash
@@ -29,13 +29,15 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 SNAPSHOT, PATCH, CACHE = "snapshot.json", "changes.patch", "__pycache__"
 """What a copy of the code holds besides the files that its hash is of."""
+CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
+"""What of a job's spec says which code is run, and who may own it."""
 SHOWN = 5
 REFUSED = 2
 """Exit status: trying again will not mend it."""
@@ -58,28 +60,26 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
         return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
     if content != spec_sha256:
         return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
-    code, group, owners = Path(values["code"]), values["trusted_group"], values["check_owners"]
     files = {Path(path): sha256 for path, sha256 in values["files"].items()}
     found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in files.items() if _sha256(path) != sha256]
-    if owners:
+    if values["check_owners"]:
         run = spec.absolute().parents[2]
-        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *files], group, [run, *files])
-    if found:
-        return code, found
-    return usable_code(code, values["code_sha256"], group, owners=owners, local=not values["wrap"])
+        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *files],
+                                values["trusted_group"], [run, *files])
+    return (spec, found) if found else usable_code(values)
 
 
-def usable_code(code: Path, content: str, trusted_group: str | None, *, owners: bool, local: bool
-                ) -> tuple[Path, list[str]]:
-    """The folder from which code with the hash `content` is run, and why it must not be run.
+def usable_code(values: Mapping[str, Any]) -> tuple[Path, list[str]]:
+    """The folder from which a job's code is run, and why it must not be run.
+
+    It is a copy on this node, or, where the node has no room and in containers (which may not see the node's folders),
+    the one in the run folder.
 
     Args:
-        code: the copy in the run folder.
-        local: copy it to this node. Where the node has no room, and in containers (which may not see the node's
-            folders), the copy in the run folder is run.
+        values: of the job's spec, those that are named in `CODE`.
     """
-    changed = []
-    if local:
+    code, content, changed = Path(values["code"]), values["code_sha256"], []
+    if not values["wrap"]:
         try:
             return local_copy(code, content), []
         except ValueError as error:
@@ -87,7 +87,7 @@ def usable_code(code: Path, content: str, trusted_group: str | None, *, owners: 
         except OSError as error:
             print(f"note: the code is run from {code}, since it cannot be copied to this node: {error}",
                   file=sys.stderr, flush=True)
-    return code, code_problems(code, content, trusted_group, owners=owners) or changed
+    return code, code_problems(code, content, values["trusted_group"], owners=values["check_owners"]) or changed
 
 
 def local_copy(code: Path, content: str) -> Path:
@@ -287,20 +287,18 @@ def _is_private(group: int) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Refuse a job or a task whose files are not to be trusted."""
-    mode, file, sha256, *rest = arguments
-    if mode == "check":
-        folder, found = check_submission(Path(file), sha256)
-        print(folder)
-    else:
-        group, owners = json.loads(rest.pop(0))
-        folder, found = usable_code(Path(file), sha256, group, owners=owners, local=True)
+    mode, what, *rest = arguments
+    folder, found = check_submission(Path(what), rest[0]) if mode == "check" else usable_code(json.loads(what))
     for problem in found:
         print(f"refused: {problem}", file=sys.stderr, flush=True)
-    if not found and rest:
-        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
-        os.execvp(rest[0], rest)
-    return REFUSED if found else 0
+    if found:
+        return REFUSED
+    if mode == "check":
+        print(folder)
+        return 0
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
+    os.execvp(rest[0], rest)
 
 
 if __name__ == "__main__":

@@ -181,9 +181,7 @@ class Runner:
     def _starts(self) -> int:
         spec, here = self.spec, self.here
         while not self.stopping:
-            changed = usable_code(Path(spec.code), spec.code_sha256, spec.trusted_group, owners=spec.check_owners,
-                                  local=not spec.wrap)[1] if spec.code_sha256 else []
-            if changed:
+            if spec.code_sha256 and (changed := usable_code(vars(spec))[1]):
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             outcome = self._start()
             decision = decide(outcome, spec)

@@ -110,8 +110,8 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
     place = str(folder).replace("%", "%%")
     # Each node gets its copy of the code before anything of it is imported there. The program goes along as text, which
     # this process has from a compared copy: the run folder's file may have been exchanged since.
-    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node", spec.code, spec.code_sha256,
-               json.dumps([spec.trusted_group, spec.check_owners])]
+    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
+               json.dumps({name: vars(spec)[name] for name in trust.CODE})]
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",

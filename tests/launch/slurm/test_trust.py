@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import re
@@ -241,8 +242,8 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
-    command = [sys.executable, "-I", trust.__file__, "node", submitted.code, submitted.code_sha256,
-               "[null, true]", "sh", "-c", "echo $PYTHONPATH"]
+    values = json.dumps({name: vars(submitted)[name] for name in trust.CODE})
+    command = [sys.executable, "-I", trust.__file__, "node", values, "sh", "-c", "echo $PYTHONPATH"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
 
     def run():
@@ -260,8 +261,9 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     (Path(submitted.code) / "launch/a.py").write_text("evil")
     assert run()[0] == 2
     step = srun_command(submitted, tmp_path, "train", ["true"])
-    assert submitted.code not in step[:step.index("node")], "what looks at the copy is not taken from there"
-    assert "def local_copy(" in step[step.index("node") - 1]
+    before = step[:step.index("node")]
+    assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
+    assert "def local_copy(" in before[-1]
 
 
 def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):

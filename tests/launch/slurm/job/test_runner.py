@@ -141,11 +141,10 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
 def test_other_code_is_not_started(job, monkeypatch):
     """The copy is compared before each start, the second one too."""
     said, asked = [["The code is not what was submitted."], []], []
-    monkeypatch.setattr(runner, "usable_code", lambda *given, **more: asked.append((*given, more)) or (0, said.pop()))
-    status, log = job.go("crash", code="/code", code_sha256="5e", trusted_group="us", check_owners=False)
+    monkeypatch.setattr(runner, "usable_code", lambda values: asked.append(values["code"]) or (0, said.pop()))
+    status, log = job.go("crash", code="/code", code_sha256="5e")
     assert status == 1 and "is not what was submitted" in log and job.ends() == [RESTART]
-    assert job.state().status == "failed" and asked == [
-        (Path("/code"), "5e", "us", {"owners": False, "local": True})] * 2
+    assert job.state().status == "failed" and asked == ["/code"] * 2
 
 
 # ---- starts before this one
