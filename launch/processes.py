@@ -6,9 +6,11 @@ import ctypes
 import fcntl
 import math
 import os
+import random
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -21,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from launch.ports import free_port
 from pipeline.contract.signed import SECRET
+from pipeline.errors import UserError
 
 POLL_S = 0.1
 BROKEN_S = 12.0
@@ -33,6 +35,9 @@ KILL_S = 40.0
 SHUTDOWN_S = 600.0
 """Seconds that processes get to save and end, once they were asked to stop."""
 CHUNK = 65536
+PORTS = range(20000, 30000)
+"""Below the ports that the kernel hands out by itself (32768 and up)."""
+_held: list[socket.socket] = []
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +98,26 @@ def answer_of(command: Sequence[str], environment: Mapping[str, str], timeout_s:
             if program.poll() is None:
                 kill_group(program.pid)
     return program.returncode, output, errors
+
+
+def free_port() -> int:
+    """A port that nobody listens on here, on the first node; another one for each start.
+
+    It is held until the next is asked for, bound without listening: the ranks listen some seconds later only, and
+    others may look for a port meanwhile.
+    """
+    while _held:
+        _held.pop().close()
+    for port in random.SystemRandom().sample(PORTS, 100):
+        probe = socket.socket()
+        _held.append(probe)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            continue
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the rank does: it may bind beside this
+        return port
+    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on.")
 
 
 def tell(target: IO[str], text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from launch.host import Host
-from launch.ports import free_port
+from launch.processes import free_port
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd, run_step, srun_command
 from launch.slurm.jobspec import JobSpec

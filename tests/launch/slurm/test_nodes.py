@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from launch.ports import PORTS, free_port
+from launch.processes import PORTS, free_port
 from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
