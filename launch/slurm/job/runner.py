@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -138,12 +138,10 @@ class Runner:
         spec, here, events = self.spec, self.here, self._events(own=True)
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
-        last = events[-1]
-        restart, start = last["restart"], last["start"]
-        down = lost(last["nodes"], self.scheduler)
-        self._strike({node: f"went down ({how})" for node, how in down.items()}, f"{restart}.{start}",
-                     len(last["nodes"]))
-        state = self._last_word(restart, start)
+        nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
+        down = lost(nodes, self.scheduler)
+        self._strike({node: f"went down ({how})" for node, how in down.items()}, start, nodes)
+        state = self._last_word(start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
         committed = (state is not None or here.index is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
@@ -231,7 +229,7 @@ class Runner:
         # What the first rank that failed said last, where it ended by itself.
         words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
         return Outcome(
-            state=self._last_word(self.here.restart, self.number), committed=self._is_committed(), end=end,
+            state=self._last_word(self.number), committed=self._is_committed(), end=end,
             cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
             hang=self._hang(), stopping=self.stopping,
             again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
@@ -250,13 +248,12 @@ class Runner:
 
     # ---- what a start left
 
-    def _last_word(self, restart: int, start: int) -> StageState | None:
+    def _last_word(self, start: int) -> StageState | None:
         """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
         spec, here = self.spec, self.here
         state = read_state(spec.folder) if here.index is None else \
             read_state(spec.folder / PARTS, last_word_file(spec.phase, here.index, spec.parts))
-        mine = (here.job, restart, start)
-        return state if state and (state.job, state.restart, state.attempt) == mine else None
+        return state if state and (state.job, state.attempt) == (here.job, start) else None
 
     def _is_committed(self) -> bool:
         """Whether the manifest is there; for an element of an array, the record that its part is done."""
@@ -282,14 +279,13 @@ class Runner:
 
     # ---- nodes that failed a start
 
-    def _strike(self, found: Mapping[str, str], start: str = "", nodes: int = 0) -> dict[str, int]:
+    def _strike(self, found: Mapping[str, str], start: int | None = None, nodes: Sequence[str] = ()) -> dict[str, int]:
         """Record that nodes failed a start, each with the reason; how often each did within a day.
 
-        More than a few at once get none: what they have in common (a switch, a file system) failed. start: restart and
-        number, if not of this one. nodes: how many it had.
+        More than a few at once get none: what they have in common (a switch, a file system) failed. start: its number,
+        if not this one. nodes: those that it had.
         """
-        of, counts = nodes or len(self.here.nodes), dict[str, int]()
-        start = f"{self.here.name}.{start or f'{self.here.restart}.{self.number}'}"
+        of, counts, start = len(nodes or self.here.nodes), dict[str, int](), self.number if start is None else start
         if len(found) > few(of):
             self.say(f"{named(found)}: {next(iter(found.values()))}. These are {len(found)} of {of} nodes at once, "
                      f"which has a cause in common: none of them gets a strike")
@@ -297,7 +293,7 @@ class Runner:
         for node, reason in found.items():
             counts[node] = 1
             with suppress(OSError):
-                counts[node] = add_strike(self.run_folder, node, start, reason)
+                counts[node] = add_strike(self.run_folder, node, f"{self.here.name}.{start}", reason)
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 

@@ -123,10 +123,10 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     there = Runner(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
                    SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
-    assert there._strike(down, "0.0") == dict.fromkeys(down, 1)
-    assert there._strike(more, "0.1") == {}
+    assert there._strike(down, 0) == dict.fromkeys(down, 1)
+    assert there._strike(more, 1) == {}
     assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+    assert there._strike(down, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
