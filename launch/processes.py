@@ -45,8 +45,6 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-
-
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """The requests to stop (Ctrl-C, SIGTERM, a closed terminal) that come meanwhile: a list that grows."""
@@ -61,16 +59,14 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def end_with_parent(signal_number: int, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends, however it ends.
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends, however it ends.
 
-    Args:
-        signal_number: SIGTERM for a process that winds up its own children, else SIGKILL.
-        parent: process id that the parent had, to notice if it is gone already.
+    parent: process id that the parent had, to notice if it is gone already.
     """
     if hasattr(_libc, "prctl"):  # Linux; elsewhere an orphan ends when its collectives or pipes break
-        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
-    if parent is not None and os.getppid() != parent:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -219,22 +215,17 @@ class Processes:
         self._log.close()
         return self.failed[0][1] if self.failed else 0
 
-    def send_signal(self, number: int) -> None:
-        """To all processes."""
-        for process in self._running.values():
-            process.send_signal(number)
-
     def _end_within(self, seconds: float) -> None:
         """Ask the processes to end, once within that time."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
-            # Not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is.
-            self.send_signal(signal.SIGTERM)
+            for process in self._running.values():  # not Ctrl-C's own signal, which Python answers with a traceback
+                process.terminate()
 
 
 def _prepare(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until a stage says that it hears them
-    end_with_parent(signal.SIGKILL, parent)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would inherit that it is ignored
 
 

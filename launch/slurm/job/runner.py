@@ -47,7 +47,7 @@ from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.parts import PARTS, last_word_file
+from pipeline.contract.parts import PARTS, Part
 from pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.errors import UserError
 from pipeline.records.checkpoints import complete_checkpoints, step_of
@@ -73,6 +73,7 @@ class Runner:
     def __init__(self, spec: JobSpec, here: Host) -> None:
         self.spec, self.here, self.say, self.scheduler = spec, here, here.say, here.scheduler
         self.run_folder, self.lock = Path(spec.run), here.lock(spec)
+        self.part = None if here.index is None else Part(here.index, spec.parts, spec.phase)
         self.logs = self.run_folder / "logs" / spec.stage
         self.decision: Decision | None = None
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
@@ -91,7 +92,7 @@ class Runner:
         """Do the job; its exit status."""
         spec, here = self.spec, self.here
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
-        which += f", part {here.index} of {spec.parts} of {spec.phase or 'it'}" if here.index is not None else ""
+        which += f", part {here.index} of {spec.parts} of {spec.phase}" if self.part else ""
         which += f", restart {here.restart}" if here.restart else ""
         self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}", quiet=True)
         if (status := self._nothing_to_do()) is not None:
@@ -114,7 +115,7 @@ class Runner:
     def _nothing_to_do(self) -> int | None:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
         spec, here = self.spec, self.here
-        if here.index is not None:
+        if self.part:
             return None
         state = read_state(spec.folder)
         ours = [here.job, *(job.id for job in self._chain())]
@@ -143,7 +144,7 @@ class Runner:
         self._strike({node: f"went down ({how})" for node, how in down.items()}, start, nodes)
         state = self._last_word(start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
-        committed = (state is not None or here.index is not None) and self._is_committed()
+        committed = (state is not None or self.part is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
         killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
         end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
@@ -217,8 +218,7 @@ class Runner:
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
-        part = [] if here.index is None else ["--part", f"{here.index}/{spec.parts}"]
-        part += ["--phase", spec.phase] if part and spec.phase else []
+        part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
         end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
         self.last = (folder, end)
         return self._judge(folder, end)
@@ -250,16 +250,14 @@ class Runner:
 
     def _last_word(self, start: int) -> StageState | None:
         """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
-        spec, here = self.spec, self.here
-        state = read_state(spec.folder) if here.index is None else \
-            read_state(spec.folder / PARTS, last_word_file(spec.phase, here.index, spec.parts))
-        return state if state and (state.job, state.attempt) == (here.job, start) else None
+        folder = self.spec.folder
+        state = read_state(folder / PARTS, self.part.word) if self.part else read_state(folder)
+        return state if state and (state.job, state.attempt) == (self.here.job, start) else None
 
     def _is_committed(self) -> bool:
         """Whether the manifest is there; for an element of an array, the record that its part is done."""
-        spec, index = self.spec, self.here.index
-        records = (spec.folder / PARTS).glob(f"{spec.phase or '*'}.{index}-of-{spec.parts}.json")
-        return (index is not None and any(records)) or read_manifest(spec.folder) is not None
+        folder = self.spec.folder
+        return (self.part is not None and self.part.marker(folder).exists()) or read_manifest(folder) is not None
 
     def _newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -317,7 +315,7 @@ class Runner:
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
         # Without a lock of its own (on one box) a stage that refused may be one that somebody else is working on.
-        if decision.final and self.here.index is None and (self.lock or decision.status != "failed"):
+        if decision.final and not self.part and (self.lock or decision.status != "failed"):
             os.environ.setdefault("DROVER_ATTEMPT", str(self.number))
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
@@ -354,7 +352,7 @@ class Runner:
     def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
-        alike = ("stage", "chain", "job") if own or self.here.index is not None else ("stage", "chain")
+        alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
         names = self._names()
         return [event for event in read_attempts(self.run_folder)
                 if all(event.get(name) == names[name] for name in alike)]
