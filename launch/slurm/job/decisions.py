@@ -14,6 +14,7 @@ from typing import Any, Literal
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.state import StageState
+from pipeline.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
@@ -81,7 +82,7 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     if outcome.stopping:
         return Decision("stop", "preempted", "the job was told to end (cancelled, or at its time limit)", TERMINATED)
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
-    if end.refused and not outcome.again:
+    if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
     status = "hung" if outcome.hang else "crashed"
     reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else

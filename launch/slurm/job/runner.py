@@ -227,7 +227,7 @@ class Runner:
         self._strike(dict.fromkeys(end.lost, "went down"))
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
-        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
+        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
             cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
