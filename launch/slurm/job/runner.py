@@ -98,7 +98,7 @@ class Runner:
         if (status := self._nothing_to_do()) is not None:
             return status
         if self.lock is not None:
-            self.lock.acquire(self.say, lambda: self.stopping)
+            self.lock.acquire(self.say, here.asked)
         try:
             if decision := self._account_for_the_last():
                 return self._end(decision)
