@@ -30,7 +30,7 @@ INTENDED = ("maint", "power", "reboot")
 
 
 class Strike(TypedDict):
-    """A line of `NODES`. job: the start, by the job's name and its number."""
+    """A line of `NODES`. job: the start, by the job's name, restart and number."""
 
     node: str
     at: Time
@@ -40,7 +40,7 @@ class Strike(TypedDict):
 def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
     """Record that a node failed the run; its strikes within a day, this one included.
 
-    job: the start, by the job's name and its number: one accident that is noticed twice is one strike.
+    job: the start, by the job's name, restart and number: one accident that is noticed twice is one strike.
     """
     append_line(run_folder / NODES, {"node": node, "at": now(), "job": job, "reason": reason})
     return strikes(run_folder).get(node, 0)

@@ -141,7 +141,8 @@ class Runner:
             return None
         nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
         down = lost(nodes, self.scheduler)
-        self._strike({node: f"went down ({how})" for node, how in down.items()}, start, nodes)
+        self._strike({node: f"went down ({how})" for node, how in down.items()}, f"{restart}.{start}",
+                     nodes)
         state = self._last_word(start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
         committed = (state is not None or self.part is not None) and self._is_committed()
@@ -277,13 +278,14 @@ class Runner:
 
     # ---- nodes that failed a start
 
-    def _strike(self, found: Mapping[str, str], start: int | None = None, nodes: Sequence[str] = ()) -> dict[str, int]:
+    def _strike(self, found: Mapping[str, str], start: str = "", nodes: Sequence[str] = ()) -> dict[str, int]:
         """Record that nodes failed a start, each with the reason; how often each did within a day.
 
-        More than a few at once get none: what they have in common (a switch, a file system) failed. start: its number,
-        if not this one. nodes: those that it had.
+        More than a few at once get none: what they have in common (a switch, a file system) failed. start: its restart
+        and number, if not this one. nodes: those that it had.
         """
-        of, counts, start = len(nodes or self.here.nodes), dict[str, int](), self.number if start is None else start
+        of, counts = len(nodes or self.here.nodes), dict[str, int]()
+        job = f"{self.here.name}.{start or f'{self.here.restart}.{self.number}'}"
         if len(found) > few(of):
             self.say(f"{named(found)}: {next(iter(found.values()))}. These are {len(found)} of {of} nodes at once, "
                      f"which has a cause in common: none of them gets a strike")
@@ -291,7 +293,7 @@ class Runner:
         for node, reason in found.items():
             counts[node] = 1
             with suppress(OSError):
-                counts[node] = add_strike(self.run_folder, node, f"{self.here.name}.{start}", reason)
+                counts[node] = add_strike(self.run_folder, node, job, reason)
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 

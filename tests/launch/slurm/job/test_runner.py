@@ -171,7 +171,7 @@ def test_the_stop_file(job):
 def test_the_start_that_nobody_saw_the_end_of(job):
     """An accident that two notice is one strike."""
     job.unseen(0)
-    add_strike(job.run, "n2", "12.0", "was late when training hung")
+    add_strike(job.run, "n2", "12.0.0", "was late when training hung")
     job.slurm.down = {"n2": "down*"}
     status, log = job.go("work", restart=1)
     assert status == 0, log
