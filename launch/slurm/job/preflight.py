@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
+from launch.slurm.job.rank import PREFLIGHT
 from launch.slurm.job.srun import run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import few, named
@@ -55,7 +56,7 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     limit_s = spec.preflight_s or min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
     trial = [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
-    command = srun_command(spec, folder, "preflight", trial)
+    command = srun_command(spec, folder, PREFLIGHT, trial)
     reports, said, look_at = list[Report](), list[str](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
 
