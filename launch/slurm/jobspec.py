@@ -20,7 +20,6 @@ class JobSpec(Work):
         command: of the stage, without what only the job knows (its part, its rank).
         chain: id of the submission; `--force` counts once for it.
         wrap: a command that the stage is started with, such as a container's.
-        warned: whether the runner itself tells the stage that the time limit is near: Slurm tells only steps.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
@@ -33,7 +32,6 @@ class JobSpec(Work):
     run: str
     chain: str
     wrap: tuple[str, ...] = ()
-    warned: bool = False
     requeue: bool = True
     signal_s: int = 120
     max_restarts: int = 3
@@ -51,6 +49,11 @@ class JobSpec(Work):
     def folder(self) -> Path:
         """The stage's folder."""
         return Path(self.run) / self.stage
+
+    @property
+    def later_links(self) -> bool:
+        """Whether another job of the chain waits to go on with the same stage."""
+        return self.link < self.links
 
     @property
     def sha256(self) -> str:

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from launch import processes
-from launch.processes import Lines, Processes, stop_requests
+from launch.processes import Processes, pass_on, stop_requests
 from pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
 
 ENDS_AT_TERM = "signal.signal(15, lambda *_: os._exit(5))"
-WARNED = "signal.signal(12, lambda *_: os._exit(6)); signal.pthread_sigmask(signal.SIG_SETMASK, [])"
 STUBBORN = "signal.signal(15, signal.SIG_IGN); below = subprocess.Popen(['sleep', '3600']); " \
            "open('below', 'w').write(str(below.pid))"
 
@@ -33,10 +32,9 @@ def script(setup):
 @pytest.mark.parametrize(("setup", "requests", "limit", "status", "said"), [
     (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
     (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
-    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, ""), (WARNED, "warned", "", 6, "")])
+    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, "")])
 def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status, said):
-    """The first asks it to save; the second, or time, kills it with what is below it. It hears a warning of the time
-    limit once it does not block it any more."""
+    """The first asks it to save; the second, or time, kills it with what is below it."""
     monkeypatch.chdir(tmp_path)
     for name in ("SHUTDOWN_S", "KILL_S"):
         monkeypatch.setattr(processes, name, 0.2 if name == limit else HANG_S)
@@ -44,8 +42,6 @@ def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status,
 
     def each():
         asked.extend([signal.SIGINT] * (ready() and requests in (1, 2) and len(asked) < requests))
-        if requests == "warned":
-            stage.send_signal(signal.SIGUSR2)
         return not (ready() and requests == "tick")
 
     with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:
@@ -81,7 +77,7 @@ def test_lines_keep_the_last_drawing_of_a_live_line():
     chunks = (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest")
     for chunk in chunks:
         os.write(write, chunk)
-    Lines(shown, log).read(read, write)
+    pass_on(read, write, shown, log)
     assert log.getvalue() == b"done 3/3\nnext\nrest\n" and shown.buffer.getvalue() == b"".join(chunks)
 
 

@@ -22,7 +22,7 @@ from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.plugins import loaded_plugins, plugin_folders
 from pipeline.config.tree import Config
 from pipeline.console import spelled
-from pipeline.contract.stages import SNAPSHOT, STAGES
+from pipeline.contract.stages import SNAPSHOT
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.records.pending_evaluations import evaluation_folder
@@ -199,7 +199,7 @@ def _spec(submission: Submission, job: Job) -> JobSpec:
     if not launch.wrap:  # the job's script says where its node has the code
         environment.pop("PYTHONPATH", None)
     return JobSpec(**{**same, "run": str(submission.of or submission.run), "environment": environment,
-                      "wrap": tuple(launch.wrap), "warned": job.stage in STAGES and STAGES[job.stage].workers,
+                      "wrap": tuple(launch.wrap),
                       "preflight": launch.preflight and trains, "code_sha256": submission.content,
                       "every_checkpoints": (launch.evaluate.every_checkpoints or 0) if trains else 0})
 
