@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 
-from launch.estimate import Estimate
+from launch.estimate import estimate, matrix_rate
 from launch.forecast import Disk, gathered_bytes_per_layer, parameters, shape_of, state_bytes_per_rank
-from launch.plan import Job, Options
+from launch.plan import Job, Options, code_path
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import rank_problems
@@ -15,6 +15,7 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 from pipeline.console import duration, readable
 from pipeline.contract.run import Run
+from pipeline.contract.stages import REPOSITORY
 from pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
@@ -22,12 +23,12 @@ SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "ti
 """Cores, GPUs and memory are a node's."""
 
 
-def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, where: str,
-               disk: Disk | None = None, estimate: Estimate | None = None) -> None:
+def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, a row per job, and what follows from the settings of train."""
     from rich.console import Console
     from rich.table import Table
 
+    config, machine = run.config, options.machine
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
@@ -35,7 +36,7 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
         ("stage", "state", "resources"),
         lambda job: (job.stage, state_text(job),
-                     work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus) if job.to_run else "-"))
+                     work(job) + ", 1 GPU each" * bool(job.ranks and machine.gpus) if job.to_run else "-"))
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for job in jobs:
@@ -45,11 +46,13 @@ def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, wher
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
-    if disk is not None and disk.needed:
+    if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
-    if estimate is not None:
-        print(f"time      {estimate}")
+    # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
+    if options.cluster == "local" and train and train.to_run and not machine.gpus and (
+            time := estimate(config, jobs, matrix_rate(machine.cores))):
+        print(f"time      {time}")
     print(flush=True)
 
 
@@ -146,15 +149,10 @@ def _departures(model: ModelConfig) -> list[str]:
     return [f"           with {what}" for what in found]
 
 
-def print_commands(texts: list[str]) -> int:
-    """Print what a dry run shows of each job that has something to do; the exit status."""
-    print(*texts or ["nothing to do: all asked stages are done"], sep="\n")
-    return 0
-
-
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
-    settings = [f"{key}={shlex.quote(value)}" for key, value in job.environment.items()]
+    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(REPOSITORY))}
+    settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])
 
 

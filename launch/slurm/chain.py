@@ -29,8 +29,8 @@ class ChainJob:
 
     kind: `job`; `array` and `finalise` of a stage in parts; `link` of several that go on with one stage;
         `evaluation` of a checkpoint beside training.
-    elements: indices of the array that were submitted; None for a job that is no array. phase: what it does of the
-        stage, for an array.
+    elements: indices of the array that were submitted; None for a job that is no array. phase, parts: what it does of
+        the stage, for an array, and into how many parts that is cut.
     log: what the job itself says (stages write elsewhere). spec: its JobSpec.
     """
 
@@ -43,6 +43,7 @@ class ChainJob:
     log: str = ""
     spec: str = ""
     phase: str = ""
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class Chain:
     config: str
     config_sha256: str
     code: str
-    cluster: str | None = None
     jobs: tuple[ChainJob, ...] = ()
 
     def write(self, run_folder: Path) -> None:
@@ -74,10 +74,8 @@ def read_chain(run_folder: Path) -> Chain | None:
 
 def read_chains(run_folder: Path) -> list[Chain]:
     """All submissions of a run, oldest first."""
-    found = (read_record(path, Chain, MEND) for path in sorted((run_folder / EARLIER).glob("*.json")))
-    earlier = [chain for chain in found if chain]
-    newest = read_chain(run_folder)
-    return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
+    paths = [*sorted((run_folder / EARLIER).glob("*.json")), run_folder / CHAIN]  # an id begins with its time
+    return [chain for path in paths if (chain := read_record(path, Chain, MEND))]
 
 
 def unrecorded(chains: Sequence[Chain], queued: Iterable[JobInfo]) -> list[JobInfo]:
@@ -98,9 +96,8 @@ def guarded(path: Path) -> Iterator[None]:
 def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
     """Add a job to the submission that it belongs to, from whichever process."""
     with guarded((run_folder / CHAIN).with_name("chain.lock")):  # without locks it must be recorded all the more
-        newest, earlier = run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"
-        chain = read_chain(run_folder)
-        path = newest if chain is not None and chain.id == chain_id else earlier
-        chain = read_record(path, Chain, MEND)
-        assert chain is not None, f"{path} is not there"
-        write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
+        for path in (run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"):
+            chain = read_record(path, Chain, MEND)
+            if chain is not None and chain.id == chain_id:
+                return write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
+        raise AssertionError(f"the submission {chain_id} of {run_folder} is not recorded")

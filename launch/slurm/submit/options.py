@@ -11,7 +11,8 @@ from pipeline.contract.stages import STAGES
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
 DECIDED = {
-    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "constraint": "launch.constraint",
+    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
+    "constraint": "launch.constraint",
     "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
     "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
     "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
@@ -22,10 +23,10 @@ DECIDED = {
 """Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
-SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "L": "licenses", "N": "nodes",
-         "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error",
-         "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe",
-         "t": "time", "w": "nodelist", "x": "exclude"}
+SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "L": "licenses",
+         "M": "clusters", "N": "nodes", "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task",
+         "d": "dependency", "e": "error", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition",
+         "q": "qos", "s": "oversubscribe", "t": "time", "w": "nodelist", "x": "exclude"}
 """Long names of sbatch's short options."""
 
 

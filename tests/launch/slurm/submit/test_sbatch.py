@@ -19,12 +19,14 @@ import pytest
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import go_on
 from launch.slurm.chain import read_chains
-from launch.slurm.evaluations import submit_apart
+from launch.slurm.evaluations import Evaluations
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import add_strike
 from launch.slurm.submit import request, sbatch
 from pipeline.contract.locks import lock
 from pipeline.contract.stages import STAGES
+from pipeline.errors import UserError
+from pipeline.files import write_json
 from tests.launch.recorded_slurm import queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
@@ -282,9 +284,9 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     queued = 11 + 4 * len(STAGES["shard"].phases)
     for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
-                 "shard-read has 4 elements; the site allows 3", f"{queued} jobs would be queued; the site allows 4",
-                 "a GPU here has 1e-06 GB", "your shell has no such variable", "HF_TOKEN, which looks like a secret",
-                 "nothing would be left to train in"):
+                 "shard-read asks for 4 elements; the site gives a job 3", "a GPU here has 1e-06 GB",
+                 f"{queued} jobs would be queued; the site allows 4", "your shell has no such variable",
+                 "HF_TOKEN, which looks like a secret", "nothing would be left to train in"):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
@@ -303,21 +305,29 @@ def test_a_profile_is_named_on_the_command_line(slurm):
     (slurm.work / "clusters").mkdir()
     (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
     assert "slurm (profile ours)" in slurm.accepted("--stage", "all", "--cluster", "ours")
-    assert slurm.chain.cluster == "ours" and option((slurm.queue / "104").read_text(), "partition") == "gpu"
+    assert option((slurm.queue / "104").read_text(), "partition") == "gpu"
     assert JobSpec.load(Path(slurm.chain.jobs[3].spec)).environment["NCCL_DEBUG"] == "INFO"
 
 
-def test_an_evaluation_beside_training_is_submitted_from_a_process_of_its_own(slurm):
-    slurm.accepted("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3")
-    config = Path(slurm.chain.config)
-    spec = JobSpec.load(Path(slurm.chain.jobs[3].spec))
-    assert submit_apart(spec, 20) == "108"
+def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
+    """By the train job's runner, whose own variables of Slurm it does not get."""
+    slurm.accepted("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3",
+                   "launch.evaluate.every_checkpoints=1", "train.checkpoint.every_steps=20")
+    config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[3].spec))
+    write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SUBMITIT_EXECUTOR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "executable", "another python")
+    evaluations = Evaluations(spec, print)
+    for owed in evaluations.to_submit():
+        assert evaluations.submit(owed) == "108"
     job = slurm.chain.jobs[-1]
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "108", ())
     made = JobSpec.load(Path(job.spec))
-    assert made.command[:3] == (spec.command[0], "-m", "launch.slurm.evaluations")
+    assert made.command[:3] == (spec.command[0], "-m", "launch.slurm.evaluations") and made.files == spec.files
     assert (made.run, made.cpus_per_task) == (str(slurm.run / "evaluations/step-00000020"), 6)
     assert option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
+    assert not (slurm.queue / "108.environment").exists()
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
-    with pytest.raises(OSError, match="is not what was submitted"):
-        submit_apart(spec, 40)
+    with pytest.raises(UserError, match="is not what was submitted"):
+        Evaluations(spec, print).to_submit()
