@@ -170,12 +170,12 @@ def cluster_problems(config: Config, jobs: list[Job], environment: Mapping[str, 
     yield from node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)
     for job in jobs:
-        for asked, most, what in ((job.nodes, site.nodes, "nodes"), (job.asked.minutes, longest, "min"),
+        for asked, most, what in ((job.nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
                                   (max(job.elements, default=-1) + 1, site.array, "elements")):
             if most is not None and asked > most:
                 yield f"{job.key} asks for {asked} {what}; the site gives a job {most} (launch.limits): {MORE[what]}."
-        if job.stage == "train" and job.asked.minutes * 60 <= 2 * launch.signal_s:
-            yield (f"launch.train.time is {job.asked.minutes} min, but the warning comes {launch.signal_s} s before "
+        if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
+            yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before "
                    f"its end (launch.signal_s): nothing would be left to train in.")
         state = state_bytes_per_rank(config, job.ranks) if job.key == "train" and site.gpu_memory_gb else None
         if state is not None and state > (site.gpu_memory_gb or 0) * 1e9:

@@ -79,7 +79,7 @@ def slurm_row(job: Job) -> tuple[str, ...]:
     where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" if job.links > 1 else None]
     cores, gpus = str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or "")
     return (job.key, state, nodes, work(job), cores, gpus, "all" if asked.mem == "0" else asked.mem or "",
-            duration(60 * asked.minutes), ", ".join(word for word in where if word) or "-", ", ".join(job.dependencies))
+            duration(60 * job.minutes), ", ".join(word for word in where if word) or "-", ", ".join(job.dependencies))
 
 
 def training_facts(config: Config, job: Job) -> list[str]:

@@ -92,7 +92,7 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), run.folder / WORDS)
-    runner = Runner(_spec(config, job, chain), here, asked)
+    runner = Runner(_spec(config, job, options, chain), here, asked)
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
@@ -108,10 +108,12 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     return end.status or 1
 
 
-def _spec(config: Config, job: Job, chain: str) -> JobSpec:
+def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
     started again after a crash goes on."""
-    command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
+    command = job.command
+    if options.force:
+        command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
     environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
     # Somebody watches: a stage that can lose nothing is for him to start again.
     restarts = config.launch.max_restarts if STAGES[job.stage].checkpoints else 0

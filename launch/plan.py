@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launch.slurm.jobspec import JobSpec
-from pipeline.config.launching import LaunchConfig, minutes
+from pipeline.config.launching import LaunchConfig, Resources, minutes
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State, done_parts
@@ -53,29 +53,11 @@ class Options:
     exclude: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Resources of a stage's jobs. None: the site's default. `cpus`: per rank, or per job where there are no ranks."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    mem: str | None = None
-    cpus: int = 1
-    gpus_per_node: int = 0
-    minutes: int = 0
-    extra: dict[str, str | int | bool] = field(default_factory=dict)
-    at_once: int | None = None
-
-
-def asked_of(launch: LaunchConfig, stage: str) -> Asked:
-    """The resources of one stage: its own wishes over those for all stages."""
+def asked_of(launch: LaunchConfig, stage: str) -> Resources:
+    """What the jobs of one stage ask of Slurm: its own wishes over those for all stages. None: the site's default."""
     own = launch.of(stage)
-    wishes = {**vars(launch), **{name: value for name, value in vars(own).items() if value is not None}}
-    wishes |= {"minutes": minutes(wishes["time"]), "extra": {**launch.extra, **(own.extra or {})}}
-    return Asked(**{one.name: wishes[one.name] for one in fields(Asked) if one.name in wishes})
+    general = {name: value for name, value in vars(launch).items() if getattr(own, name, "") is None}
+    return own.model_copy(update={**general, "extra": {**launch.extra, **(own.extra or {})}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +67,7 @@ class Job(JobSpec):
     key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
         `shard-read`, `train-1`).
     state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
-    asked: partition, time and the like, for Slurm. cpus_per_task, tasks_per_node, gpus_per_node as well.
+    asked: partition, memory and the like, for Slurm; minutes: the time limit.
     elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
     """
@@ -95,7 +77,8 @@ class Job(JobSpec):
     forced: bool = False
     kind: Kind = "job"
     processes: int = 1
-    asked: Asked = field(default_factory=Asked)
+    asked: Resources = field(default_factory=Resources)
+    minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
 
@@ -169,13 +152,13 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     """The whole work on a stage, as one job that is still to do."""
     launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
     slurm = options.cluster == "slurm"
-    asked = replace(asked, exclude=",".join(filter(None, (asked.exclude, *options.exclude))) or None)
+    exclude = ",".join(filter(None, (asked.exclude, *options.exclude))) or None
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
     given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
-    nodes, tasks, threads, gpus = 1, 1, asked.cpus, 0
+    nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
     environment = {**launch.environment} if slurm else {}
     if spec.ranks and slurm:
-        nodes, gpus = getattr(launch.of(stage), "nodes", 1), asked.gpus_per_node
+        nodes, gpus = getattr(asked, "nodes", 1), getattr(asked, "gpus_per_node", launch.gpus_per_node)
         tasks = gpus or launch.processes or 1
     elif spec.ranks:
         tasks = local_ranks(config, options.machine)
@@ -189,7 +172,8 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     workers = launch.processes or (threads if slurm else options.machine.cores)
     job = Job(
         key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
-        name=f"{config.name}-{stage}", stage=stage, environment=environment, asked=asked,
+        name=f"{config.name}-{stage}", stage=stage, environment=environment,
+        asked=asked.model_copy(update={"exclude": exclude}), minutes=minutes(asked.time or 0),
         command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,

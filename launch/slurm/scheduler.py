@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from launch.processes import answer_of
@@ -39,8 +39,7 @@ class JobInfo:
     """A job, an element of an array, or a whole array.
 
     state: Slurm's word in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
-    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start; elements: the state of each
-    known element of an array, by its index.
+    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start.
     """
 
     id: str
@@ -50,7 +49,6 @@ class JobInfo:
     elapsed_s: int = 0
     restarts: int = 0
     name: str = ""
-    elements: Mapping[str, str] = field(default_factory=dict)
     comment: str = ""
 
     @property
@@ -132,10 +130,8 @@ class Scheduler:
         known = self._queue(sorted({_array(id) for id in wanted}))
         if known is None:
             return None
-        for source in (self._accounting, self._controller):
-            if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
-                for job in source(missing):
-                    known.setdefault(job.id, job)
+        if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
+            known = {**{job.id: job for job in self._accounting(missing)}, **known}
         return {id: _summary(id, known) for id in wanted}
 
     def mine(self) -> list[JobInfo] | None:
@@ -145,16 +141,11 @@ class Scheduler:
             return None
         return [replace(job, id=id) for id, job in {_array(job.id): job for job in _queue_lines(answer.out)}.items()]
 
-    def cancel(self, ids: Iterable[str]) -> str | None:
-        """Cancel the jobs in this very order; None, or why that failed. Jobs that have ended are no failure."""
-        failed = []
-        for id in ids:  # one by one: scancel itself keeps no order
-            answer = self._ask("scancel", id)
-            if not answer.reached:
-                return f"job {id} and those after it: {answer.reason}"
-            if answer.status and not answer.unknown_job and "already complet" not in answer.error:
-                failed.append(f"job {id}: {answer.reason}")
-        return "; ".join(failed) or None
+    def cancel(self, id: str) -> str | None:
+        """Cancel a job; None, or why that failed. That it has ended is no failure."""
+        answer = self._ask("scancel", id)
+        ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
+        return None if answer.status == 0 or ended else answer.reason
 
     def signal(self, id: str, name: str) -> str | None:
         """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
@@ -235,7 +226,7 @@ class Scheduler:
 
     def _squeue(self, *arguments: str) -> _Answer:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
-        return self._ask("squeue", "--noheader", *arguments, "--Format", columns)
+        return self._ask("squeue", "--noheader", "--all", *arguments, "--Format", columns)
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
         """What the accounting database has; nothing where there is none."""
@@ -248,22 +239,6 @@ class Scheduler:
             if (word := state.partition(" ")[0]) in ENDED:
                 found.append(JobInfo(id, word, reason, "" if nodes == "None assigned" else nodes,
                                      int(elapsed) if elapsed.isdigit() else 0, name=name))
-        return found
-
-    def _controller(self, ids: list[str]) -> list[JobInfo]:
-        """What slurmctld still has of each job, where a site's squeue shows less than that."""
-        found, until = [], time.monotonic() + self._timeout_s
-        for id in ids:
-            if time.monotonic() > until:
-                break
-            answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-            for line in answer.out.splitlines() if answer.status == 0 else ():
-                job = _fields(line)
-                if "JobId" in job and "JobState" in job:
-                    element = f"{job['ArrayJobId']}_{job['ArrayTaskId']}" if "ArrayTaskId" in job else job["JobId"]
-                    found.append(JobInfo(element, job["JobState"], _word(job.get("Reason", "")),
-                                         _word(job.get("NodeList", "")), seconds(job.get("RunTime", "")),
-                                         _number(job.get("Restarts", "")), job.get("JobName", "")))
         return found
 
     def _ask(self, *command: str) -> _Answer:
@@ -311,9 +286,8 @@ def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
         return JobInfo(id)
     first = min(elements, key=lambda job: RANKS.get(job.state, 4))
     nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
-    return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
-                   max(job.restarts for job in elements), first.name,
-                   {job.id.partition("_")[2]: job.state for job in elements}, first.comment)
+    return replace(first, id=id, nodes=nodes, elapsed_s=max(job.elapsed_s for job in elements),
+                   restarts=max(job.restarts for job in elements))
 
 
 def _array(id: str) -> str:

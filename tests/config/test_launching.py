@@ -69,7 +69,7 @@ def test_a_stage_wishes_over_all(tmp_path):
         "evaluate": {"gpus_per_node": 1, "time": "2:00:00"}}})
     launch = load_config(path).launch
     encode, train, evaluate = (asked_of(launch, stage) for stage in ("encode", "train", "evaluate"))
-    assert (encode.partition, encode.mem, encode.cpus, encode.minutes, encode.at_once) == ("cpu", "64G", 12, 240, 2)
+    assert (encode.partition, encode.mem, encode.cpus, encode.time, encode.at_once) == ("cpu", "64G", 12, 240, 2)
     assert encode.extra == {"comment": "x", "a": "2"} and train.extra == {"comment": "x", "a": "1"}
-    assert (train.partition, train.gpus_per_node, train.at_once) == ("gpu", 8, None)
-    assert (evaluate.gpus_per_node, evaluate.minutes) == (1, 120)
+    assert (train.partition, train.gpus_per_node) == ("gpu", 8)
+    assert (evaluate.gpus_per_node, evaluate.time) == (1, "2:00:00")

@@ -146,7 +146,7 @@ def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor
     trace = shlex.quote(f"{job.run}/launch") + "/killed.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
-        "cpus_per_task": job.cpus_per_task, "time": asked.minutes,
+        "cpus_per_task": job.cpus_per_task, "time": job.minutes,
         **{name: getattr(asked, name) for name in ("partition", "account", "qos", "constraint", "mem", "exclude")},
         "gpus_per_node": None if gpus_asked(job) else job.gpus_per_node or None,
         # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
@@ -196,5 +196,6 @@ def _more(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
     if waits:
         more["dependency"] = ",".join([*waits, *([str(extra["dependency"])] if "dependency" in extra else [])])
     if job.elements:
-        more["array"] = spelled(job.elements).replace(" ", "") + (f"%{job.asked.at_once}" if job.asked.at_once else "")
+        at_once = getattr(job.asked, "at_once", None)
+        more["array"] = spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else "")
     return more

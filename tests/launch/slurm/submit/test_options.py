@@ -83,7 +83,7 @@ def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher)
 def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
                           train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})
-    assert option_problems(launch, []) == [
+    assert list(option_problems(launch, [])) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
         "launch.signal_s.",

@@ -286,7 +286,7 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
                  "shard-read asks for 4 elements; the site gives a job 3", "a GPU here has 1e-06 GB",
                  f"{queued} jobs would be queued; the site allows 4", "your shell has no such variable",
-                 "HF_TOKEN, which looks like a secret", "nothing would be left to train in"):
+                 "holds what looks like a secret, HF_TOKEN", "nothing would be left to train in"):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
