@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from launch.credentials import credential_problems
-from launch.forecast import Disk, state_bytes_per_rank
+from launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from launch.plan import Job, Options
 from launch.slurm.scheduler import NodeKind, Scheduler
 from launch.slurm.submit.options import option_problems
@@ -295,12 +295,10 @@ def _refuse_other_weights(run: Run, path: str) -> None:
 def _refuse_plan(run: Run, *, forced: bool) -> None:
     """Phases that change what is trained already, and sources that would be read too often, are found before the job
     waits in a queue; the latter once encode has counted the tokens."""
-    train, made = run.config.train, run.manifest("encode")
-    said = train.phases or train.mixture is not None or train.max_epochs is not None
-    # What a packing makes of the tokens is known once training has planned it, which then refuses.
-    if said and train.packing == "concatenate" and made is not None and "splits" in made.counts:
-        from pipeline.data.sampling.consumption import excesses, planned, train_tokens
-        if beyond := excesses(train, planned(run.config, train_tokens(run.config, made.counts))):
+    train = run.config.train
+    if (consumption := planned_consumption(run)) is not None:
+        from pipeline.data.sampling.consumption import excesses
+        if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
     checkpoints = complete_checkpoints(run.own_folder("train"))
     if train.phases and checkpoints and not forced:

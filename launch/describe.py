@@ -5,8 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 
-from launch.estimate import estimate, matrix_rate
-from launch.forecast import Disk, gathered_bytes_per_layer, parameters, shape_of, state_bytes_per_rank
+from launch.forecast import (
+    Disk,
+    estimate,
+    gathered_bytes_per_layer,
+    matrix_rate,
+    planned_consumption,
+    says_consumption,
+    shape_of,
+    spelled,
+    state_bytes_per_rank,
+)
 from launch.plan import Job, Options, code_path
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
@@ -45,14 +54,15 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
+        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
     if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
     # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
     if options.cluster == "local" and train and train.to_run and not machine.gpus and (
-            time := estimate(config, jobs, matrix_rate(machine.cores))):
-        print(f"time      {time}")
+            seconds := estimate(config, jobs, matrix_rate(machine.cores))):
+        print(f"time      about {spelled(*seconds[:2])} if this machine has little else to do; training "
+              f"{spelled(*seconds[2:])}")
     print(flush=True)
 
 
@@ -92,10 +102,9 @@ def training_facts(config: Config, job: Job) -> list[str]:
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
     lines.append(f"length    {train.steps:,} steps = {plan.tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
-    count = parameters(config)
-    if count is None:
+    if (known := shape_of(config)) is None:
         return [*lines, f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
-    lines += [f"model     {count:,} parameters: {shape}", *_departures(model)]
+    lines += [f"model     {known.parameter_count:,} parameters: {shape}", *_departures(model)]
     if fits and config.parallel.pp > 1:
         lines.append(f"pipeline  {stages_text(config)}")
     if fits and config.parallel.cp > 1:
@@ -108,22 +117,20 @@ def training_facts(config: Config, job: Job) -> list[str]:
     return lines
 
 
-def consumption_lines(config: Config, run: Run) -> list[str]:
+def consumption_lines(run: Run) -> list[str]:
     """What training will consume of each source in each phase, where there are phases, a mixture or a limit: tokens
-    and epochs, once encode has counted them; before, the phases. Of packed sequences only training can tell."""
-    train = config.train
-    if not train.phases and train.mixture is None and train.max_epochs is None:
+    and epochs, once they are known; before, the phases."""
+    train, found = run.config.train, planned_consumption(run)
+    if not says_consumption(train):
         return []
-    made, packed = run.manifest("encode"), train.packing != "concatenate"
-    if packed or made is None or "splits" not in made.counts:
-        told = [str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None]
-        when = "training has planned the packing" if packed else "encode is done"
-        return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(
-            [*told, f"tokens and epochs of each source are known once {when}"])]
-    from pipeline.data.sampling.consumption import plan_lines, planned, train_tokens
-
-    found = planned(config, train_tokens(config, made.counts))
-    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(plan_lines(train, found))]
+    if found is not None:
+        from pipeline.data.sampling.consumption import plan_lines
+        lines = plan_lines(train, found)
+    else:
+        when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
+        lines = [*(str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None),
+                 f"tokens and epochs of each source are known once {when}"]
+    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(lines)]
 
 
 def stages_text(config: Config) -> str:
@@ -138,15 +145,13 @@ def stages_text(config: Config) -> str:
 
 def _departures(model: ModelConfig) -> list[str]:
     """What the network has otherwise than a Llama, a line each."""
-    found = ["biases of queries, keys and values"] if model.qkv_bias else []
-    found += [f"heads {model.head_dim} wide"] if model.head_dim and model.heads * model.head_dim != model.dim else []
-    found += ["queries and keys normed (QK-norm)"] if model.qk_norm else []
-    if model.sliding_window is not None:
-        full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
-        found.append(f"a sliding window of {model.sliding_window:,} tokens{full}")
-    if model.no_rope_layer_interval is not None:
-        found.append(f"no rotary embedding in one layer of {model.no_rope_layer_interval}")
-    return [f"           with {what}" for what in found]
+    wide = model.head_dim and model.heads * model.head_dim != model.dim
+    full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
+    found = {"biases of queries, keys and values": model.qkv_bias, f"heads {model.head_dim} wide": wide,
+             "queries and keys normed (QK-norm)": model.qk_norm,
+             f"a sliding window of {model.sliding_window or 0:,} tokens{full}": model.sliding_window is not None,
+             f"no rotary embedding in one layer of {model.no_rope_layer_interval}": model.no_rope_layer_interval}
+    return [f"           with {what}" for what, holds in found.items() if holds]
 
 
 def by_hand(job: Job) -> str:
