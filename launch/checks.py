@@ -102,15 +102,15 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
 
     Where jobs are only shown, inputs may still be absent.
     """
-    asked = list(dict.fromkeys(job.stage for job in jobs))
-    running = list(dict.fromkeys(job.stage for job in jobs if job.to_run))
-    needed = {need for stage in running for need in STAGES[stage].needs}.difference(asked)
-    if not showing and (absent := [stage for stage in STAGES if stage in needed and run.manifest(stage) is None]):
-        wanted = [stage for stage in STAGES if stage in asked or stage in absent]
+    asked = {job.stage for job in jobs}
+    running = [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
+    needed = {need for stage in running for need in STAGES[stage].needs} - asked
+    absent = [stage for stage in STAGES if stage in needed and not showing and run.manifest(stage) is None]
+    if absent:
         are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
         raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done, and "
-                        f"not asked for. Ask for {them} too (--stage {','.join(wanted)}, or --stage all), "
-                        f"or take finished stages from another run with reuse=<folder>.")
+                        f"not asked for. Ask for {them} too ({_named(asked.union(absent))}, or --stage all), or take "
+                        f"finished stages from another run with reuse=<folder>.")
     _refuse_absent_files(run.config, running)
     if "train" in running:
         if run.config.train.init_from is not None:
@@ -118,17 +118,20 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
         _refuse_plan(run, forced=options.force)
     for job in jobs:
         refuse_stale(run, job, options)
-    for stage in before(asked):
+    for stage in before([*asked]):
         if stage not in asked and (changed := run.changed(stage)):
-            refusal, wanted = run.refusal(stage, State("stale", changed)), [stage, *asked]
-            raise UserError(f"{refusal}\n{stage} was not asked for, but what was asked for is made of it: name it as "
-                            f"well (--stage {','.join(name for name in STAGES if name in wanted)}).")
+            raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not asked for, but what was "
+                            f"asked for is made of it: name it as well ({_named(asked | {stage})}).")
+
+
+def _named(stages: set[str]) -> str:
+    return f"--stage {','.join(stage for stage in STAGES if stage in stages)}"
 
 
 def say_absent(run: Run, jobs: list[Job]) -> None:
     """Say, once, which files that stages were made of are not there any more: that is not refused."""
-    asked = list(dict.fromkeys(job.stage for job in jobs))
-    for text in run.absences([stage for stage in STAGES if stage in asked or stage in before(asked)]):
+    asked = [job.stage for job in jobs]
+    for text in run.absences([stage for stage in STAGES if stage in {*asked, *before(asked)}]):
         print(f"note      {text}", flush=True)
 
 
@@ -139,15 +142,15 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
     # Two settings must not meet in one stage's outputs.
     mixed = job.state.begun_only and not STAGES[job.stage].checkpoints
     refusal = run.refusal(job.stage, job.state)
-    later = [stage for stage in STAGES if stage == job.stage or job.stage in before([stage])]
+    later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
     if options.accept_drift and mixed:
         refusal = UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} was only begun, and outputs of "
                             f"two settings must not be mixed in one stage.")
     elif options.accept_drift and not run.is_reused(job.stage):
         return
     elif len(later) > 1:
-        refusal = UserError(f"{refusal}\n--force rebuilds every stage that is asked for; --stage {','.join(later)} "
-                            f"--force rebuilds {job.stage} and what is made of it.")
+        refusal = UserError(f"{refusal}\n--force rebuilds every stage that is asked for; {_named(later)} --force "
+                            f"rebuilds {job.stage} and what is made of it.")
     raise refusal
 
 
@@ -198,25 +201,22 @@ def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
 
 def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
     """Why nodes do not fit a job; "" where enough of them do."""
-    partitions = {kind.partition for kind in nodes}
-    names = set((job.asked.partition or "").split(",")) - {""}
+    partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
     if absent := sorted(names - partitions):
         return (f"there is no partition {', '.join(absent)} here (launch.partition); there are "
                 f"{', '.join(sorted(partitions))}")
     there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
     number, unit = re.fullmatch(r"(\d+)([KMGT]?)", job.asked.mem or "0").groups()  # type: ignore[union-attr]
-    memory = int(number) * {"K": 1, "": 1 << 10, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
-    wanted = {"cores": job.tasks_per_node * job.cpus_per_task, "GPUs": job.gpus_per_node, "MB of memory": memory}
+    cores, memory = job.tasks_per_node * job.cpus_per_task, int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
     fit = sum(kind.nodes for kind in there
-              if all(has >= asked for has, asked in zip((kind.cpus, kind.gpus, kind.memory_mb), wanted.values(),
-                                                        strict=True)))
+              if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
     if fit >= job.nodes or not there:
         return ""
-    asks = ", ".join(f"{count:,} {what}" for what, count in wanted.items() if count)
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    return (f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {asks} each, but the partition "
-            f"{'/'.join(sorted({kind.partition for kind in there}))} has {has}. A rank, or a job without ranks, gets "
-            f"launch.cpus cores; a node gets launch.gpus_per_node or launch.processes ranks")
+    return (f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+            f"{memory:,} MB each, but the partition {'/'.join(sorted({kind.partition for kind in there}))} has {has}. "
+            f"A rank, or a job without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
+            f"launch.processes ranks")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping[str, str], *, here: bool) -> None:
@@ -227,9 +227,9 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
     """
     wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
               "convert": ("convert.copy_to", config.convert.copy_to)}
-    running, found = {job.stage for job in jobs if job.to_run}, list[str]()
+    found = []
     for stage, (key, url) in wanted.items():
-        if url is None or stage not in running:
+        if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
         if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
             print(f"note      {key} {url} is not tried from here, where there are no credentials for it", flush=True)
@@ -249,21 +249,18 @@ def refuse_wrong_packages() -> None:
     """
     from packaging.requirements import Requirement
 
+    found = []
     try:
-        wanted = [Requirement(text) for text in metadata.requires("drover") or []]
+        wanted = map(Requirement, metadata.requires("drover") or [])
     except metadata.PackageNotFoundError:
         return  # not installed but run from a checkout; what is missing shows at import
-    found = []
     for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            found.append(f"{requirement.name} is not installed")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name} is {version}, but {requirement.specifier} is needed")
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
+            if not versions:
+                found.append(f"{requirement.name} is not installed")
+            elif not requirement.specifier.contains(versions[0], prereleases=True):
+                found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
         raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
                         f"`pip install --editable .` in the checkout mends it.")

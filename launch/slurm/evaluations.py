@@ -4,8 +4,8 @@ their own beside training.
     python -m launch.slurm.evaluations --run RUN --step STEP [--keep]
 
 is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
-stage is the checkpoint, hard-linked, so that training may remove its own name for it. The manifest of its stage
-evaluate is the record that nothing is owed any more; the weights are cleared then.
+stage is a link to the checkpoint, which training keeps while it is owed a result. The manifest of its stage evaluate
+is the record that nothing is owed any more; the weights are cleared then.
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def prepare(run: Run, step: int) -> Path:
         "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute()),
         "convert": run.config.convert.model_copy(update={"copy_to": None})})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
-    if not (target / MARKER).exists():
-        _link(source, target)
+    if not (source / MARKER).exists():
+        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_symlink():
+        target.symlink_to(source, target_is_directory=True)
     marker, sub = read_marker(target), Run(config)
     save_config(config, folder / "config.yaml")
     # What the stages after train read of a finished one, for the checkpoint as it is.
@@ -111,27 +114,6 @@ def prepare(run: Run, step: int) -> Path:
                 "precision": progress["precision"], "ranks": marker["world_size"]},
         drift=run.begun_drift("train"), started=now(), finished=now()).write(folder / "train")
     return folder / "config.yaml"
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give the checkpoint's files a second name, the marker last; where that cannot be, the folder a symbolic one."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_symlink():
-        target.unlink()
-    try:
-        for file in sorted(source.rglob("*"), key=lambda path: path.name == MARKER):
-            if file.is_file():
-                place = target / file.relative_to(source)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, place)
-    except FileNotFoundError:  # it is being removed
-        pass
-    except OSError:  # another file system, or one without hard links
-        shutil.rmtree(target, ignore_errors=True)
-        target.symlink_to(source, target_is_directory=True)
-    if not (target / MARKER).exists():
-        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
 
 
 def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
@@ -164,9 +146,6 @@ def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
 def clear(run_folder: Path, step: int) -> None:
     """Remove the weights of a checkpoint that has its result; the results stay."""
     folder = evaluation_folder(run_folder, step)
-    checkpoint = folder / "train" / CHECKPOINTS / folder.name
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
     for path in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from dataclasses import replace
@@ -13,7 +12,7 @@ import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job, read_chain
-from launch.slurm.evaluations import Evaluations, clear, commands, evaluate, main, owed, prepare
+from launch.slurm.evaluations import Evaluations, commands, evaluate, main, owed, prepare
 from launch.slurm.scheduler import JobInfo
 from pipeline.config.launching import LaunchConfig
 from pipeline.config.loading import load_config
@@ -163,20 +162,6 @@ def play_data_stages(job, monkeypatch):
     for stage in ("shard", "tokenizer", "encode"):
         Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
     monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
-
-
-def test_where_there_are_no_hard_links(job, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-    monkeypatch.setattr(os, "link", refuse)
-    source, target = (folder / "checkpoints/step-00000020" for folder in (
-        job.run / "train", evaluation_folder(job.run, 20) / "train"))
-    evaluations._link(source, target)
-    assert target.is_symlink() and (target / "COMPLETE.json").exists()
-    evaluations._link(source, target)
-    assert target.is_symlink()
-    clear(job.run, 20)
-    assert not target.is_symlink() and (source / "inner/piece").exists(), "the checkpoint itself stays"
 
 
 @pytest.mark.parametrize(("ends", "status"), [

@@ -239,12 +239,12 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
     (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "big|2|64|256000|gpu:a:8"\n')
     (slurm.tools / "sinfo").chmod(0o755)
     said = slurm.refused("--stage", "all")
-    assert "train, evaluate: asks for 1 node with 8 cores each, but the partition debug has 4 with 4 cores, 0 GPUs, " \
-           "16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
+    assert "train, evaluate: asks for 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
+           "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
     assert "there is no partition bug here (launch.partition); there are big, debug" in slurm.refused(
         "--stage", "all", "launch.partition=bug")
-    assert "4,194,304 MB of memory" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
-    assert "asks for 3 nodes with 8 cores, 2 GPUs each" in slurm.refused(
+    assert "4,194,304 MB each" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
+    assert "asks for 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
         "--stage", "all", "--nodes", "3", "launch.partition=big", "launch.gpus_per_node=2", "train.micro_batch=1",
         "train.batch_tokens=12288", "--no-rehearse")
     slurm.accepted("--stage", "all", "launch.cpus=2")
