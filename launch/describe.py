@@ -42,14 +42,11 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
-        ("stage", "state", "resources"),
-        lambda job: (job.stage, state_text(job),
-                     work(job) + ", 1 GPU each" * bool(job.ranks and machine.gpus) if job.to_run else "-"))
-    for heading in headings:
+    slurm = options.cluster == "slurm"
+    for heading in SLURM_COLUMNS if slurm else ("stage", "state", "resources"):
         table.add_column(heading, overflow="fold")
     for job in jobs:
-        table.add_row(*row(job))
+        table.add_row(*row(job, options))
     with console.capture() as captured:
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -78,18 +75,19 @@ def work(job: Job) -> str:
     return _count(job.processes, "process")
 
 
-def slurm_row(job: Job) -> tuple[str, ...]:
-    """A job in the table of what Slurm would get."""
-    state = state_text(job) if job.state.kind != "waiting" else "waiting"  # for what, the last column says
+def row(job: Job, options: Options) -> tuple[str, ...]:
+    """A job in the table: on one box its processes, on Slurm what it asks for as well."""
+    waits = options.cluster == "slurm" and job.state.kind == "waiting"  # for what, the last column says
+    state = "waiting" if waits and not job.forced else state_text(job)
     if not job.to_run:
-        return (job.key, state)
-    asked, nodes = job.asked, str(job.nodes)
-    if job.kind == "array":
-        nodes = f"{len(job.elements)} of {job.parts} parts"
-    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" if job.links > 1 else None]
-    cores, gpus = str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or "")
-    return (job.key, state, nodes, work(job), cores, gpus, "all" if asked.mem == "0" else asked.mem or "",
-            duration(60 * job.minutes), ", ".join(word for word in where if word) or "-", ", ".join(job.dependencies))
+        return job.key, state, "" if options.cluster == "slurm" else "-"
+    if options.cluster == "local":
+        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
+    asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
+    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" * (job.links > 1)]
+    return (job.key, state, nodes, work(job), str(job.tasks_per_node * job.cpus_per_task),
+            str(job.gpus_per_node or ""), "all" if asked.mem == "0" else asked.mem or "", duration(60 * job.minutes),
+            ", ".join(filter(None, where)) or "-", ", ".join(job.dependencies))
 
 
 def training_facts(config: Config, job: Job) -> list[str]:

@@ -186,19 +186,20 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:
     """Where to run, and why there."""
     asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
-    found = shutil.which("sbatch") is not None
     if asked not in ("auto", "slurm", "local"):
         return "slurm", f"profile {asked}"
-    if asked == "slurm" or (asked == "auto" and found):
-        return "slurm", "as asked" if asked == "slurm" else "sbatch is on PATH"
+    if asked == "slurm":
+        return "slurm", "as asked"
+    if asked == "auto" and shutil.which("sbatch"):
+        return "slurm", "sbatch is on PATH"
+    why = "as asked" if asked == "local" else "no sbatch on PATH"
     if explicit and asked == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown"
     if explicit:
-        why, way = ("--cluster local runs on this box", "use --cluster slurm") if asked == "local" else (
-            "there is no sbatch on PATH", "add --dry-run to see what Slurm would get")
-        raise UserError(f"--nodes and --gpus-per-node are asked of Slurm, but {why}. Leave them out "
-                        f"(launch.processes=N sets the ranks here), or {way}.")
-    return "local", "as asked" if asked == "local" else "no sbatch on PATH"
+        raise UserError(f"--nodes and --gpus-per-node are asked of Slurm, but this runs here ({why}). Leave them out "
+                        f"(launch.processes=N sets the ranks here), use --cluster slurm where Slurm is, or add "
+                        f"--dry-run to see what it would get.")
+    return "local", why
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -225,14 +226,11 @@ def _explain(options: argparse.Namespace) -> int:
     from pipeline.config.loading import load_config
     from pipeline.config.tree import Config
 
-    overrides = _overrides(options)
-    if "=" in options.explain:  # `--explain train.lr=5`: the override was meant as one
-        overrides.insert(0, options.explain)
-        options.explain = options.explain.partition("=")[0]
+    key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
+    overrides = [*[options.explain] * bool(overridden), *_overrides(options)]
     if options.config is None and overrides:
         raise UserError(f"The override {overrides[0]} is laid over a file, but none is given. Add --config FILE.")
-    config = Config() if options.config is None else load_config(options.config, overrides, check=False)
-    print(explain(config, options.explain))
+    print(explain(Config() if options.config is None else load_config(options.config, overrides, check=False), key))
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.scheduler import JobInfo
+from launch.slurm.scheduler import JobInfo, Scheduler
 from pipeline.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
@@ -78,10 +78,22 @@ def read_chains(run_folder: Path) -> list[Chain]:
     return [chain for path in paths if (chain := read_record(path, Chain, MEND))]
 
 
-def unrecorded(chains: Sequence[Chain], queued: Iterable[JobInfo]) -> list[JobInfo]:
-    """Jobs in the queue that these submissions made and could not record."""
-    known, tokens = {job.id for chain in chains for job in chain.jobs}, tuple(token(chain.id) for chain in chains)
-    return [job for job in queued if job.comment.startswith(tokens) and job.id not in known] if tokens else []
+def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], list[JobInfo] | None]:
+    """The run's jobs in the queue, the newest first, and all of this user's. Of the run's all that were ever submitted,
+    and None for the user's, where Slurm does not say.
+
+    A submission that was killed between sbatch and its record made jobs that it could not record: these are known by
+    their tokens, and come first.
+    """
+    chains, mine = read_chains(run_folder), scheduler.mine()
+    jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
+    ids, tokens = [job.id for job in jobs], tuple(token(chain.id) for chain in chains)
+    known = scheduler.jobs(ids)
+    if known is None or mine is None:
+        return jobs, None
+    lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
+            for job in mine if tokens and job.comment.startswith(tokens) and job.id not in ids]
+    return [*lost, *(job for job in jobs if known[job.id].queued)], mine
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import IO
 
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import go_on, judge, wanted_ids
-from launch.slurm.chain import ChainJob, read_chains, unrecorded
+from launch.slurm.chain import in_queue
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import output, rank_log
 from pipeline.contract.stages import STAGES
@@ -32,7 +32,10 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
         print(f"nothing of {run_folder} was submitted to Slurm, so there is nothing to cancel")
         return 0
     for evaluations in (False, True):
-        for job in _queued(run_folder, scheduler):
+        queued, mine = in_queue(run_folder, scheduler)
+        if mine is None:
+            print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)
+        for job in queued:
             if (job.kind == "evaluation") != evaluations:
                 continue
             if problem := scheduler.cancel(job.id):
@@ -44,20 +47,6 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     print(f"what is finished is kept; to go on: {go_on(files)}" if cancelled else
           f"nothing of {run_folder} is in the queue any more")
     return 0
-
-
-def _queued(run_folder: Path, scheduler: Scheduler) -> list[ChainJob]:
-    """The run's jobs in the queue, the newest first; all that were ever submitted where Slurm does not say."""
-    chains, mine = read_chains(run_folder), scheduler.mine()
-    # Of a submission that was killed before it could record a job, that job is the last.
-    lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
-            for job in unrecorded(chains, mine or ())]
-    jobs = [*lost, *(job for chain in reversed(chains) for job in reversed(chain.jobs))]
-    known = scheduler.jobs([job.id for job in jobs])
-    if known is None or mine is None:
-        print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)
-        return jobs
-    return [job for job in jobs if known[job.id].queued]
 
 
 def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None) -> int:

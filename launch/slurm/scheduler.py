@@ -278,16 +278,11 @@ def _queue_lines(text: str) -> list[JobInfo]:
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
-    """The job, or the array made of its elements."""
-    if id in known:
-        return known[id]
-    elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
-    if not elements:
-        return JobInfo(id)
-    first = min(elements, key=lambda job: RANKS.get(job.state, 4))
-    nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
-    return replace(first, id=id, nodes=nodes, elapsed_s=max(job.elapsed_s for job in elements),
-                   restarts=max(job.restarts for job in elements))
+    """The job, or the array as its elements have it that are in the state that counts most."""
+    elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
+    first = min(elements, key=lambda job: RANKS.get(job.state, 4), default=JobInfo(id))
+    nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
+    return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
 
 
 def _array(id: str) -> str:

@@ -177,7 +177,7 @@ def test_where_it_runs(launcher, monkeypatch):
     shown = launcher.accepted(*asked, "--nodes", "1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
     refused = launcher.refused("--stage", "shard", "--nodes", "1")
-    assert "--nodes and --gpus-per-node are asked of Slurm, but there is" in refused
+    assert "--nodes and --gpus-per-node are asked of Slurm, but this runs here (no sbatch" in refused
     assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage", "shard", "--rehearse")
     launcher.with_slurm(monkeypatch)
     there = launcher.accepted(*asked)

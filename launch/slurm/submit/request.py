@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from launch.checks import refuse_wrong_packages
 from launch.plan import Job, Options
 from launch.rehearsing import rehearse_training, worth_rehearsing
-from launch.slurm.chain import CHAIN, Chain, read_chains, unrecorded
+from launch.slurm.chain import CHAIN, Chain, in_queue
 from launch.slurm.evaluations import pending
 from launch.slurm.nodes import excluded, few, named, spared
 from launch.slurm.scheduler import Scheduler, of_another_job
@@ -125,18 +125,16 @@ def _say_what_is_not_passed_on() -> None:
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:
     """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
     training."""
-    chains, scheduler, names = read_chains(run.folder), Scheduler(), {job.name for job in jobs}
-    known = [job for chain in chains for job in chain.jobs]
-    found, mine = scheduler.jobs([job.id for job in known]), scheduler.mine()
-    if found is None or mine is None:
+    queued, mine = in_queue(run.folder, Scheduler())
+    if mine is None:
         print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
         return
-    queued = [f"{job.id} ({job.name})" for job in known if found[job.id].queued]
-    if queued := queued + [f"{job.id} ({job.name})" for job in unrecorded(chains, mine)]:
-        listing = ", ".join(queued)
+    if queued:
+        listing = ", ".join(f"{job.id} ({job.name})" for job in queued)
         raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `python "
                         f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
                         f"{run.folder}`, or use name=<another> for a run of its own.")
-    if named := [job for job in mine if job.name in names]:
-        print(f"other jobs of the same names are in the queue: {', '.join(f'{job.id} ({job.name})' for job in named)}; "
-              f"training waits for its namesake, whose ever it is")
+    names = {job.name for job in jobs}
+    if namesakes := ", ".join(f"{job.id} ({job.name})" for job in mine if job.name in names):
+        print(f"other jobs of the same names are in the queue: {namesakes}; training waits for its namesake, whose "
+              f"ever it is")
