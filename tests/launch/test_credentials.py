@@ -8,7 +8,7 @@ import string
 
 import pytest
 
-from launch.credentials import credential_problems, is_secret, known_form, words_of
+from launch.credentials import credential_problems, is_secret, known_form
 from launch.slurm.submit.snapshot import take_snapshot
 from pipeline.config.launching import LaunchConfig
 from pipeline.config.tree import Config
@@ -78,10 +78,6 @@ def test_a_password_in_a_sources_address():
 def test_names_and_values_together(name, value, secret):
     assert is_secret(name, value) == secret
     assert bool(found(setup=[f"export {name}='{value}'"])) == secret
-
-
-def test_words():
-    assert words_of("myApiKey") == {"MY", "API", "KEY", "APIKEY"} and words_of("--hf-token") == {"HF", "TOKEN"}
 
 
 def test_what_is_no_secret_can_be_said():
