@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from launch.slurm.job.joblock import JobLock
+from launch.slurm.job.srun import StepEnd
+from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import UNKNOWN, Scheduler
-
-if TYPE_CHECKING:
-    from launch.slurm.job.runner import Runner
-    from launch.slurm.job.srun import StepEnd
-    from launch.slurm.jobspec import JobSpec
 
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
@@ -29,6 +27,7 @@ class Host(ABC):
         restart: how often Slurm queued it again. index: of the element; None for a job that is no array.
         scheduler: who has given the nodes, and is asked for the time that is left, for the state of nodes, and to queue
             the job again. One that never answers (`NoScheduler`) lets a job go on.
+        asked: the signals that told the job to end, as they come.
     """
 
     job: str
@@ -37,43 +36,29 @@ class Host(ABC):
     nodes: tuple[str, ...]
     index: int | None
     scheduler: Scheduler
+    asked: list[int] = field(default_factory=list)
 
     @abstractmethod
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Runner) -> StepEnd:
+              each: Callable[[], bool]) -> StepEnd:
         """Start `command` once per rank (once, for a stage without ranks) and wait for the end of all.
 
-        The first rank that fails ends the others, and no rank outlives this process. `job.tick` is called meanwhile.
-        The output goes to files in `folder` (`launch.slurm.start_logs`).
+        The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
+        answers False, the ranks are ended. The output goes to files in `folder` (`launch.slurm.start_logs`).
         """
 
     @abstractmethod
     def say(self, text: str, *, quiet: bool = False) -> None:
         """One line of the job's log. quiet: a person who watches needs no such line."""
 
-    def rendezvous(self, spec: JobSpec, number: int) -> dict[str, str]:
-        """Variables that tell the ranks of start `number` where they meet, unless `start` does. Each start gets a port
-        of its own: the last one's may still be closing."""
+    def lock(self, spec: JobSpec) -> JobLock | None:
+        """What keeps other jobs from the stage; None where the stage's own lock is enough."""
+        return None
+
+    def rendezvous(self, spec: JobSpec) -> dict[str, str]:
+        """Variables that tell the ranks of a start where they meet, unless `start` does. Each start gets a port of its
+        own: the last one's may still be closing."""
         return {}
-
-    def part(self, parts: int, phase: str = "") -> list[str]:
-        """What the stage's command gets for an element of an array."""
-        which = ["--phase", phase] if phase else []
-        return [] if self.index is None else ["--part", f"{self.index}/{parts}", *which]
-
-    def next_start(self, attempts: Iterable[dict[str, Any]], logs: Path) -> int:
-        """Number of this job's next start of the stage that has its logs in the folder `logs`, over all its restarts:
-        none that was logged or left a folder."""
-        numbers = [int(event["start"]) for event in attempts
-                   if (event.get("job"), event.get("stage"), event["event"]) == (self.name, logs.name, "attempt")]
-        numbers += [int(number) for path in logs.glob(f"{self.name}.*")
-                    if (number := path.name.removeprefix(f"{self.name}.")).isdigit()]
-        return max(numbers, default=-1) + 1
-
-    def unfinished(self, attempts: Iterable[dict[str, Any]], chain: str) -> dict[str, Any] | None:
-        """The newest start of this job, or of its runner, if nothing says how it ended."""
-        mine = [event for event in attempts if (event.get("job"), event.get("chain")) == (self.name, chain)]
-        return mine[-1] if mine and mine[-1]["event"] in ("job", "attempt") else None
 
     def is_current(self) -> bool:
         """Whether the scheduler still holds this start of the job for one that runs; so it is where it does not answer.
@@ -85,3 +70,10 @@ class Host(ABC):
         if found is None or (job := found[self.name]).state == UNKNOWN:
             return True
         return job.state in RUNNING and job.restarts == self.restart
+
+    def pause(self, seconds: float, each: Callable[[], bool]) -> None:
+        """Wait, but not when told to end. `each` is called meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asked:
+            each()
+            time.sleep(0.25)

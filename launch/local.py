@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -42,13 +42,14 @@ MEMORY = (", as the kernel does when memory runs out: see dmesg; a smaller train
 class LocalHost(Host):
     """This box, for one stage."""
 
-    log: Path
+    log: Path = WORDS
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Runner) -> StepEnd:
+              each: Callable[[], bool]) -> StepEnd:
         """On the terminal as well."""
-        processes = Processes(command, environment, spec.stage, job.asked, spec.ranks, folder / ONE_PROCESS, shown=True)
-        status = processes.run(job.tick)
+        processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
+                              shown=True)
+        status = processes.run(each)
         said = [f"{self.nodes[0]}: task {rank}: {_how(status)}\n" for rank, status in processes.failed if spec.ranks]
         return StepEnd(status, "".join(said))
 
@@ -62,7 +63,14 @@ class LocalHost(Host):
 
 def find_machine() -> Machine:
     """Cores that this process may use and GPUs that it can see, without importing torch."""
-    return Machine(len(os.sched_getaffinity(0)), _gpus())
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        gpus = sum(line.startswith("GPU ") for line in listing.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        gpus = visible_gpus({})
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = min(gpus, visible_gpus(os.environ))
+    return Machine(len(os.sched_getaffinity(0)), gpus)
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
@@ -81,8 +89,10 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
 
 def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     run = Run(config)
+    again = f"the same command{' without --force' if job.forced else ''} continues"
     if asked:
-        return _stopped(job, "before")
+        tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
+        return INTERRUPTED
     state = run.state(job.stage)
     if state.kind == "done" and not job.forced:
         with suppress(OSError):  # a closed terminal or pipe
@@ -91,20 +101,21 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     refuse_stale(run, replace(job, state=state), options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), run.folder / WORDS)
-    runner = Runner(_spec(config, job, options, chain), here, asked)
+                     (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
+    runner = Runner(_spec(config, job, options, chain), here)
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
-    if runner.stopping or (decision and decision.status == "preempted"):
-        return _stopped(job, "in")
+    if asked or (decision and decision.status == "preempted"):
+        tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
+        return INTERRUPTED
     if decision is None:  # an earlier start of the Slurm job that this runs in has done the stage, or given it up
         return status
-    folder, end = runner.starts.last or (run.folder, StepEnd(1))
+    folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{folder / ONE_PROCESS}. Once the cause is mended, {_same_command(job)}.")
+                     f"{folder / ONE_PROCESS}. Once the cause is mended, {again}.")
     return end.status or 1
 
 
@@ -114,37 +125,17 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     command = job.command
     if options.force:
         command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
-    environment = {**job.environment, **os.environ, **_python_environment(), "DROVER_LAUNCHED": "1"}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # Children import this checkout and nothing from the folder they run in, and hide no output.
+    environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
+                   "DROVER_LAUNCHED": "1"}
     # Somebody watches: a stage that can lose nothing is for him to start again.
     restarts = config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     return replace(job, run=str(config.folder), chain=chain, command=command, environment=environment, requeue=False,
                    max_restarts=restarts)
 
 
-def _python_environment() -> dict[str, str]:
-    """Children import this checkout and nothing from the folder they run in, and hide no output."""
-    path = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
-    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _stopped(job: Job, where: str) -> int:
-    tell(sys.stderr, f"\nstopped {where} {job.stage}; {_same_command(job)}")
-    return INTERRUPTED
-
-
-def _same_command(job: Job) -> str:
-    return "the same command without --force continues" if job.forced else "the same command continues"
-
-
 def _how(status: int) -> str:
     """As srun has it."""
     return signal.strsignal(status - 128) or "Killed" if status > 128 else f"Exited with exit code {status}"
 
-
-def _gpus() -> int:
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-        present = sum(line.startswith("GPU ") for line in listing.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        present = visible_gpus({})
-    return min(present, visible_gpus(os.environ)) if "CUDA_VISIBLE_DEVICES" in os.environ else present

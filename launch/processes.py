@@ -101,34 +101,26 @@ def tell(target: IO[str], text: str) -> None:
         print(text, file=target, flush=True)
 
 
-class Lines:
-    """Passes on what comes, to a stream and in whole lines to the log; of a line redrawn in place, the last drawing."""
+def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> None:
+    """Take all that comes from a pipe or pseudo-terminal until those who have its other end have closed it: for a
+    stream as it is, for the log in whole lines; of a line redrawn in place, the last drawing."""
+    os.close(other_end)
+    rest = b""
+    with suppress(OSError, ValueError):  # how a pseudo-terminal says so; nobody waits for what comes
+        while chunk := os.read(source, CHUNK):
+            with suppress(OSError):  # as `tell`
+                target.buffer.write(chunk)  # type: ignore[attr-defined]
+                target.buffer.flush()  # type: ignore[attr-defined]
+            *lines, rest = (rest + chunk).split(b"\n")
+            log.writelines(_last_drawing(line) + b"\n" for line in lines)
+            rest = rest[-CHUNK:]
+    if text := _last_drawing(rest):
+        log.write(text + b"\n")
+    os.close(source)
 
-    def __init__(self, target: IO[str], log: IO[bytes]) -> None:
-        self.target, self.log, self.rest = target, log, b""
 
-    def read(self, source: int, other_end: int) -> None:
-        """Take all that comes from a pipe or pseudo-terminal until those who have its other end have closed it."""
-        os.close(other_end)
-        with suppress(OSError, ValueError):  # how a pseudo-terminal says so; nobody waits for what comes
-            while chunk := os.read(source, CHUNK):
-                self.feed(chunk)
-        if text := self._clean(self.rest):
-            self.log.write(text + b"\n")
-        os.close(source)
-
-    def feed(self, chunk: bytes) -> None:
-        """Take what came."""
-        with suppress(OSError):  # as `tell`
-            self.target.buffer.write(chunk)  # type: ignore[attr-defined]
-            self.target.buffer.flush()  # type: ignore[attr-defined]
-        *lines, self.rest = (self.rest + chunk).split(b"\n")
-        self.log.writelines(self._clean(line) + b"\n" for line in lines)
-        self.rest = self.rest[-CHUNK:]
-
-    @staticmethod
-    def _clean(line: bytes) -> bytes:
-        return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+def _last_drawing(line: bytes) -> bytes:
+    return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
 class Processes:
@@ -152,8 +144,7 @@ class Processes:
         self.stage, self.asked = stage, asked
         if ranks:
             environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
-                           "MASTER_PORT": str(free_port(os.getpid(), int(environment.get("DROVER_ATTEMPT") or 0))),
-                           SECRET: secrets.token_hex(32),
+                           "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32),
                            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
         self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()
@@ -164,7 +155,7 @@ class Processes:
         self._running = dict(enumerate(subprocess.Popen(
             command, env={**environment, **more}, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
             start_new_session=True, preexec_fn=partial(_prepare, os.getpid())) for more in own))
-        self._threads = [threading.Thread(target=Lines(stream, self._log).read, args=pipe, daemon=True)
+        self._threads = [threading.Thread(target=pass_on, args=(*pipe, stream, self._log), daemon=True)
                          for stream, pipe in zip((sys.stdout, sys.stderr), pipes, strict=False)]
         for thread in self._threads:
             thread.start()

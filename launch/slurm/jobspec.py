@@ -11,7 +11,7 @@ from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobSpec:
     """What a job does. A planned job (`launch.plan.Job`) is one that also knows where it stands in its plan.
 
@@ -24,7 +24,6 @@ class JobSpec:
         parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: no array.
         link, links: which of how many jobs that go on with the same stage, from 1.
         wrap: a command that the stage is started with, such as a container's.
-        warned: whether the runner itself tells the stage that the time limit is near: Slurm tells only steps.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
@@ -35,11 +34,11 @@ class JobSpec:
         trusted_group, check_owners: who may write what is executed from the run folder (`launch.slurm.trust`).
     """
 
-    run: str
-    chain: str
     name: str
     stage: str
     command: tuple[str, ...]
+    run: str
+    chain: str
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 0
     nodes: int = 1
@@ -51,7 +50,6 @@ class JobSpec:
     link: int = 1
     links: int = 1
     wrap: tuple[str, ...] = ()
-    warned: bool = False
     requeue: bool = True
     signal_s: int = 120
     max_restarts: int = 3
@@ -74,6 +72,11 @@ class JobSpec:
     def content(self) -> dict[str, Any]:
         """What is written: of a planned job no more than what it does."""
         return {field.name: getattr(self, field.name) for field in fields(JobSpec)}
+
+    @property
+    def later_links(self) -> bool:
+        """Whether another job of the chain waits to go on with the same stage."""
+        return self.link < self.links
 
     @property
     def sha256(self) -> str:

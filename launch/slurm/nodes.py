@@ -10,9 +10,10 @@ import socket
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypedDict
 
 from launch.slurm.scheduler import Scheduler
-from pipeline.contract.state import now
+from pipeline.contract.state import Time, now
 from pipeline.files import append_line, read_lines
 
 NODES = Path("launch") / "nodes.jsonl"
@@ -28,6 +29,14 @@ INTENDED = ("maint", "power", "reboot")
 """Beginnings of states in which a node does not answer for somebody wants it so."""
 
 
+class Strike(TypedDict):
+    """A line of `NODES`. job: the start, by the job's name, restart and number."""
+
+    node: str
+    at: Time
+    job: str
+
+
 def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
     """Record that a node failed the run; its strikes within a day, this one included.
 
@@ -40,17 +49,14 @@ def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
 def strikes(run_folder: Path, at: datetime | None = None) -> dict[str, int]:
     """Strikes of each node in the day before `at` (now): starts of jobs that it failed, for whatever reasons. Who has
     most comes first, of equals who failed last."""
-    since, found, newest = (at or datetime.now(UTC)) - WITHIN, dict[str, set[str]](), dict[str, int]()
-    for number, line in enumerate(read_lines(run_folder / NODES, appended=True)):
-        try:
-            node, recent = str(line["node"]), datetime.fromisoformat(line["at"]) > since
-        except (KeyError, TypeError, ValueError):
-            continue
-        if recent:
-            found.setdefault(node, set()).add(str(line.get("job")))
-            newest[node] = number
-    return {node: len(found[node]) for node in sorted(
-        found, key=lambda node: (len(found[node]), newest[node]), reverse=True)}
+    since = ((at or datetime.now(UTC)) - WITHIN).isoformat()
+    starts, newest = dict[str, set[str]](), dict[str, int]()
+    for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
+        if strike["at"] > since:
+            starts.setdefault(strike["node"], set()).add(strike["job"])
+            newest[strike["node"]] = number
+    order = sorted(starts, key=lambda node: (len(starts[node]), newest[node]), reverse=True)
+    return {node: len(starts[node]) for node in order}
 
 
 def few(count: int) -> int:

@@ -1,5 +1,5 @@
-"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; of a stage without ranks, and
-of all ranks on one box, one file.
+"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node of a job of Slurm; on one box,
+one file.
 
 Slurm puts the rank before each line of a node's file (`srun --label`). It cuts what is longer than PIECE bytes into
 lines of that length, each with the label; no other rank's line can fall into a piece.
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -19,7 +19,7 @@ from typing import IO
 ONE_PROCESS = "output.log"
 PIECE = 1024
 BLOCK = 1 << 16
-KEPT = 20
+KEPT = 30
 """So many starts keep their folders, the newest ones."""
 
 
@@ -56,8 +56,8 @@ def last_lines(path: Path, rank: int, count: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line][-count:]
 
 
-def prune(folder: Path, job: str, say: Callable[[str], None], kept: Collection[str] = ()) -> None:
-    """Remove the folders of old starts, but for those in `kept`.
+def prune(folder: Path, job: str, say: Callable[[str], None]) -> None:
+    """Remove the folders of old starts.
 
     job: whose start begins. The elements of an array run at one time: each prunes the starts of its own index.
     """
@@ -66,8 +66,7 @@ def prune(folder: Path, job: str, say: Callable[[str], None], kept: Collection[s
               and path.name.partition(".")[0].partition("_")[2] == index]
     with suppress(OSError):
         starts.sort(key=lambda path: path.stat().st_mtime)
-        old = [path for path in starts[:-KEPT] if path.name not in kept]
-        for path in old:
+        for path in starts[:-KEPT]:
             shutil.rmtree(path)
-        if old:
-            say(f"removed from {folder}, as old: {', '.join(path.name for path in old)}")
+        if old := [path.name for path in starts[:-KEPT]]:
+            say(f"removed from {folder}, as old: {', '.join(old)}")

@@ -1,7 +1,7 @@
 """Whether what a job executes is what was submitted, and nobody else could have written it.
 
-    python -I trust.py check SPEC SHA256                      for the job's script: prints the folder of the code to run
-    python -I trust.py node CODE SHA256 JSON COMMAND...       for a task of a step: becomes the command
+    python -I trust.py check SPEC SHA256          for the job's script: prints the folder of the code to run
+    python -I trust.py node JSON COMMAND...       for a task of a step: becomes the command, with values of the spec
 
 Slurm keeps a job's script; all else is read from the run folder at every start: the job's spec, the configuration
 and the copy of the code. The script compares the hash of this file and runs it before anything else. The spec's hash
@@ -29,18 +29,22 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 SNAPSHOT, PATCH, CACHE = "snapshot.json", "changes.patch", "__pycache__"
 """What a copy of the code holds besides the files that its hash is of."""
+CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
+"""What of a job's spec says which code is run, and who may own it."""
 SHOWN = 5
 REFUSED = 2
 """Exit status: trying again will not mend it."""
 OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
 """Folders of a run from which something is executed, or in which a file could be put that is."""
+_AGAIN = ("Nothing was started. If it was you who changed it, submit the same command again, which copies what there "
+          "is now; if not, look who did.")
 
 
 def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
@@ -56,36 +60,34 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
         return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
     if content != spec_sha256:
         return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
-    code, group = Path(values["code"]), values["trusted_group"]
-    found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in values["files"].items()
-             if _sha256(Path(path)) != sha256]
+    files = {Path(path): sha256 for path, sha256 in values["files"].items()}
+    found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in files.items() if _sha256(path) != sha256]
     if values["check_owners"]:
         run = spec.absolute().parents[2]
-        files = [*map(Path, values["files"])]
-        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *files], group, [run, *files])
-    if found:
-        return code, found
-    return usable_code(code, values["code_sha256"], group, owners=values["check_owners"], local=not values["wrap"])
+        found += owner_problems([*folders_of(run), spec, run / "launch" / "chain.json", *files],
+                                values["trusted_group"], [run, *files])
+    return (spec, found) if found else usable_code(values)
 
 
-def usable_code(code: Path, content: str, trusted_group: str | None, *, owners: bool, local: bool
-                ) -> tuple[Path, list[str]]:
-    """The folder from which code with the hash `content` is run, and why it must not be run.
+def usable_code(values: Mapping[str, Any]) -> tuple[Path, list[str]]:
+    """The folder from which a job's code is run, and why it must not be run.
+
+    It is a copy on this node, or, where the node has no room and in containers (which may not see the node's folders),
+    the one in the run folder.
 
     Args:
-        code: the copy in the run folder.
-        local: copy it to this node. Where the node has no room, and in containers (which may not see the node's
-            folders), the copy in the run folder is run.
+        values: of the job's spec, those that are named in `CODE`.
     """
-    if local:
+    code, content, changed = Path(values["code"]), values["code_sha256"], []
+    if not values["wrap"]:
         try:
             return local_copy(code, content), []
         except ValueError as error:
-            return code, code_problems(code, content, trusted_group, owners=owners) or [f"{error}. {_AGAIN}"]
+            changed = [f"{error}. {_AGAIN}"]
         except OSError as error:
             print(f"note: the code is run from {code}, since it cannot be copied to this node: {error}",
                   file=sys.stderr, flush=True)
-    return code, code_problems(code, content, trusted_group, owners=owners)
+    return code, code_problems(code, content, values["trusted_group"], owners=values["check_owners"]) or changed
 
 
 def local_copy(code: Path, content: str) -> Path:
@@ -95,24 +97,22 @@ def local_copy(code: Path, content: str) -> Path:
         ValueError: the code does not have the hash `content`.
         OSError: it cannot be copied.
     """
-    folder = private_folder(node_folder())
-    final, step = folder / f"code-{content[:16]}", [os.environ.get(f"SLURM_{name}", "") for name in
-                                                   ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
-    compared = folder / f"{final.name}.compared"
-    with open(folder / f"{final.name}.lock", "a") as held:
+    final = private_folder(node_folder()) / f"code-{content[:16]}"
+    compared, temporary = final.with_suffix(".compared"), final.with_suffix(".tmp")
+    step = " ".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
+    with open(final.with_suffix(".lock"), "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        if step[2] and compared.exists() and compared.read_text() == " ".join(step) and final.is_dir():
+        if "SLURM_STEP_ID" in os.environ and compared.exists() and compared.read_text() == step and final.is_dir():
             return final
         if not final.is_dir() or digest(_hashes(final)) != content:
-            shutil.rmtree(final, ignore_errors=True)
-            temporary = folder / f"{final.name}.tmp"
-            shutil.rmtree(temporary, ignore_errors=True)
+            for folder in (final, temporary):
+                shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(code, temporary, symlinks=True, ignore=shutil.ignore_patterns(CACHE))
-            if any(path.is_symlink() for path in _below(temporary)) or digest(_hashes(temporary)) != content:
+            if any(path.is_symlink() for path in temporary.rglob("*")) or digest(_hashes(temporary)) != content:
                 shutil.rmtree(temporary)
                 raise ValueError(f"{code} is not what was submitted")
             temporary.rename(final)
-        compared.write_text(" ".join(step))
+        compared.write_text(step)
     return final
 
 
@@ -141,13 +141,14 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
 def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iterable[Path] = ()) -> list[str]:
     """Which of the paths, and of the folders above those in `above`, others own or may write, in sentences with what
     to do. Absent paths do not count."""
-    trusted, found = _group(trusted_group), dict[str, list[Path]]()
-    parents = dict.fromkeys(parent for path in above for parent in _above(path))
+    found: dict[str, list[Path]] = {}
+    parents = _above(above)
     for path in dict.fromkeys([*paths, *parents]):
         with suppress(FileNotFoundError):
-            if path in parents and path.lstat().st_mode & stat.S_ISVTX and path.lstat().st_uid in (os.getuid(), 0):
+            status = path.lstat()
+            if path in parents and status.st_mode & stat.S_ISVTX and status.st_uid in (os.getuid(), 0):
                 continue  # others may add to a sticky folder, but not exchange what is in it
-            if why := _problem(path, path.lstat(), trusted):
+            if why := _problem(path, status, trusted_group):
                 found.setdefault(why, []).append(path)
     return [f"{_listed(several)} {why}{_way(several, why)}" for why, several in found.items()]
 
@@ -175,67 +176,53 @@ def private_folder(path: Path) -> Path:
     """Make a folder that nobody else can read or write, or take one that is such already.
 
     Raises:
-        PermissionError: it is somebody else's, somebody else may write it, or it is a link.
+        OSError: it is no folder; or (PermissionError) it is somebody else's, or somebody else may write there or above.
     """
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    status = path.lstat()
-    why = "is a link" if stat.S_ISLNK(status.st_mode) else "is no folder" if not stat.S_ISDIR(status.st_mode) else \
-        f"belongs to the user {_user(status.st_uid)}" if status.st_uid != os.getuid() else \
-        f"may be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else ""
-    if why:
-        raise PermissionError(f"{path} {why}, and jobs execute what is there")
-    if problems := owner_problems([], None, [path]):
+    path.mkdir(mode=0o700, exist_ok=True)
+    if problems := owner_problems([path], None, [path]):
         raise PermissionError(problems[0].partition(". ")[0])
-    if status.st_mode & 0o077:  # others could read, no more
-        path.chmod(0o700)
+    path.chmod(0o700)  # others could read, no more
     return path
 
 
-_AGAIN = ("Nothing was started. If it was you who changed it, submit the same command again, which copies what there "
-          "is now; if not, look who did.")
-
-
-def _problem(path: Path, status: os.stat_result, trusted: int | None) -> str:
+def _problem(path: Path, status: os.stat_result, trusted: str | None) -> str:
     if status.st_uid not in (os.getuid(), 0) and not _is_member(status.st_uid, trusted):
-        return f"belongs to the user {_user(status.st_uid)}"
+        return f"belongs to the user {_name(pwd.getpwuid, status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):  # a run folder may be kept elsewhere; a link has no mode of its own
         return _problem(path, path.stat(), trusted)
-    mode = stat.S_IMODE(status.st_mode)
+    mode, group = stat.S_IMODE(status.st_mode), _name(grp.getgrgid, status.st_gid)
     if mode & 0o002:
         return f"may be written by everybody (mode {mode:04o})"
-    if mode & 0o020 and status.st_gid != trusted and not _is_private(status.st_gid):
-        return f"may be written by the group {_group_name(status.st_gid)} (mode {mode:04o})"
+    if mode & 0o020 and group != trusted and not _is_private(status.st_gid):
+        return f"may be written by the group {group} (mode {mode:04o})"
     return ""
 
 
 def _way(paths: list[Path], why: str) -> str:
     names = " ".join(shlex.quote(str(path)) for path in paths[:SHOWN]) + (" ..." if len(paths) > SHOWN else "")
-    group = "launch.trusted_group names a group that may write there" if "everybody" not in why else ""
-    what = f"Use a run folder of your own (name, runs_dir), or `chown {_user(os.getuid())} {names}`" \
+    group = "" if "everybody" in why else "; launch.trusted_group names a group that may write there"
+    what = f"Use a run folder of your own (name, runs_dir), or `chown {_name(pwd.getpwuid, os.getuid())} {names}`" \
         if why.startswith("belongs") else f"Look at it, then `chmod go-w {names}`"
-    return (f", and jobs execute what is there or below. {what}{f'; {group}' if group else ''}. Where the file system "
-            f"does not show true owners and modes, set launch.check_owners=false.")
+    return (f", and jobs execute what is there or below. {what}{group}. Where the file system does not show true "
+            f"owners and modes, set launch.check_owners=false.")
 
 
-def _listed(paths: list[Path]) -> str:
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(map(str, paths[:SHOWN])) + more
+def _listed(names: Sequence[Path | str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(str, names[:SHOWN])) + more
 
 
 def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
     """Which files differ, where the record of the copy is that of the submission."""
     try:
         before = json.loads((code / SNAPSHOT).read_bytes())["files"]
+        if digest(before) != content:
+            return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    if not isinstance(before, dict) or digest(before) != content:
-        return ""
-    parts = [(word, sorted(names)) for word, names in (
-        ("changed", [name for name in before if name in hashes and hashes[name] != before[name]]),
-        ("gone", before.keys() - hashes.keys()), ("new", hashes.keys() - before.keys())) if names]
-    return " (" + "; ".join(f"{word}: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}"
-                            for word, names in parts) + ")"
+    differing = {"changed": [name for name in before if hashes.get(name, before[name]) != before[name]],
+                 "gone": before.keys() - hashes.keys(), "new": hashes.keys() - before.keys()}
+    return " (" + "; ".join(f"{word}: {_listed(sorted(names))}" for word, names in differing.items() if names) + ")"
 
 
 def _hashes(code: Path) -> dict[str, str]:
@@ -252,89 +239,66 @@ def _sha256(path: Path) -> str:
         return ""
 
 
-def _above(path: Path) -> Iterator[Path]:
-    """The folders through which a path is reached, those of links on its way included."""
-    pending, seen = [path.absolute()], set[Path]()
-    while pending:
-        for place in (here := pending.pop(), *here.parents):
-            if place not in seen:
-                seen.add(place)
-                if place != here:
-                    yield place
-                if place.is_symlink():
-                    pending.append(place.parent / place.readlink())
+def _above(paths: Iterable[Path]) -> dict[Path, None]:
+    """The folders through which paths are reached, those of links on their way included."""
+    pending, seen = [path.absolute() for path in paths], set[Path]()
+    for path in pending:  # which grows
+        for place in (path, *path.parents):
+            if place not in seen and place.is_symlink():
+                pending.append(place.parent / place.readlink())
+            seen.add(place)
+    return dict.fromkeys(place for path in pending for place in path.parents)
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        yield path
-        if path.is_dir() and not path.is_symlink():
-            yield from _below(path)
+def _below(folder: Path) -> list[Path]:
+    """All that is in a folder; OSError if it cannot be read."""
+    return [path for entry in sorted(folder.iterdir()) for path in (
+        entry, *(_below(entry) if entry.is_dir() and not entry.is_symlink() else ()))]
 
 
 def group_exists(name: str) -> bool:
     """Whether there is a group of this name."""
-    return _group(name) is not None
+    return _entry(grp.getgrnam, name) is not None
 
 
-def _group(name: str | None) -> int | None:
-    if name is None:
-        return None
+def _entry(look_up: Callable[[Any], Any], key: str | int) -> Any:
+    """What the system knows of a user or group, its name first; None if there is none."""
     try:
-        return grp.getgrnam(name).gr_gid
+        return look_up(key)
     except KeyError:
         return None
 
 
-def _is_member(user: int, group: int | None) -> bool:
-    if group is None:
-        return False
-    try:
-        entry = pwd.getpwuid(user)
-        return entry.pw_gid == group or entry.pw_name in grp.getgrgid(group).gr_mem
-    except KeyError:
-        return False
+def _name(look_up: Callable[[Any], Any], number: int) -> str:
+    return str((_entry(look_up, number) or [number])[0])
+
+
+def _is_member(user: int, group: str | None) -> bool:
+    there, entry = _entry(grp.getgrnam, group or ""), _entry(pwd.getpwuid, user)
+    return bool(there and entry) and (entry.pw_gid == there.gr_gid or entry.pw_name in there.gr_mem)
 
 
 def _is_private(group: int) -> bool:
     """Whether a group is the user's own: of the user's name, with nobody else in it."""
-    try:
-        entry, user = grp.getgrgid(group), pwd.getpwuid(os.getuid())
-    except KeyError:
-        return False
-    return group == user.pw_gid and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
-
-
-def _group_name(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
+    there, user = _entry(grp.getgrgid, group), _entry(pwd.getpwuid, os.getuid())
+    return bool(there and user) and group == user.pw_gid and there.gr_name == user.pw_name and \
+        set(there.gr_mem) <= {user.pw_name}
 
 
 def main(arguments: list[str]) -> int:
     """Refuse a job or a task whose files are not to be trusted."""
-    mode, file, sha256, *rest = arguments
-    if mode == "check":
-        folder, found = check_submission(Path(file), sha256)
-        print(folder)
-    else:
-        group, owners = json.loads(rest.pop(0))
-        folder, found = usable_code(Path(file), sha256, group, owners=owners, local=True)
+    mode, what, *rest = arguments
+    folder, found = check_submission(Path(what), rest[0]) if mode == "check" else usable_code(json.loads(what))
     for problem in found:
         print(f"refused: {problem}", file=sys.stderr, flush=True)
-    if not found and rest:
-        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
-        os.execvp(rest[0], rest)
-    return REFUSED if found else 0
+    if found:
+        return REFUSED
+    if mode == "check":
+        print(folder)
+        return 0
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
+    os.execvp(rest[0], rest)
 
 
 if __name__ == "__main__":

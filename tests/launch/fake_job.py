@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import math
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.scheduler import JobInfo
-from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.parts import PARTS, last_word_file
 from pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
@@ -115,29 +113,19 @@ class Job:
         patch.setattr(runner, "PAUSE_S", 0.0)
         patch.setattr(slurm_host, "STEP_PAUSE_S", 0.0)
 
-        def start(command, environment, folder, each, say=None, sent=()):
+        def start(command, environment, folder, each, say):
             self.commands.append(" ".join(command))
             self.environments.append(environment)
             what = next(plan)
-            return what(each) if callable(what) else self.play(what, folder, element, sent)
-
-        def child(command, environment, stage, asked, log):
-            sent: list[int] = []
-
-            def run(each):
-                each()
-                return start(command, environment, log.parent, each, sent=sent).status
-
-            return SimpleNamespace(run=run, send_signal=sent.append)
+            return what(each) if callable(what) else self.play(what, folder, element)
 
         patch.setattr(slurm_host, "run_step", start)
-        patch.setattr(slurm_host, "Processes", child)
         here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
-                         element, self.slurm)  # type: ignore[arg-type]
-        return runner.Runner(self.spec, here, [] if asked is None else asked, here.lock(self.spec))
+                         element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
+        return runner.Runner(self.spec, here)
 
-    def play(self, what: str, folder: Path, element: int | None, sent: Sequence[int] = ()) -> StepEnd:
-        """What a start leaves, and how its processes end. sent: what a stage without ranks was told."""
+    def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
+        """What a start leaves, and how its processes end."""
         say = partial(write_state, self.stage) if element is None else partial(
             write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
         if what == "no step":
@@ -146,7 +134,7 @@ class Job:
             return StepEnd(137, abandoned=True)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
-            return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n") if self.spec.ranks else StepEnd(2)
+            return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n")
         if what == "work":
             if element is None:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
@@ -158,9 +146,9 @@ class Job:
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if what == "units":  # a stage without ranks: ended, or warned of the time limit
-            say("preempted", reason=f"{'SIGUSR2' if signal.SIGUSR2 in sent else '?'}: 3 of 4 units", again=True)
-            return StepEnd(130)
+        if what == "units":  # a stage without ranks
+            say("preempted", reason="SIGUSR2: 3 of 4 units", again=True)
+            return StepEnd(130, "srun: error: n1: task 0: Exited with exit code 130\n")
         if what == "failed":
             say("failed", reason="the third record is broken")
             return StepEnd(143)
@@ -169,12 +157,11 @@ class Job:
         if what.startswith("save"):
             write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
         self.say(folder, 1, "this rank says why")
-        return StepEnd(143, KILLED) if self.spec.ranks else StepEnd(137)
+        return StepEnd(143, KILLED)
 
     def say(self, folder: Path, rank: int, text: str) -> None:
-        """What a rank writes, one on each node; or the one process."""
-        name, label = (f"node{rank}.log", f"{rank}: ") if self.spec.ranks else (ONE_PROCESS, "")
-        write_text(folder / name, f"{label}{text}\n")
+        """What a rank writes, one on each node."""
+        write_text(folder / f"node{rank}.log", f"{rank}: {text}\n")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
@@ -189,6 +176,7 @@ class Job:
 
     def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""
+        (self.run / "logs" / self.spec.stage / f"{name}.{restart}").mkdir(parents=True)
         log_attempt(self.run, "attempt", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
                     ranks=2, nodes=["n1", "n2"], **{"from": None})
 

@@ -59,10 +59,10 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
         launcher.done("shard", "tokenizer")
         write_state(launcher.run / "shard", "done")
 
-    def start(here, spec, command, environment, folder, job):
+    def start(here, spec, command, environment, folder, each):
         what = left.pop(0)
         commands.append(command)
-        job.asked += [signal.SIGTERM] * ("request" in what)
+        here.asked += [signal.SIGTERM] * ("request" in what)
         if "done" in what or what == "late":
             launcher.done(spec.stage)
         if said := {"late": "done", "stopped": "preempted"}.get(what, "done" if "done" in what else ""):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import processes
-from launch.processes import Lines, Processes, stop_requests
+from launch.processes import Processes, pass_on, stop_requests
 from pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
@@ -81,7 +81,7 @@ def test_lines_keep_the_last_drawing_of_a_live_line():
     chunks = (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest")
     for chunk in chunks:
         os.write(write, chunk)
-    Lines(shown, log).read(read, write)
+    pass_on(read, write, shown, log)
     assert log.getvalue() == b"done 3/3\nnext\nrest\n" and shown.buffer.getvalue() == b"".join(chunks)
 
 

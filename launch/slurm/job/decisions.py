@@ -1,22 +1,23 @@
 """What the runner does when a start of a stage has ended: pure, from what is known to what is done.
 
 Exit statuses are the last thing asked: a killed rank, a cancelled job and a preempted one give the same ones. First
-come the manifest and the stage's own last word (`STATE.json`, of this job and start or it does not count).
+come the manifest and the stage's own last word (`STATE.json`, of this job and start or it does not count). Of the
+job's spec its terms count: `requeue`, `later_links`, `max_restarts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from launch.slurm.job.srun import StepEnd
+from launch.slurm.jobspec import JobSpec
 from pipeline.contract.state import StageState
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
 """Exit status of a runner that was told to end (128 + SIGTERM)."""
-REFUSED = 2
-"""Exit status of a stage that will not be mended by trying again (`UserError`, a wrong command line)."""
 FRUITLESS = ("crashed", "hung")
 OUTSIDE = "requeued"
 """Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
@@ -26,29 +27,14 @@ same."""
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the job may do.
-
-    later_links: whether another job of the chain waits to go on with the same stage.
-    """
-
-    requeue: bool = True
-    later_links: bool = False
-    max_restarts: int = 3
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a start of a stage left.
 
     Attributes:
         state: the stage's last word in this start; None if it said nothing.
         committed: the manifest (of an array element: the record of its part) is there.
-        status: exit status of the step: 0, or anything.
-        refused: a process ended with exit status 2.
+        end: of its processes. cause: what Slurm, and the processes themselves, said of it.
         hang: what the account of a hang says; empty if nothing hung.
-        cause: what Slurm said of the processes' end. lost: a node failed.
-        started: whether any process was started at all. abandoned: Slurm may still run the step's tasks.
         stopping: the runner itself was told to end meanwhile.
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
@@ -56,13 +42,9 @@ class Outcome:
 
     state: StageState | None = None
     committed: bool = False
-    status: int = 0
-    refused: bool = False
-    hang: str = ""
+    end: StepEnd = StepEnd(0)  # noqa: RUF009 - it is immutable
     cause: str = ""
-    lost: bool = False
-    started: bool = True
-    abandoned: bool = False
+    hang: str = ""
     stopping: bool = False
     again: bool = False
     fruitless: int = 0
@@ -83,33 +65,52 @@ class Decision:
     final: bool = False
 
 
-def decide(outcome: Outcome, terms: Terms) -> Decision:
+def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
-    state = outcome.state
+    state, end, cause = outcome.state, outcome.end, outcome.cause
     said = state.status if state else None
     # Without a word of its own, a stage that was done before and ended well did nothing, as it should; one that broke
     # off before its first word may have an old manifest beside it, which it was about to replace.
-    if outcome.committed and (said in ("done", "running") or (said is None and outcome.status == 0)):
+    if outcome.committed and (said in ("done", "running") or (said is None and end.status == 0)):
         return Decision("leave", "done", "done")
     if state and said == "failed":
         return Decision("stop", "failed", state.reason or "the stage gave up", 1)
     if state and said == "preempted":
-        return _preempted(state, outcome, terms)
-    if outcome.stopping and outcome.lost:
-        return Decision("stop", "crashed", f"{outcome.cause}, and the job was told to end", TERMINATED)
+        return _preempted(state, spec, stopping=outcome.stopping)
+    if outcome.stopping and end.lost:
+        return Decision("stop", "crashed", f"{cause}, and the job was told to end", TERMINATED)
     if outcome.stopping:
         return Decision("stop", "preempted", "the job was told to end (cancelled, or at its time limit)", TERMINATED)
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
-    if outcome.refused and not outcome.again:
-        return Decision("stop", "failed", outcome.cause or "the stage refused to start", 1, final=True)
-    return _broken(outcome, terms)
+    if end.refused and not outcome.again:
+        return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
+    status = "hung" if outcome.hang else "crashed"
+    reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else
+                                       "ended as if all were well, but is not done")
+    if outcome.fruitless > spec.max_restarts:
+        return _given_up(status, outcome.fruitless, f"launch.max_restarts={spec.max_restarts}", reason)
+    if end.started and not end.abandoned:
+        return Decision("restart", status, reason)
+    return _requeue(Decision("requeue", status, reason), spec)
 
 
-def too_late(decision: Decision, terms: Terms) -> Decision:
+def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
+    where = f" after step {state.step}" if state.step is not None else ""
+    decision = Decision("stop", "preempted", f"asked to stop ({state.reason}){where}", TERMINATED)
+    if stopping:
+        return decision
+    # A cancel tells the runner as well. Slurm warns the processes alone of a preemption (GraceTime), and to end badly
+    # then would take the rest of the chain along.
+    if state.again or state.reason.startswith("SIGTERM"):
+        return _requeue(replace(decision, action="requeue", exit_status=0), spec)
+    return replace(decision, reason=f"{decision.reason}; the same command goes on from there", exit_status=1)
+
+
+def too_late(decision: Decision, spec: JobSpec) -> Decision:
     """What is done instead of a restart that the time limit would cut off: Slurm warns of it once, and only processes
     that run then."""
     reason = f"{decision.reason}; the time limit is too near to start again here"
-    return _go_on(Decision("requeue", decision.status, reason), terms)
+    return _requeue(replace(decision, action="requeue", reason=reason), spec)
 
 
 def taken_away(decision: Decision) -> Decision:
@@ -117,66 +118,58 @@ def taken_away(decision: Decision) -> Decision:
     return Decision("leave", decision.status, f"{decision.reason}; Slurm has taken the job from its nodes", TERMINATED)
 
 
-def without_requeue(decision: Decision, refusal: str, terms: Terms) -> Decision:
+def without_requeue(decision: Decision, refusal: str, spec: JobSpec) -> Decision:
     """What is done instead of a requeue that Slurm refused or that is not allowed."""
-    if terms.later_links:
+    if spec.later_links:
         return Decision("leave", decision.status, f"{decision.reason}; the next job of the chain goes on")
     return Decision("stop", decision.status, f"{decision.reason}; {refusal}, and no later job of the chain waits to go "
                     f"on: submit the same command again", 1)
 
 
-def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool) -> tuple[str, str]:
-    """Status and reason of a start whose end its runner did not see.
-
-    Args:
-        state, committed: as of an `Outcome`.
-        down: nodes that failed, each with Slurm's word for it.
-        killed: the job's script tells that the runner was killed.
-    """
-    if committed and (state is None or state.status in ("done", "running")):
-        return "done", "done"
-    if down:
-        reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}"
-    else:
-        reason = "its runner was killed (out of memory, perhaps)" if killed else \
-            "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
-    if state and state.status == "preempted":
-        return "preempted", reason
-    return "crashed" if down or killed else OUTSIDE, reason
-
-
-def after_unseen(attempts: Sequence[dict[str, Any]], stage: str, chain: str, job: str | None, reason: str,
-                 terms: Terms) -> Decision | None:
-    """What follows where starts whose end nobody saw bring nothing again and again; None: the stage is started again.
-
-    attempts: with the last one's end, which is `reason`. chain, job: as of `fruitless`.
-    """
-    if (count := fruitless(attempts, stage, chain, job)) > terms.max_restarts:
-        return _given_up("crashed", count, f"launch.max_restarts={terms.max_restarts}", reason)
-    if (count := fruitless(attempts, stage, chain, job, (*FRUITLESS, OUTSIDE))) > max(MOST_OUTSIDE, terms.max_restarts):
-        return _given_up("crashed", count, f"at most {max(MOST_OUTSIDE, terms.max_restarts)}", reason)
-    return None
-
-
-def without_bad_nodes(named: str, left_out: bool, terms: Terms) -> Decision:
+def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool) -> Decision:
     """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them."""
     reason = f"preflight found a bad node: {named}"
-    if terms.later_links:
+    if spec.later_links:
         return Decision("leave", "preempted", f"{reason}; the next job of the chain goes on without it")
-    if left_out or not terms.requeue:
+    if left_out or not spec.requeue:
         return Decision("stop", "failed", f"{reason}; submit the same command again: a node that failed twice "
                         f"within a day is left out then", 1, final=True)
     return Decision("requeue", "preempted", reason)
 
 
-def fruitless(attempts: Iterable[dict[str, Any]], stage: str, chain: str, job: str | None = None,
-              counted: Sequence[str] = FRUITLESS) -> int:
-    """Crashes and hangs in a row, up to the newest, without a checkpoint in between; of one submission's jobs, or of
-    one job (an array's elements do not follow each other). Starts that were ended from outside do not count."""
+def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], killed: bool, end: Mapping[str, Any],
+           events: Sequence[Mapping[str, Any]], spec: JobSpec) -> Decision:
+    """What follows from a start whose end its runner did not see: Slurm has queued the job again, so that the stage is
+    started again, unless such starts bring nothing again and again.
+
+    Args:
+        state, committed: as of an `Outcome`.
+        down: nodes that failed, each with Slurm's word for it.
+        killed: the job's script tells that the runner was killed.
+        end: what will be logged of it, but for what is decided here. events: what was logged before (`fruitless`).
+    """
+    if committed and (state is None or state.status in ("done", "running")):
+        return Decision("requeue", "done", "done")
+    reason = f"lost {', '.join(f'{node} ({how})' for node, how in down.items())}" if down else \
+        "its runner was killed (out of memory, perhaps)" if killed else \
+        "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
+    status = "preempted" if state and state.status == "preempted" else "crashed" if down or killed else OUTSIDE
+    events, most = [*events, {**end, "event": "ended", "status": status}], max(MOST_OUTSIDE, spec.max_restarts)
+    if (count := fruitless(events)) > spec.max_restarts:
+        return _given_up("crashed", count, f"launch.max_restarts={spec.max_restarts}", reason)
+    if (count := fruitless(events, (*FRUITLESS, OUTSIDE))) > most:
+        return _given_up("crashed", count, f"at most {most}", reason)
+    return Decision("requeue", status, reason)
+
+
+def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUITLESS) -> int:
+    """Crashes and hangs in a row, up to the newest, without a checkpoint in between. Starts that were ended from
+    outside do not count.
+
+    events: logged of one stage by one submission's jobs, or by one job (an array's elements do not follow each other).
+    """
     count, best = 0, None
-    for event in attempts:
-        if (event.get("stage"), event.get("chain")) != (stage, chain) or (job is not None and event.get("job") != job):
-            continue
+    for event in events:
         if event["event"] == "attempt" and best is None:
             best = event.get("from") or 0
         if event["event"] != "ended":
@@ -191,30 +184,6 @@ def fruitless(attempts: Iterable[dict[str, Any]], stage: str, chain: str, job: s
     return count
 
 
-def _preempted(state: StageState, outcome: Outcome, terms: Terms) -> Decision:
-    where = f" after step {state.step}" if state.step is not None else ""
-    reason = f"asked to stop ({state.reason}){where}"
-    if outcome.stopping:
-        return Decision("stop", "preempted", reason, TERMINATED)
-    # A cancel tells the runner as well. Slurm warns the processes alone of a preemption (GraceTime), and to end badly
-    # then would take the rest of the chain along.
-    if state.again or state.reason.startswith("SIGTERM"):
-        return _go_on(Decision("requeue", "preempted", reason), terms)
-    return Decision("stop", "preempted", f"{reason}; the same command goes on from there", 1)
-
-
-def _broken(outcome: Outcome, terms: Terms) -> Decision:
-    status = "hung" if outcome.hang else "crashed"
-    said = outcome.hang or outcome.cause or (
-        f"ended with exit status {outcome.status} without a word" if outcome.status else
-        "ended as if all were well, but is not done")
-    if outcome.fruitless > terms.max_restarts:
-        return _given_up(status, outcome.fruitless, f"launch.max_restarts={terms.max_restarts}", said)
-    if outcome.started and not outcome.abandoned:
-        return Decision("restart", status, said)
-    return _go_on(Decision("requeue", status, said), terms)
-
-
 def _given_up(status: str, count: int, limit: str, last: str) -> Decision:
     # After the first start nothing was given up: no restart is allowed.
     reason = last if count == 1 else \
@@ -222,5 +191,5 @@ def _given_up(status: str, count: int, limit: str, last: str) -> Decision:
     return Decision("stop", status, reason, 1, final=True)
 
 
-def _go_on(decision: Decision, terms: Terms) -> Decision:
-    return decision if terms.requeue else without_requeue(decision, "jobs may not requeue themselves here", terms)
+def _requeue(decision: Decision, spec: JobSpec) -> Decision:
+    return decision if spec.requeue else without_requeue(decision, "jobs may not requeue themselves here", spec)

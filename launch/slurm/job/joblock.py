@@ -1,12 +1,12 @@
 """One job at a time for a stage: `launch/<stage>.lock` names the job that has it, with a heartbeat.
 
 Slurm's singleton keeps jobs of one name apart, and the stage locks its folder; this one also holds where file locks do
-not reach (other nodes) and where a node that Slurm gave up still runs.
+not reach (other nodes), where a node that Slurm gave up still runs, and where Slurm does not answer. Who finds a holder
+watches its heartbeat; no clocks of two nodes are compared.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -19,10 +19,8 @@ from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
 BEAT_S = 30.0
-SILENT_S = 300.0
-"""A heartbeat older than this is a dead job's, where Slurm does not say."""
-HOLDING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-"""States of a job that may have processes."""
+SILENT_S = 180.0
+"""A job whose heartbeat has stood still for so long is dead, where Slurm does not say so before."""
 CHAIN_S = 180.0
 """How long a job waits for one of its own chain that is about to end: links start as soon as the last one is ending."""
 LOOK_S = 3.0
@@ -30,71 +28,66 @@ LOOK_S = 3.0
 
 @dataclass(frozen=True)
 class Holder:
-    """The job that has a stage. at: its last heartbeat, in seconds since 1970; chain: its submission."""
+    """The start of a job that has a stage. beat: counts its heartbeats; chain: its submission."""
 
     job: str
     restart: int
     host: str
-    pid: int
-    at: float
     chain: str = ""
-
-    def is_same(self, other: Holder | None) -> bool:
-        """Whether both are one process."""
-        return other is not None and replace(other, at=self.at) == self
+    beat: int = 0
 
 
 class JobLock:
     """The lock of a stage of the run in `run_folder`, for the job `job` in its start number `restart`.
 
-    state_of: the state of a job in the queue, "" if it is not there, None if Slurm does not answer.
+    has_ended: whether Slurm says that a job is over.
     """
 
-    def __init__(self, run_folder: Path, stage: str, job: str, restart: int,
-                 state_of: Callable[[str], str | None], chain: str = "") -> None:
-        self.path, self.stage, self.state_of = run_folder / "launch" / f"{stage}.lock", stage, state_of
-        self.own = Holder(job, restart, platform.node(), os.getpid(), time.time(), chain)
-        self._beat = 0.0
+    def __init__(self, run_folder: Path, stage: str, job: str, restart: int, has_ended: Callable[[str], bool],
+                 chain: str = "") -> None:
+        self.path, self.stage, self.has_ended = run_folder / "launch" / f"{stage}.lock", stage, has_ended
+        self.own = Holder(job, restart, platform.node(), chain)
+        self._next = 0.0
 
     def acquire(self, say: Callable[[str], None] = lambda text: None, ends: Callable[[], bool] = lambda: False) -> None:
-        """Take the lock; UserError while another job has it. One of the same chain that is ending is waited for, unless
-        `ends`."""
-        until, told = time.monotonic() + CHAIN_S, False
+        """Take the lock: at once from an earlier start of this job, from another job once it is dead.
+
+        Raises:
+            UserError: another job is alive. One of the same chain that is ending is waited for, unless `ends`.
+        """
+        began = since = time.monotonic()
+        seen = None
         while True:
             with self._guarded():
-                held = self.holder()
-                state = self.state_of(held.job) if held is not None and held.job != self.own.job else ""
-                why = self._is_alive(held, state) if held is not None else ""
-                if held is None or not why:
-                    self._write()
-                    return
-            ending = held.chain == self.own.chain != "" and state != "RUNNING"
-            if not ending or time.monotonic() > until or ends():
-                raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {self.path.parent.parent} "
-                                f"({why}), so this one does nothing. Wait for it, or `scancel {held.job}`.")
-            if not told:
-                say(f"waits for the end of this chain's job {held.job} ({why})")
-            told = True
+                held, now = self.holder(), time.monotonic()
+                if held is None or held.job == self.own.job or self.has_ended(held.job) or (
+                        held == seen and now - since >= SILENT_S):
+                    return self._write()
+            if seen is None:
+                say(f"waits for the end of the job {held.job} on {held.host}, which has {self.stage}")
+                seen = held
+            ending = held.chain == self.own.chain != "" and now - began < CHAIN_S
+            if ends() or (held != seen and not ending):
+                run = self.path.parent.parent
+                raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {run}, so this one does "
+                                f"nothing. Wait for it, or `scancel {held.job}`.")
+            seen, since = held, since if held == seen else now
             time.sleep(LOOK_S)
 
     def beat(self, *, at_once: bool = False) -> bool:
         """Say now and then that this job lives; False once another start has taken the stage over."""
-        if not at_once and time.monotonic() - self._beat < BEAT_S:
+        if not at_once and time.monotonic() < self._next:
             return True
-        try:
-            with self._guarded():
-                held = self.holder()
-                if held is not None and not self.own.is_same(held):
-                    return False
-                self._write()
-        except OSError:  # a full disk, say; nobody takes the stage over while Slurm says that this job runs
-            self._beat = time.monotonic()
+        with suppress(OSError), self._guarded():  # a full disk, say, on which nobody takes the stage over either
+            if not self._is_free():
+                return False
+            self._write()
         return True
 
     def release(self) -> None:
         """Give the lock up, if it is still ours."""
         with suppress(OSError), self._guarded():
-            if self.own.is_same(self.holder()):
+            if self._is_free():
                 self.path.unlink(missing_ok=True)
 
     def holder(self) -> Holder | None:
@@ -104,16 +97,15 @@ class JobLock:
         except UserError:
             return None
 
-    @staticmethod
-    def _is_alive(held: Holder, state: str | None) -> str:
-        silent = time.time() - held.at
-        if state is None:
-            return f"Slurm does not answer; last heard of {silent:.0f} s ago" if silent < SILENT_S else ""
-        return f"Slurm says {state}" if state in HOLDING else ""
+    def _is_free(self) -> bool:
+        """Whether no other start holds the lock."""
+        held = self.holder()
+        return held is None or (held.job, held.restart) == (self.own.job, self.own.restart)
 
     def _write(self) -> None:
-        write_json(self.path, asdict(replace(self.own, at=time.time())))
-        self._beat = time.monotonic()
+        self._next = time.monotonic() + BEAT_S
+        self.own = replace(self.own, beat=self.own.beat + 1)
+        write_json(self.path, asdict(self.own))
 
     def _guarded(self) -> AbstractContextManager[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)

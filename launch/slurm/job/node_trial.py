@@ -1,13 +1,10 @@
-"""A rank's part of the preflight: it looks at its node, measures with the others, and writes down what it found.
+"""A rank's part of the preflight: check its node, measure with the others, and print a report.
 
-    srun ... python -m launch.slurm.job.rank -- python -m launch.slurm.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m launch.slurm.job.rank preflight python -m launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
-One task per rank, as training will have them. The first task of a node looks at the node; all measure. Each prints its
+One task per rank, as training will have them. The first task of a node checks the node; all measure. Each prints its
 report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.
 `launch.slurm.job.preflight` judges.
-
-For tests, DROVER_PREFLIGHT_FAULT="n3:disk" makes a node fail: disk, shm, gpu (its own), space, folder (of the run
-folder), clock, slow, link (late in every exchange), network (stays away from the others), silent (reports nothing).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.slurm.job.rank import visible_gpus
 
@@ -34,82 +31,72 @@ answer needs twice as long to say so."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
 """Bytes free that a node needs in the run folder and in /dev/shm."""
-CLOCK_S = 5.0
-"""How far a node's clock may be from the file system's and from the others'."""
-SPACE, FOLDER, CLOCK, SHARED_MEMORY, GPU = "space", "folder", "clock", "shm", "gpu"
-"""Kinds of problems; the first three may be the shared run folder's."""
+SPACE, FOLDER, SHARED_MEMORY, GPU = "space", "folder", "shm", "gpu"
+"""Kinds of problems; the first two may be the shared run folder's."""
+PRODUCT, EXCHANGE, REDUCE = "a matrix product", "an exchange with another node", "an all-reduce"
 REPEATS = 5
-
-
-class Problem(NamedTuple):
-    """What is wrong: its kind, by which nodes are compared, and in words."""
-
-    kind: str
-    text: str
+ROUNDS = 3
+"""Of exchanges: two are with different partners for each of three or more nodes, so that a slow partner does not show.
+"""
 
 
 @dataclass
 class Report:
     """What a rank found.
 
-    problems: what is wrong with the node, from its first rank. clock_at: its time, all ranks having met a moment
-    before; from its first rank. product_s, reduce_s: best of several. pair_s: best over all partners on other nodes,
-    so that a slow partner does not show. finished: it met the others and nothing is left to do.
+    problems: what is wrong with the node, by kind; from its first rank. clock_at: its time, all ranks having met a
+        moment before; from its first rank. times: seconds for what was measured, the best of several; none in what it
+        reports before it meets the others.
     """
 
     rank: int
     node: str
-    problems: list[Problem] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
     clock_at: float | None = None
-    product_s: float | None = None
-    pair_s: float | None = None
-    reduce_s: float | None = None
-    finished: bool = False
+    times: dict[str, float] = field(default_factory=dict)
 
 
-def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> list[Problem]:
-    """What is wrong here."""
-    found, probe = [], run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
+def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
+    """What is wrong here, by kind."""
+    found, probe = dict[str, str](), run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
     try:
         written = os.urandom(4096)
         probe.write_bytes(written)
         if probe.read_bytes() != written:
-            found.append(Problem(FOLDER, f"a file in {run_folder} does not read back as it was written"))
-        drift = time.time() - probe.stat().st_mtime
-        if abs(drift) > CLOCK_S:
-            way = "ahead of" if drift > 0 else "behind"
-            found.append(Problem(CLOCK, f"its clock is {abs(drift):.0f} s {way} the file system's"))
+            found[FOLDER] = f"a file in {run_folder} does not read back as it was written"
         if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
-            found.append(Problem(SPACE, f"only {free / 1e6:.0f} MB are free in {run_folder}"))
+            found[SPACE] = f"only {free / 1e6:.0f} MB are free in {run_folder}"
         probe.unlink()
     except OSError as error:
-        found.append(Problem(FOLDER, f"it cannot write into {run_folder}: {error.strerror}"))
+        found[FOLDER] = f"it cannot write into {run_folder}: {error.strerror}"
     try:
         if (free := shutil.disk_usage(shared).free) < LEAST_SHARED:
-            found.append(Problem(SHARED_MEMORY, f"only {free / 1e6:.0f} MB are free in {shared}"))
+            found[SHARED_MEMORY] = f"only {free / 1e6:.0f} MB are free in {shared}"
     except OSError:
-        found.append(Problem(SHARED_MEMORY, f"{shared} is not there"))
-    return found + ([Problem(GPU, text) for text in check_gpus(gpus)] if gpus else [])
+        found[SHARED_MEMORY] = f"{shared} is not there"
+    if gpus and (problems := check_gpus(gpus)):
+        found[GPU] = ", ".join(problems)
+    return found
 
 
 def check_gpus(wanted: int) -> list[str]:
     """What is wrong with the job's GPUs of this node, as their driver sees it."""
     if (seen := visible_gpus(os.environ)) < wanted:
         return [f"{seen} GPUs instead of {wanted}"]
-    names = ("index", "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown",
-             "clocks_throttle_reasons.hw_thermal_slowdown")
-    found = []
-    rows = _smi("--query-gpu=" + ",".join(names))
+    rows = _smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
+                "clocks_throttle_reasons.hw_thermal_slowdown")
     if rows is None:
         return ["nvidia-smi does not answer"]
+    found = []
     for index, errors, slowdown, thermal in rows:
         if errors.isdigit() and int(errors):
             found.append(f"GPU {index} has {errors} uncorrected memory errors")
         if "Active" in (slowdown, thermal):
             found.append(f"GPU {index} is throttled by its hardware ({'heat' if thermal == 'Active' else 'power'})")
-    foreign = [pid for pid, *_ in _smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]
-    return found + ([f"other processes compute on its GPUs (process {', '.join(foreign[:3])})"] if foreign else [])
+    if foreign := [pid for pid, *_ in _smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]:
+        found.append(f"other processes compute on its GPUs (process {', '.join(foreign[:3])})")
+    return found
 
 
 def _smi(query: str) -> list[list[str]] | None:
@@ -120,9 +107,9 @@ def _smi(query: str) -> list[list[str]] | None:
         try:
             answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
                                     text=True, timeout=SMI_S, check=True).stdout
+            return [line.split(", ") for line in answer.splitlines() if line]
         except (OSError, subprocess.SubprocessError):
             continue
-        return [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
     return None
 
 
@@ -130,51 +117,31 @@ def _is_foreign(pid: str) -> bool:
     """Whether a process is not of this job. One that is not to be seen from here is not judged."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID')}".encode() not in environment.split(b"\0")
 
 
-def pairings(count: int) -> list[list[int | None]]:
-    """The partner of each node in each round, None for one that sits out: the first rounds of a tournament.
-
-    From three nodes on each has at least two different partners.
-    """
-    even = count + count % 2
-
-    def partner(node: int, number: int) -> int | None:
-        other = (number - node) % (even - 1)  # of two whose sum is the round's number; the last node meets who is left
-        if node == even - 1:
-            other = number * even // 2 % (even - 1)
-        elif other == node:
-            other = even - 1
-        return other if other < count else None
-
-    return [[partner(node, number) for node in range(count)] for number in range(min(3, even - 1))]
+def partner_of(node: int, number: int, nodes: int) -> int:
+    """The node that exchanges with `node` in round `number`; itself where it sits that one out."""
+    return (number - node) % nodes
 
 
 def try_node(run_folder: Path, limit_s: float) -> None:
-    """This rank's part. limit_s: how long the others are waited for at most."""
-    node, rank = os.environ.get("SLURMD_NODENAME") or platform.node(), int(os.environ["RANK"])
-    fault = _fault(node)
-    if fault == "silent":
-        return
-    report = Report(rank, node)
+    """Do this rank's part. limit_s: how long the others are waited for at most."""
+    report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     if int(os.environ["LOCAL_RANK"]) == 0:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
-        if fault in ("disk", SPACE, FOLDER, SHARED_MEMORY, GPU):
-            report.problems.append(Problem(fault, f"made to fail: {fault}"))
+    _send(report)
+    measure(report, limit_s)
+    _send(report)
+
+
+def _send(report: Report) -> None:
     print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # in one write, which nothing can cut
-    if fault == "network":
-        time.sleep(limit_s)
-    measure(report, limit_s, fault)
-    report.finished = True
-    print(json.dumps(asdict(report)) + "\n", end="", flush=True)
 
 
-def measure(report: Report, limit_s: float, fault: str = "") -> None:
+def measure(report: Report, limit_s: float) -> None:
     """A product alone, exchanges with single nodes, then an all-reduce, with the backend that training will use."""
     import torch
     import torch.distributed as dist
@@ -182,6 +149,7 @@ def measure(report: Report, limit_s: float, fault: str = "") -> None:
     gpu = torch.cuda.is_available()
     local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    synchronize: Callable[[], None] = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     if gpu:
         torch.cuda.set_device(device)
     size, dtype = (4096, torch.bfloat16) if gpu else (384, torch.float32)
@@ -193,43 +161,37 @@ def measure(report: Report, limit_s: float, fault: str = "") -> None:
     dist.all_reduce(total)
     report.device = device.type
     if local == 0:
-        report.clock_at = time.time() + (60 if fault == "clock" else 0)
+        report.clock_at = time.time()
+    own, nodes = dist.get_rank() // per_node, dist.get_world_size() // per_node
 
     def best(work: Callable[[], Any]) -> float:
         times = []
         for _ in range(REPEATS):
             dist.all_reduce(total[:1])  # so that all measure at the same time
-            if gpu:
-                torch.cuda.synchronize()
+            synchronize()
             began = time.perf_counter()
             work()
-            if gpu:
-                torch.cuda.synchronize()
+            synchronize()
             times.append(time.perf_counter() - began)
         return min(times)
 
-    def exchange(partner: int | None) -> None:
-        if partner is None:
+    def exchange(partner: int) -> None:
+        if partner == own:
             return
-        if fault == "link":
-            time.sleep(0.4)
         other = partner * per_node + local
         for task in dist.batch_isend_irecv([dist.P2POp(dist.isend, total, other),
                                             dist.P2POp(dist.irecv, received, other)]):
             task.wait()
 
-    report.product_s = best(lambda: torch.mm(matrix, matrix)) + (1.0 if fault == "slow" else 0.0)
-    own, nodes = dist.get_rank() // per_node, dist.get_world_size() // per_node
-    met = [(partners[own], best(partial(exchange, partners[own]))) for partners in pairings(nodes)]
-    report.pair_s = min((seconds for partner, seconds in met if partner is not None), default=None)
-    report.reduce_s = best(lambda: dist.all_reduce(total))
+    report.times[PRODUCT] = best(lambda: torch.mm(matrix, matrix))
+    partners = [partner_of(own, number, nodes) for number in range(ROUNDS)]
+    times = [best(partial(exchange, partner)) for partner in partners]
+    if nodes > 1:
+        report.times[EXCHANGE] = min(seconds for partner, seconds in zip(partners, times, strict=True)
+                                     if partner != own)
+    report.times[REDUCE] = best(lambda: dist.all_reduce(total))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _fault(node: str) -> str:
-    faults = dict(entry.partition(":")[::2] for entry in os.environ.get("DROVER_PREFLIGHT_FAULT", "").split(","))
-    return faults.get(node, "")
 
 
 if __name__ == "__main__":

@@ -16,39 +16,42 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from launch.host import Host
 from launch.processes import stop_requests
-from launch.slurm.chain import read_chain
+from launch.slurm.chain import ChainJob, read_chain
 from launch.slurm.evaluations import Evaluations
-from launch.slurm.job.blame import Blame
 from launch.slurm.job.decisions import (
     TERMINATED,
     Decision,
-    Terms,
-    after_unseen,
+    Outcome,
     decide,
+    fruitless,
     taken_away,
     too_late,
     unseen,
     without_bad_nodes,
     without_requeue,
 )
-from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.preflight import run_preflight
 from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.job.start_records import is_committed, last_word, was_killed
-from launch.slurm.job.starts import Starts
+from launch.slurm.job.srun import StepEnd, last_words
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import STRIKES, lost
+from launch.slurm.nodes import STRIKES, add_strike, few, lost, named
 from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import prune
+from launch.slurm.trust import usable_code
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import STOP, log_attempt, read_attempts, read_state, write_state
+from pipeline.contract.parts import PARTS, last_word_file
+from pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.errors import UserError
+from pipeline.records.checkpoints import complete_checkpoints, step_of
+from pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
 CONTROLLER_S = 120.0
 """For Slurm's controller to come back, before a requeue is given up."""
@@ -63,24 +66,26 @@ class Runner:
     """One job's work.
 
     Attributes:
-        asked: the signals that told the job to end. lock: None where the stage's own lock is enough, as for an element
-            of an array.
+        number: of the start that is made next, or runs. last: folder of the logs, and end, of the last one.
         decision: how the job ended; None if it did nothing.
     """
 
-    def __init__(self, spec: JobSpec, here: Host, asked: list[int], lock: JobLock | None = None) -> None:
-        self.spec, self.here, self.asked, self.lock = spec, here, asked, lock if here.index is None else None
-        self.run_folder, self.say, self.scheduler = Path(spec.run), here.say, here.scheduler
+    def __init__(self, spec: JobSpec, here: Host) -> None:
+        self.spec, self.here, self.say, self.scheduler = spec, here, here.say, here.scheduler
+        self.run_folder, self.lock = Path(spec.run), here.lock(spec)
+        self.logs = self.run_folder / "logs" / spec.stage
         self.decision: Decision | None = None
-        self.blame = Blame(spec, here)
-        self.starts = Starts(self, spec, here, self.blame)
-        self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints and spec.stage == "train" else None
-        self.terms = Terms(spec.requeue, spec.link < spec.links, spec.max_restarts)
+        self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
+        self.last: tuple[Path, StepEnd] | None = None
+        # Over all restarts of the job. A start that no launcher made may have left its word: it must not count as ours.
+        said = read_state(spec.folder)
+        starts = [int(path.suffix[1:]) for path in self.logs.glob(f"{here.name}.*") if path.suffix[1:].isdigit()]
+        self.number = 1 + max([*starts, said.attempt if said and said.job == here.job else -1, -1])
 
     @property
     def stopping(self) -> bool:
         """Whether the job was told to end."""
-        return bool(self.asked)
+        return bool(self.here.asked)
 
     def run(self) -> int:
         """Do the job; its exit status."""
@@ -94,11 +99,11 @@ class Runner:
         if self.lock is not None:
             self.lock.acquire(self.say, lambda: self.stopping)
         try:
-            if (decision := self._account_for_the_last()) is not None:
+            if decision := self._account_for_the_last():
                 return self._end(decision)
-            self.starts.log("job", nodes=list(here.nodes), host=platform.node())
-            if (status := self._preflight()) is not None:
-                return status
+            self._log("job", nodes=list(here.nodes), host=platform.node())
+            if decision := self._preflight():
+                return self._end(decision)
             return self._starts()
         finally:
             if self.lock is not None:
@@ -108,11 +113,12 @@ class Runner:
 
     def _nothing_to_do(self) -> int | None:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
-        spec, again = self.spec, self.spec.link > 1 or self.here.restart > 0
-        if self.here.index is not None:
+        spec, here = self.spec, self.here
+        if here.index is not None:
             return None
-        state, ours = read_state(spec.folder), self._chain_jobs()
-        if again and state and state.job in ours:
+        state = read_state(spec.folder)
+        ours = [here.job, *(job.id for job in self._chain())]
+        if state and state.job in ours and (spec.link > 1 or here.restart):
             if state.status == "done" and read_manifest(spec.folder) is not None:
                 self.say(f"{spec.stage} is done (by job {state.job}): nothing to do")
                 return 0
@@ -126,86 +132,181 @@ class Runner:
             return 1
         return None
 
-    def _chain_jobs(self) -> set[str]:
-        """Ids of the jobs that this submission made for the stage, this one among them."""
-        chain = read_chain(self.run_folder)
-        jobs = chain.jobs if chain is not None and chain.id == self.spec.chain else ()
-        return {self.here.job, *(job.id for job in jobs if job.stage == self.spec.stage)}
-
     def _account_for_the_last(self) -> Decision | None:
         """A start of this job that nobody saw the end of: the job was taken from its nodes, one of them died, or the
         runner was killed. A decision if that goes on without bringing anything."""
-        spec, here = self.spec, self.here
-        last = here.unfinished(read_attempts(self.run_folder), spec.chain)
-        if last is None:
+        spec, here, events = self.spec, self.here, self._events(own=True)
+        if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
+        last = events[-1]
+        restart, start = last["restart"], last["start"]
         down = lost(last["nodes"], self.scheduler)
-        self.blame.strike({node: f"went down ({how})" for node, how in down.items()}, last["restart"], last["start"],
-                          len(last["nodes"]))
-        state = last_word(spec, here, last["restart"], last["start"])
+        self._strike({node: f"went down ({how})" for node, how in down.items()}, f"{restart}.{start}",
+                     len(last["nodes"]))
+        state = self._last_word(restart, start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
-        committed = (state is not None or here.index is not None) and is_committed(spec, here)
-        status, reason = unseen(state, committed, down, was_killed(spec, here, last["restart"]))
-        self.say(f"the start before this one ended without a word of its runner: {reason}")
-        end = {**self.starts.names(last["start"]), "restart": last["restart"], "status": status, "reason": reason,
-               "step": self.starts.newest_step()}
-        attempts = [*read_attempts(self.run_folder), {**end, "event": "ended"}]
-        decision = after_unseen(attempts, spec.stage, spec.chain, self.starts.apart, reason, self.terms)
-        log_attempt(self.run_folder, "ended", **end, next=decision.action if decision else "requeue")
-        return decision
+        committed = (state is not None or here.index is not None) and self._is_committed()
+        # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
+        killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
+        end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
+        decision = unseen(state, committed, down, killed, end, self._events(), spec)
+        self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
+        log_attempt(self.run_folder, "ended", **end, status=decision.status, reason=decision.reason,
+                    next=decision.action)
+        return decision if decision.action == "stop" else None
 
-    def _preflight(self) -> int | None:
-        """Try the nodes; the exit status if one of them is bad and this job cannot go on with it."""
-        spec = self.spec
+    def _preflight(self) -> Decision | None:
+        """Try the nodes; a decision if one of them is bad and this job cannot go on with it."""
+        spec, here = self.spec, self.here
         if not spec.preflight or not spec.ranks or self.stopping:
             return None
-        here = self.here
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder.parent, here.name, self.say)
-        environment = self.starts.environment(self.starts.number + 5000)
-        found = run_preflight(spec, folder, environment, self.tick, here.nodes)
+        found = run_preflight(spec, folder, self._environment(), self.tick, here.nodes)
         for line in found.told:
             self.say(f"preflight: {line}")
-        self.starts.log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
+        self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
         if not found.bad or self.stopping:
-            return TERMINATED if self.stopping else None
+            return None
         if found.reason:
-            decision = Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
-        else:
-            counts = self.blame.strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()},
-                                       here.restart, self.starts.number)
-            self.blame.keep_off(list(counts))
-            named = "; ".join(f"{node}: {reason}" for node, reason in found.bad.items())
-            decision = without_bad_nodes(named, max(counts.values(), default=0) >= STRIKES, self.terms)
-        return self._end(decision)
+            return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
+        counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
+        self._keep_off(list(counts))
+        return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
+                                 left_out=max(counts.values(), default=0) >= STRIKES)
 
     # ---- starts
 
     def _starts(self) -> int:
+        spec, here = self.spec, self.here
         while not self.stopping:
-            if changed := self.starts.changed_code():
-                return self._end(Decision("stop", "failed", changed, 1, final=True))
-            outcome = self.starts.start()
-            decision = decide(outcome, self.terms)
-            if decision.action == "restart" and self.spec.ranks and \
-                    self.scheduler.seconds_left(self.here.job) < self.spec.signal_s + SLURM_EARLY_S:
-                decision = too_late(decision, self.terms)
+            if spec.code_sha256 and (changed := usable_code(vars(spec))[1]):
+                return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
+            outcome = self._start()
+            decision = decide(outcome, spec)
+            if decision.action == "restart" and \
+                    self.scheduler.seconds_left(here.job) < spec.signal_s + SLURM_EARLY_S:
+                decision = too_late(decision, spec)
             if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)
                 return 1
-            if decision.action in ("restart", "requeue") and not self.here.is_current():
+            if decision.action in ("restart", "requeue") and not here.is_current():
                 decision = taken_away(decision)
-            self.starts.log("ended", status=decision.status, reason=decision.reason, step=self.starts.newest_step(),
-                            next=decision.action)
+            self._log("ended", status=decision.status, reason=decision.reason, step=self._newest_step(),
+                      next=decision.action)
             if decision.action != "restart":
                 return self._end(decision)
-            self.starts.tell_last_words()
+            self._tell_last_words()
             self.say(f"{decision.status}: {decision.reason}; starting again")
-            self.starts.number += 1
-            self.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)))
+            self.number += 1
+            here.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)), self.tick)
         self.say("told to end: nothing more is started")
         return TERMINATED
+
+    def _start(self) -> Outcome:
+        """Start the stage once and wait for its end."""
+        spec, here = self.spec, self.here
+        folder = self.logs / f"{here.name}.{self.number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        latest = folder.with_name(f"latest.{folder.name}.tmp")
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(folder.name)
+        latest.replace(folder.with_name("latest"))
+        prune(self.logs, here.name, self.say)
+        os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
+        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self._newest_step()})
+        what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
+            "one process"
+        self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
+        part = [] if here.index is None else ["--part", f"{here.index}/{spec.parts}"]
+        part += ["--phase", spec.phase] if part and spec.phase else []
+        end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
+        self.last = (folder, end)
+        return self._judge(folder, end)
+
+    def _judge(self, folder: Path, end: StepEnd) -> Outcome:
+        self._strike(dict.fromkeys(end.lost, "went down"))
+        crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
+        # What the first rank that failed said last, where it ended by itself.
+        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
+        return Outcome(
+            state=self._last_word(self.here.restart, self.number), committed=self._is_committed(), end=end,
+            cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
+            hang=self._hang(), stopping=self.stopping,
+            again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
+            fruitless=fruitless([*self._events(), crash]))
+
+    def _tell_last_words(self) -> None:
+        """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
+        for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
+            self.say(f"  {line}", quiet=True)
+
+    def _environment(self) -> dict[str, str]:
+        """Of a stage's process. What the submission says goes before what the job's shell happened to have."""
+        spec = self.spec
+        return {**os.environ, **spec.environment, "DROVER_ATTEMPT": str(self.number), "DROVER_CHAIN": spec.chain,
+                **(self.here.rendezvous(spec) if spec.ranks else {})}
+
+    # ---- what a start left
+
+    def _last_word(self, restart: int, start: int) -> StageState | None:
+        """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
+        spec, here = self.spec, self.here
+        state = read_state(spec.folder) if here.index is None else \
+            read_state(spec.folder / PARTS, last_word_file(spec.phase, here.index, spec.parts))
+        mine = (here.job, restart, start)
+        return state if state and (state.job, state.restart, state.attempt) == mine else None
+
+    def _is_committed(self) -> bool:
+        """Whether the manifest is there; for an element of an array, the record that its part is done."""
+        spec, index = self.spec, self.here.index
+        records = (spec.folder / PARTS).glob(f"{spec.phase or '*'}.{index}-of-{spec.parts}.json")
+        return (index is not None and any(records)) or read_manifest(spec.folder) is not None
+
+    def _newest_step(self) -> int | None:
+        """Of the newest complete checkpoint; None if there is none."""
+        return max(map(step_of, complete_checkpoints(self.spec.folder)), default=None)
+
+    def _hang(self) -> str:
+        """What is known of a hang; the late nodes get a strike. Empty if nothing hung."""
+        folder = hang_folder(self.spec.folder, f"{self.here.job or 'local'}.{self.here.restart}.{self.number}")
+        if not read_hang(folder):
+            return ""
+        hang = judge_hang(folder, self.spec.ranks)
+        late = sorted({node for _, node in hang.late if node is not None})
+        if 2 * len(late) < len(self.here.nodes):  # where half of the nodes are late, it is not the nodes
+            counts = self._strike(dict.fromkeys(late, "was late when training hung"))
+            self._keep_off([node for node, count in counts.items() if count >= STRIKES])
+        return hang.text
+
+    # ---- nodes that failed a start
+
+    def _strike(self, found: Mapping[str, str], start: str = "", nodes: int = 0) -> dict[str, int]:
+        """Record that nodes failed a start, each with the reason; how often each did within a day.
+
+        More than a few at once get none: what they have in common (a switch, a file system) failed. start: restart and
+        number, if not of this one. nodes: how many it had.
+        """
+        of, counts = nodes or len(self.here.nodes), dict[str, int]()
+        start = f"{self.here.name}.{start or f'{self.here.restart}.{self.number}'}"
+        if len(found) > few(of):
+            self.say(f"{named(found)}: {next(iter(found.values()))}. These are {len(found)} of {of} nodes at once, "
+                     f"which has a cause in common: none of them gets a strike")
+            return counts
+        for node, reason in found.items():
+            counts[node] = 1
+            with suppress(OSError):
+                counts[node] = add_strike(self.run_folder, node, start, reason)
+            self.say(f"{node} {reason} (strike {counts[node]} within a day)")
+        return counts
+
+    def _keep_off(self, nodes: list[str]) -> None:
+        """Tell the chain's waiting jobs for this stage to leave nodes out."""
+        links = [job.id for job in self._chain() if job.kind == "link"]
+        for job in links[self.spec.link:] if nodes else ():
+            if problem := self.scheduler.leave_out(job, nodes):
+                self.say(f"the waiting job {job} could not be told to leave out {', '.join(nodes)}: {problem}")
 
     # ---- the end
 
@@ -218,14 +319,14 @@ class Runner:
             refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
-            decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.terms)
+            decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
         # Without a lock of its own (on one box) a stage that refused may be one that somebody else is working on.
         if decision.final and self.here.index is None and (self.lock or decision.status != "failed"):
-            os.environ.setdefault("DROVER_ATTEMPT", str(self.starts.number))
+            os.environ.setdefault("DROVER_ATTEMPT", str(self.number))
             with suppress(OSError):
-                write_state(self.spec.folder, "failed", step=self.starts.newest_step(), reason=decision.reason)
+                write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
         if decision.action == "stop":
-            self.starts.tell_last_words()
+            self._tell_last_words()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
         self.say(f"{self.spec.stage} {how}", quiet=True)
         if self.evaluations is not None and not self.stopping:
@@ -246,12 +347,33 @@ class Runner:
     def _beat(self, *, at_once: bool = False) -> bool:
         return self.lock is None or self.lock.beat(at_once=at_once)
 
-    def pause(self, seconds: float) -> None:
-        """Wait, but not when told to end."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.stopping:
-            self.tick()
-            time.sleep(0.25)
+    # ---- records
+
+    def _chain(self) -> list[ChainJob]:
+        """The jobs that this submission made for the stage, as far as they are recorded."""
+        chain = read_chain(self.run_folder)
+        return [job for job in chain.jobs if job.stage == self.spec.stage] \
+            if chain is not None and chain.id == self.spec.chain else []
+
+    def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
+        """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
+        array, of this job's alone: elements do not follow each other, as links of a chain do."""
+        alike = ("stage", "chain", "job") if own or self.here.index is not None else ("stage", "chain")
+        names = self._names()
+        return [event for event in read_attempts(self.run_folder)
+                if all(event.get(name) == names[name] for name in alike)]
+
+    def _names(self) -> dict[str, Any]:
+        """What a record says of which start it is."""
+        return {"stage": self.spec.stage, "job": self.here.name, "restart": self.here.restart, "start": self.number,
+                "chain": self.spec.chain}
+
+    def _log(self, event: str, **details: Any) -> None:
+        """Record something that happened in this start."""
+        try:
+            log_attempt(self.run_folder, event, **self._names(), **details)
+        except OSError as error:  # a full disk ends no run by the log of it
+            self.say(f"`{event}` could not be logged: {error}")
 
 
 def main(arguments: list[str]) -> int:
@@ -259,10 +381,9 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        here = SlurmHost.from_environment(os.environ, Scheduler())
-        spec = JobSpec.load(Path(arguments[0]), *arguments[1:])
         with stop_requests() as asked:
-            return Runner(spec, here, asked, here.lock(spec)).run()
+            here = SlurmHost.from_environment(os.environ, Scheduler(), asked)
+            return Runner(JobSpec.load(Path(arguments[0]), *arguments[1:]), here).run()
     except (UserError, OSError) as error:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {error}", flush=True)
         return 1

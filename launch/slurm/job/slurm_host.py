@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import math
-import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
 
 from launch.host import Host
 from launch.ports import free_port
-from launch.processes import Processes
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd, run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import address
 from launch.slurm.scheduler import Scheduler
-from launch.slurm.start_logs import ONE_PROCESS
 from pipeline.contract.signed import SECRET
 from pipeline.errors import UserError
-
-if TYPE_CHECKING:
-    from launch.slurm.job.runner import Runner
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
 STEP_PAUSE_S = 5.0
-ASK_AGAIN_S = 600.0
-"""For the time limit, where there is none, or Slurm does not answer."""
 
 
 class SlurmHost(Host):
     """A job's nodes."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler) -> SlurmHost:
+    def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
             raise UserError("launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes jobs.")
@@ -45,49 +34,34 @@ class SlurmHost(Host):
         name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
         return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),
                    tuple(scheduler.hostnames(environment.get("SLURM_JOB_NODELIST", ""))),
-                   None if element is None else int(element), scheduler)
+                   None if element is None else int(element), scheduler, asked)
 
-    def lock(self, spec: JobSpec) -> JobLock:
-        """What keeps other jobs from the stage."""
-        def state_of(job: str) -> str | None:
+    def lock(self, spec: JobSpec) -> JobLock | None:
+        """Elements of an array work on one stage together."""
+        def has_ended(job: str) -> bool:
             found = self.scheduler.jobs([job])
-            return None if found is None else found[job].state
+            return found is not None and not found[job].queued
 
-        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, state_of, spec.chain)
+        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, has_ended, spec.chain) \
+            if self.index is None else None
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              job: Runner) -> StepEnd:
-        """Ranks as a step of srun, a stage without ranks as a child of this process."""
-        if not spec.ranks:
-            child = Processes(command, environment, spec.stage, job.asked, log=folder / ONE_PROCESS)
-            look_at = 0.0 if spec.warned else math.inf
-
-            def tick() -> bool:
-                """Slurm warns only steps of the time limit. A limit may also be changed while the job runs."""
-                nonlocal look_at
-                if time.monotonic() >= look_at:
-                    left = self.scheduler.seconds_left(self.name) - spec.signal_s
-                    look_at = time.monotonic() + min(left, ASK_AGAIN_S) if left > 0 else math.inf
-                    if left <= 0:
-                        child.send_signal(signal.SIGUSR2)
-                return job.tick()
-
-            return StepEnd(child.run(tick))
-        srun = srun_command(spec, folder, command, stage=spec.stage)
+              each: Callable[[], bool]) -> StepEnd:
+        """As a step of srun: Slurm tells only steps that the time limit is near."""
+        srun = srun_command(spec, folder, spec.stage, command)
         for number in range(1, STEP_TRIES + 1):
-            end = run_step(srun, environment, folder, job.tick, self.say)
-            if end.started or end.abandoned or job.asked or number == STEP_TRIES or not self.is_current():
+            end = run_step(srun, environment, folder, each, self.say)
+            if end.started or end.abandoned or self.asked or number == STEP_TRIES or not self.is_current():
                 break
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
-            job.pause(STEP_PAUSE_S * number)
+            self.pause(STEP_PAUSE_S * number, each)
         return end
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """All goes to the job's log."""
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
-    def rendezvous(self, spec: JobSpec, number: int) -> dict[str, str]:
+    def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first node. Ranks sign what they leave in their store with the secret."""
-        return {"MASTER_ADDR": address(self.nodes[0], self.scheduler),
-                "MASTER_PORT": str(free_port(int(self.job), number)),
+        return {"MASTER_ADDR": address(self.nodes[0], self.scheduler), "MASTER_PORT": str(free_port()),
                 "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}

@@ -10,49 +10,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from launch.processes import BROKEN_S, KILL_S, Processes
 from launch.slurm import trust
-from launch.slurm.job.decisions import REFUSED
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.start_logs import last_lines, rank_log
+from pipeline.errors import UserError
 
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
 MAKE_S = 30.0
 """Seconds after which a srun that has started no task is ended, to be called again: a controller that has just come
 back may let it wait for room that is there."""
+REFUSED = f"Exited with exit code {UserError.exit_status}"
+# One line about tasks that ended badly: `n3`, `2` or `0-1`, `Killed` or `Exited with exit code 7`.
 _ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
-_NODE = re.compile(r"^srun: error: (?:Node failure on (?P<node>\S+)|Task launch for .* failed on node (?P<other>\S+):)",
-                   re.MULTILINE)
+_NODE = re.compile(r"^srun: error: (?:Node failure on (\S+)|Task launch for .* failed on node (\S+):)", re.MULTILINE)
 _VANISHED = re.compile(r"missing step on node (?P<index>\d+)")
-_NO_STEP = re.compile(r"^srun: error: .*(?:Unable to create step|Application launch failed|Unable to confirm allocation"
-                      r"|Job/step already completing|Unable to resolve).*$", re.MULTILINE | re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class TaskEnd:
-    """One line of srun about tasks that ended badly: `n3`, `2` or `0-1`, `Killed` or `Exited with exit code 7`."""
-
-    node: str
-    tasks: str
-    how: str
-
-    @property
-    def first_task(self) -> int:
-        """The lowest rank among the tasks."""
-        return int(re.split("[,-]", self.tasks)[0])
-
-    @property
-    def follows(self) -> bool:
-        """Whether that is how tasks end that are ended because of another one."""
-        return self.how in ("Terminated", "Exited with exit code 143")
-
-    def __str__(self) -> str:
-        many = not self.tasks.isdigit()
-        how = self.how[0].lower() + self.how[1:]
-        return f"rank{'s' if many else ''} {self.tasks} on {self.node}: {how}"
+_NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|confirm allocation)"
+                      r"|Application launch failed|Job/step already completing).*)$", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -71,10 +47,16 @@ class StepEnd:
     abandoned: bool = False
 
     @property
-    def first(self) -> TaskEnd | None:
+    def first(self) -> re.Match[str] | None:
         """Of the tasks that ended badly, those that srun named first, and that were not ended for others' sake."""
-        ends = [TaskEnd(**found.groupdict()) for found in _ENDED.finditer(self.said)]
-        return next((end for end in ends if not end.follows), ends[0] if ends else None)
+        ends = list(_ENDED.finditer(self.said))
+        own = [end for end in ends if end["how"] not in ("Terminated", "Exited with exit code 143")]
+        return next(iter(own + ends), None)
+
+    @property
+    def rank(self) -> int:
+        """The lowest of the first ranks that ended badly."""
+        return int(re.split("[,-]", self.first["tasks"])[0]) if self.first else 0
 
     @property
     def started(self) -> bool:
@@ -84,19 +66,19 @@ class StepEnd:
     @property
     def refused(self) -> bool:
         """Whether the first to end gave the exit status of a refusal."""
-        return self.first.how == f"Exited with exit code {REFUSED}" if self.first else self.status == REFUSED
+        return self.first["how"] == REFUSED if self.first else self.status == UserError.exit_status
 
     @property
     def lost(self) -> list[str]:
         """Nodes that Slurm says failed."""
-        return list(dict.fromkeys(found["node"] or found["other"] for found in _NODE.finditer(self.said)))
+        return list(dict.fromkeys(found[1] or found[2] for found in _NODE.finditer(self.said)))
 
     @property
     def exited(self) -> bool:
         """Whether the first to end chose to, so that its last words say why."""
         if _VANISHED.search(self.said):
             return False
-        return self.first.how.startswith("Exited") if self.first else 0 < self.status < 128
+        return self.first["how"].startswith("Exited") if self.first else 0 < self.status < 128
 
     @property
     def cause(self) -> str:
@@ -109,15 +91,17 @@ class StepEnd:
             return f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
         if found := _VANISHED.search(self.said):  # the others' complaints came first
             return f"Slurm lost the tasks of the step's node number {found['index']}, from 0 (slurmstepd died)"
-        if self.first:
-            return str(self.first)
+        if first := self.first:
+            ranks = "rank" if first["tasks"].isdigit() else "ranks"
+            return f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
         if found := _NO_STEP.search(self.said):
-            return found.group().removeprefix("srun: error: ")
+            return found[1]
         return f"killed by {signal.Signals(self.status - 128).name}" if 128 < self.status < 128 + 65 else ""
 
 
-def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: str = "") -> list[str]:
-    """srun's command line for one task per rank; their output in `folder`, in a file for each node.
+def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]) -> list[str]:
+    """srun's command line for one task per rank, or one for a stage without ranks; their output in `folder`, in a file
+    for each node.
 
     `--label`: slurmstepd then writes each file, line by line. Ranks that shared one would cut one another's lines.
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
@@ -126,13 +110,13 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], *, stage: 
     place = str(folder).replace("%", "%%")
     # Each node gets its copy of the code before anything of it is imported there. The program goes along as text, which
     # this process has from a compared copy: the run folder's file may have been exchanged since.
-    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node", spec.code, spec.code_sha256,
-               json.dumps([spec.trusted_group, spec.check_owners])]
-    return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks}",
+    copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
+               json.dumps({name: vars(spec)[name] for name in trust.CODE})]
+    return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             *(copying if spec.code_sha256 and not spec.wrap else []), sys.executable, "-m", "launch.slurm.job.rank",
-            *(["--stage", stage] if stage else []), "--", *command]
+            stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
@@ -143,9 +127,16 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
     with open(log, errors="replace") as reader:
         began, said, broken, made, given_up = time.monotonic(), "", 0.0, False, False
 
+        def hear() -> None:
+            nonlocal said
+            new = reader.read()
+            said += new
+            for line in filter(str.strip, new.splitlines()):
+                say(line)
+
         def goes_on() -> bool:
-            nonlocal said, broken, made, given_up
-            said = _heard(reader, said, say)
+            nonlocal broken, made, given_up
+            hear()
             broken = broken or (time.monotonic() if _ENDED.search(said) else 0.0)
             made = made or any(folder.glob("node*.log"))
             given_up = given_up or (not made and time.monotonic() - began > MAKE_S)
@@ -153,19 +144,11 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
 
         srun = Processes(command, environment, log=log)  # which answers SIGTERM by killing its tasks at once
         status = srun.run(goes_on)
-        said = _heard(reader, said, say)
+        hear()
     return StepEnd(status, said, given_up, srun.killed)
 
 
 def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
     """The last lines of the first rank that failed."""
-    rank = end.first.first_task if end.first else 0
-    return [f"rank {rank}: {line}" for line in last_lines(rank_log(folder, rank, ranks_per_node), rank, count)]
-
-
-def _heard(reader: TextIO, said: str, say: Callable[[str], None]) -> str:
-    """What was said, with what is new, which is handed on."""
-    new = reader.read()
-    for line in filter(str.strip, new.splitlines()):
-        say(line)
-    return said + new
+    path = rank_log(folder, end.rank, ranks_per_node)
+    return [f"rank {end.rank}: {line}" for line in last_lines(path, end.rank, count)]

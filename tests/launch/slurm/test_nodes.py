@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import signal
 import socket
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 import pytest
 
 from launch.ports import PORTS, free_port
-from launch.slurm.job import slurm_host
+from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
 from launch.slurm.scheduler import Scheduler
-from pipeline.files import append_line
+from pipeline.contract.state import StageState, log_attempt
+from pipeline.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
 from tests.launch.recorded_slurm import FakeSlurm
 
@@ -80,64 +79,54 @@ def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     assert slurm.scheduler().seconds_left("12") == left
 
 
-def test_a_job_is_warned_once_when_its_time_is_nearly_up(tmp_path, monkeypatch):
-    """Slurm is asked when it should be so, and every ten minutes: a limit may be changed."""
-    clock, slurm, asked, sent = [0.0], Slurm(), [], []
-    monkeypatch.setattr(slurm_host.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(slurm, "seconds_left", lambda job: asked.append(clock[0]) or 2000 - clock[0])
-
-    def run(tick):
-        for clock[0] in (0.0, 599.0, 600.0, 1200.0, 1799.0, 1800.0, 1899.0, 1900.0, 1999.0):
-            assert tick()
-        return 0
-
-    monkeypatch.setattr(slurm_host, "Processes", lambda *_, **__: SimpleNamespace(
-        run=run, send_signal=lambda number: sent.append((clock[0], number))))
-    job = SimpleNamespace(asked=[], tick=lambda: True)
-    spec = JobSpec("trial-shard", "shard", (), run=str(tmp_path), chain="c", warned=True, signal_s=100)
-    assert SlurmHost("12", "12", 0, ("n1",), None, slurm).start(spec, [], {}, tmp_path, job).status == 0
-    assert sent == [(1900, signal.SIGUSR2)] and asked == [0, 600, 1200, 1800, 1900]
-
-
 def test_addresses():
     slurm = Slurm(address="10.0.0.7")
     assert (address("localhost", slurm), address("no-such-node.invalid", slurm)) == ("localhost", "10.0.0.7")
 
 
-def test_ports_are_apart_and_below_the_kernels_own():
-    ports = [free_port(job, start) for job in range(500, 510) for start in range(10)]
-    assert len(set(ports)) == len(ports) and min(ports) >= PORTS.start and max(ports) < 32768
-
-
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
-    port = free_port(500, 0)
+    port = free_port()
+    assert port in PORTS and PORTS.stop < 32768
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("", port))  # as another runner would, on the same node
     with socket.socket() as rank:
         rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         rank.bind(("", port))
         rank.listen()
-    assert free_port(500, 1) != port and free_port(500, 0) == port
+    assert free_port() != port
+    with socket.socket() as other:
+        other.bind(("", port))
 
 
-def test_starts_are_counted_over_restarts(tmp_path):
+def test_starts_are_counted_over_restarts(job):
+    """Those that left a log, which is not written over, and one that no launcher made."""
+    def number(name="12"):
+        return Runner(job.spec, SlurmHost(name, name, 1, ("n1",), None, Slurm())).number
+
+    assert number() == 0
+    for name in ("12.1", "12.4", "123.9"):
+        (job.run / "logs/train" / name).mkdir(parents=True)
+    (job.run / "logs/train/latest").symlink_to("12.4")
+    assert number() == 5
+    write_sealed(job.stage / "STATE.json", asdict(StageState("running", job="12", attempt=6)))
+    assert (number(), number("13")) == (7, 0)
+
+
+def test_the_newest_start_of_a_job_if_nothing_says_how_it_ended(job):
+    of = {"stage": "train", "chain": "c", "restart": 0, "nodes": []}
     here = SlurmHost("12", "12", 1, ("n1",), None, Slurm())
-    of = {"stage": tmp_path.name, "chain": "c"}
-    attempts = [{"event": event, "job": job, "start": start, **of} for event, job, start in (
-        ("attempt", "12", 0), ("ended", "12", 0), ("attempt", "11", 7), ("attempt", "12", 1), ("ended", "12", 1),
-        ("job", "12", 2), ("preflight", "12", 2))]
-    assert here.next_start(attempts, tmp_path) == 2
-    assert [here.unfinished(attempts[:count], "c") for count in (4, 5, 6, 7)] == [attempts[3], None, attempts[5], None]
-    (tmp_path / "12.4").mkdir()
-    (tmp_path / "latest").symlink_to("12.4")
-    assert here.next_start(attempts, tmp_path) == 5, "an earlier start's log is not written over"
+    for event, name, start, told in (("attempt", "12", 0, True), ("ended", "12", 0, False), ("attempt", "11", 7, False),
+                                     ("attempt", "12", 1, True), ("job", "12", 2, True), ("preflight", "12", 2, False)):
+        log_attempt(job.run, event, job=name, start=start, **of)
+        before = len(job.events("ended"))
+        assert Runner(job.spec, here)._account_for_the_last() is None
+        assert len(job.events("ended")) == before + told
 
 
 def test_an_element_of_an_array():
     here = SlurmHost.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}))
+                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}), [])
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
-    assert here.part(8) == ["--part", "3/8"]
 
 
 @pytest.mark.parametrize(("state", "restarts", "current"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import re
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.slurm import trust
-from launch.slurm.job.rank import defaults, make_caches
+from launch.slurm.job.rank import defaults
 from launch.slurm.job.srun import srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
@@ -241,8 +242,8 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
-    command = [sys.executable, "-I", trust.__file__, "node", submitted.code, submitted.code_sha256,
-               "[null, true]", "sh", "-c", "echo $PYTHONPATH"]
+    values = json.dumps({name: vars(submitted)[name] for name in trust.CODE})
+    command = [sys.executable, "-I", trust.__file__, "node", values, "sh", "-c", "echo $PYTHONPATH"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
 
     def run():
@@ -259,9 +260,10 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "launch/a.py").write_text("evil")
     assert run()[0] == 2
-    step = srun_command(submitted, tmp_path, ["true"])
-    assert submitted.code not in step[:step.index("node")], "what looks at the copy is not taken from there"
-    assert "def local_copy(" in step[step.index("node") - 1]
+    step = srun_command(submitted, tmp_path, "train", ["true"])
+    before = step[:step.index("node")]
+    assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
+    assert "def local_copy(" in before[-1]
 
 
 def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
@@ -336,38 +338,44 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-def test_a_private_folder(tmp_path):
+def test_a_private_folder(tmp_path, monkeypatch):
     os.umask(0)
     made = private_folder(tmp_path / "mine")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     made.chmod(0o755)  # as earlier versions made it: others could only read
     assert private_folder(made) == made and stat.S_IMODE(made.stat().st_mode) == 0o700
-    (tmp_path / "link").symlink_to(made)
     (tmp_path / "file").touch(0o600)
-    for path, mode, said in ((made, 0o770, "may be written by others"), (made, 0o702, "may be written by others"),
-                             (tmp_path / "link", 0o700, "is a link"), (tmp_path / "file", 0o600, "is no folder")):
+    (tmp_path / "link").symlink_to(made)
+    for path, mode in ((made, 0o702), (tmp_path / "link", 0o702)):
         path.chmod(mode)
-        with pytest.raises(PermissionError, match=said):
+        with pytest.raises(PermissionError, match="may be written by everybody"):
             private_folder(path)
+    with pytest.raises(FileExistsError):
+        private_folder(tmp_path / "file")
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    made.chmod(0o770)
+    with pytest.raises(PermissionError, match="may be written by the group"):
+        private_folder(made)
     if ROOT:
         made.chmod(0o700)
-        os.chown(made, OTHER, -1)
-        with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-            private_folder(made)
+        for path in (tmp_path / "link", made):
+            os.chown(path, OTHER, -1, follow_symlinks=False)
+            with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+                private_folder(path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():
-    found = defaults({"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"})
+    node = {"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"}
+    assert defaults({**node, "TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
+    assert not node_folder().exists(), "the user's own are the user's own affair"
+    found = defaults(node)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert node_folder() in Path(found[name]).parents
-    make_caches({"TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
-    assert not node_folder().exists(), "the user's own are the user's own affair"
-    make_caches(found)
     assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
-    with pytest.raises(UserError, match=r"may be written by others.*\(on n7\)\. Remove it there \(`rm -r .*"
+    with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r .*"
                                         r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
-        make_caches({**found, "SLURMD_NODENAME": "n7"})
+        defaults(node)
 
 
 def test_the_check_needs_nothing_but_the_standard_library():

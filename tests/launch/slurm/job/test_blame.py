@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from launch.slurm.job import preflight
-from launch.slurm.job.blame import Blame
-from launch.slurm.job.node_trial import Problem, Report
-from launch.slurm.job.preflight import Arrivals, allowed_s, judge
+from launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
+from launch.slurm.job.preflight import allowed_s, conclusion, is_over, judge
+from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
@@ -21,9 +21,10 @@ from pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
 
 COUNTS = (2, 64, 4096)
-GPU = Problem("gpu", "7 GPUs instead of 8")
-FAULTS = ({"problems": [GPU]}, {"problems": [Problem("shm", "shm")]}, {"product_s": 3.0}, {"pair_s": 3.0},
-          {"clock_at": 2000.0}, {"finished": False})
+GPU = {"gpu": "7 GPUs instead of 8"}
+TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
+FAULTS = ({"problems": GPU}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
+          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
 
 
 def nodes_of(count):
@@ -32,7 +33,7 @@ def nodes_of(count):
 
 def sound(count):
     """What the ranks of sound nodes write, one a node."""
-    return [Report(rank, node, clock_at=1000.0, product_s=0.01, pair_s=0.02, reduce_s=0.05, finished=True)
+    return [Report(rank, node, clock_at=1000.0, times=TIMES)
             for rank, node in enumerate(nodes_of(count))]
 
 
@@ -46,19 +47,19 @@ def importing(count, answered):
 def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     reports = importing(count, answered)
-    found = judge(reports, count, 4.0, nodes_of(count), lasted, quiet)
+    found = judge(reports, nodes_of(count), 4.0, lasted, quiet)
     assert not found.bad and not found.reason
     assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
     assert f"({count - answered} of {count}" in found.told[0]
-    reports[0] = replace(reports[0], problems=[GPU])
-    assert count == 2 or judge(reports, count, 4.0, nodes_of(count), lasted, quiet).bad == {"n0000": GPU.text}
+    reports[0] = replace(reports[0], problems=GPU)
+    assert count == 2 or judge(reports, nodes_of(count), 4.0, lasted, quiet).bad == {"n0000": GPU["gpu"]}
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
 def test_a_few_nodes_that_never_answer_are_found(count):
     """All others came within 50 s; for 100 s nothing has come."""
     def of(answered):
-        return judge(importing(count, answered), count, 4.0, nodes_of(count), 50.0, 100.0)
+        return judge(importing(count, answered), nodes_of(count), 4.0, 50.0, 100.0)
 
     assert list(of(count - few(count)).bad) == nodes_of(count)[count - few(count):]
     too_many = of(count - few(count) - 1)
@@ -74,10 +75,10 @@ def test_never_more_than_a_few_are_blamed(count, seed):
         reports[number] = replace(reports[number], **draw.choice(FAULTS))
     reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
     sick = {report.node for report in reports if report.problems}
-    found = judge(reports, count, 4.0, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
+    found = judge(reports, nodes_of(count), 4.0, draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
     assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
     assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
-    told = [*found.told, *preflight._lines(found, reports, nodes_of(count), 100.0, "")]
+    told = [*found.told, *conclusion(found, reports, nodes_of(count), 100.0, "")]
     assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
@@ -85,28 +86,12 @@ def test_the_time_allowed_grows_with_the_nodes():
     assert [allowed_s(count) for count in (1, 64, 512, 4096)] == [180.5, 212, 436, 1800]
 
 
-def test_when_reports_came_and_when_waiting_is_over(tmp_path, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: now)
-    reports = Arrivals(tmp_path, nodes_of(4))
-
-    def after(seconds, rank=None, finished=False):
-        """What is known so much later, when a rank has reported."""
-        nonlocal now
-        now += seconds
-        if rank is not None:
-            with open(tmp_path / f"node{rank}.log", "a") as file:
-                file.write(f"{rank}: {json.dumps(asdict(Report(rank, 'n', finished=finished)))}\n")
-            reports.look()
-        return reports.lasted_s, reports.quiet_s, reports.are_over
-
-    for rank in range(3):
-        assert after(10, rank) == (10.0 * (rank + 1), 0.0, False)
-    assert after(119) == (30.0, 119.0, False), "one of four, for twice as long as what it takes to be stuck"
-    assert after(1)[2]
-    assert after(5, 0, finished=True)[1:] == (0.0, False), "it is done"
-    after(1000, 3)
-    assert not after(1000)[2], "all have reported: they measure, for as long as they are allowed to"
+@pytest.mark.parametrize(("answered", "lasted", "quiet", "over"), [
+    (3, 30, 119, False), (3, 30, 120, True),  # one of four, for twice as long as what it takes to be stuck
+    (3, 100, 199, False), (3, 100, 200, True), (2, 30, 999, False), (0, 0, 999, False),
+    (4, 30, 999, False)])  # all have reported: they measure, for as long as they are allowed to
+def test_when_waiting_is_over(answered, lasted, quiet, over):
+    assert is_over(importing(4, answered), nodes_of(4), lasted, quiet) == over
 
 
 def test_who_was_late_when_training_hung(job, capsys):
@@ -118,12 +103,14 @@ def test_who_was_late_when_training_hung(job, capsys):
         for rank in range(4):
             place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
             write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank:04}", 5, 9.0, 1.0, (place,)))
-        return blame(nodes).late(start)
+        return hang(start, nodes)
 
-    def blame(nodes):
-        return Blame(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
+    def hang(start, nodes):
+        there = Runner(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(nodes)), None, job.slurm))
+        there.number = start
+        return there._hang()
 
-    assert blame(4).late(0) == "" and not capsys.readouterr().out
+    assert hang(0, 4) == "" and not capsys.readouterr().out
     assert "rank 3 (n0003)" in late(0) and strikes(job.run) == {"n0003": 1} and not job.slurm.left_out
     assert "was late when training hung (strike 1 within a day)" in capsys.readouterr().out
     assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n0003"]}
@@ -133,29 +120,49 @@ def test_who_was_late_when_training_hung(job, capsys):
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     nodes, most = nodes_of(count), few(count)
-    blame = Blame(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
-                  SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
+    there = Runner(JobSpec("trial-train", "train", (), run=str(tmp_path), chain="c"),
+                   SlurmHost("12", "12", 0, tuple(nodes), None, Scheduler()))
     down, more = (dict.fromkeys(nodes[:number], "went down") for number in (most, most + 1))
-    assert blame.strike(down, 0, 0) == dict.fromkeys(down, 1)
-    assert blame.strike(more, 0, 1) == {}
+    assert there._strike(down, "0.0") == dict.fromkeys(down, 1)
+    assert there._strike(more, "0.1") == {}
     assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert blame.strike(down, 0, 2) == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 
 @pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
 def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, setting, limit):
-    times, went_on = iter([0.0, 0.0]), []
+    clock, went_on = [0.0], []
 
     def run_step(command, environment, folder, goes_on, say):
         assert command[-1] == str(limit), "the ranks wait for one another as long"
-        for second in (0.0, limit - 1.0, limit + 1.0):
-            monkeypatch.setattr(preflight.time, "monotonic", lambda second=second: second)
+        for clock[0] in (0.0, limit - 1.0, limit + 1.0):
             went_on.append(goes_on())
         return StepEnd(143)
 
     monkeypatch.setattr(preflight, "run_step", run_step)
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
     spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
                    preflight_s=setting)
     found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes))
     assert went_on == [True, True, False] and not found.bad and "no rank reported" in found.told[0]
+
+
+def test_the_trial_ends_when_the_last_of_many_nodes_does_not_report(tmp_path, monkeypatch):
+    """A rank reports every 10 s, the fourth of four nodes never: it is blamed after two minutes of silence."""
+    clock, went_on = [0.0], []
+
+    def run_step(command, environment, folder, goes_on, say):
+        for rank, report in enumerate(sound(3)):
+            clock[0] += 10
+            (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(report))}\n")
+            assert goes_on()
+        for seconds in (119, 1):
+            clock[0] += seconds
+            went_on.append(goes_on())
+        return StepEnd(143)
+
+    monkeypatch.setattr(preflight, "run_step", run_step)
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=4, nodes=4)
+    found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(4))
+    assert went_on == [True, False] and found.bad == {"n0003": "it did not report"}

@@ -9,13 +9,13 @@ import pytest
 from launch.slurm.job.decisions import (
     MOST_OUTSIDE,
     Outcome,
-    Terms,
-    after_unseen,
     decide,
     fruitless,
     too_late,
     unseen,
 )
+from launch.slurm.job.srun import StepEnd
+from launch.slurm.jobspec import JobSpec
 from pipeline.contract.state import StageState
 
 DONE, RUNNING, FAILED = StageState("done"), StageState("running"), StageState("failed", reason="bad data")
@@ -25,40 +25,51 @@ TERMINATED = StageState("preempted", step=40, reason="SIGTERM", again=False)
 STATES = (None, RUNNING, DONE, FAILED, ASKED, CANCELLED, TERMINATED)
 
 
+LOST = "srun: error: Node failure on n3\n"
+REFUSED = "srun: error: n1: task 0: Exited with exit code 2\n"
+NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"
+
+
+def terms(later_links=False, requeue=True, max_restarts=3):
+    """What a job may do."""
+    return JobSpec("trial-train", "train", (), run="r", chain="c", links=1 + later_links, requeue=requeue,
+                   max_restarts=max_restarts)
+
+
 def kind(decision):
     return decision.action, decision.status, decision.exit_status
 
 
 @pytest.mark.parametrize(("outcome", "terms", "expected"), [
     # done: the manifest and the stage's word, whatever the exit status says
-    (Outcome(DONE, committed=True, status=143, refused=True, stopping=True), Terms(), ("leave", "done", 0)),
-    (Outcome(RUNNING, committed=True, status=137), Terms(), ("leave", "done", 0)),  # killed after its commit
-    (Outcome(None, committed=True, status=0), Terms(), ("leave", "done", 0)),  # it was up to date
+    (Outcome(DONE, committed=True, end=StepEnd(143, REFUSED), stopping=True), terms(), ("leave", "done", 0)),
+    (Outcome(RUNNING, committed=True, end=StepEnd(137)), terms(), ("leave", "done", 0)),  # killed after its commit
+    (Outcome(None, committed=True, end=StepEnd(0)), terms(), ("leave", "done", 0)),  # it was up to date
     # an old manifest beside a start that broke off
-    (Outcome(None, committed=True, status=1), Terms(), ("restart", "crashed", 0)),
+    (Outcome(None, committed=True, end=StepEnd(1)), terms(), ("restart", "crashed", 0)),
     # a word without a manifest
-    (Outcome(DONE, committed=False), Terms(), ("restart", "crashed", 0)),
+    (Outcome(DONE, committed=False), terms(), ("restart", "crashed", 0)),
     # user errors
-    (Outcome(FAILED, status=143, hang="x", fruitless=9), Terms(later_links=True), ("stop", "failed", 1)),
-    (Outcome(None, refused=True, status=143), Terms(), ("stop", "failed", 1)),
-    (Outcome(None, refused=True, status=143, again=True, fruitless=1), Terms(), ("restart", "crashed", 0)),
+    (Outcome(FAILED, end=StepEnd(143), hang="x", fruitless=9), terms(later_links=True), ("stop", "failed", 1)),
+    (Outcome(None, end=StepEnd(143, REFUSED)), terms(), ("stop", "failed", 1)),
+    (Outcome(None, end=StepEnd(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
     # requests to stop
-    (Outcome(ASKED, status=143, hang="late"), Terms(), ("requeue", "preempted", 0)),
-    (Outcome(ASKED), Terms(requeue=False, later_links=True), ("leave", "preempted", 0)),
-    (Outcome(ASKED), Terms(requeue=False), ("stop", "preempted", 1)),
-    (Outcome(CANCELLED), Terms(later_links=True), ("stop", "preempted", 1)),
+    (Outcome(ASKED, end=StepEnd(143), hang="late"), terms(), ("requeue", "preempted", 0)),
+    (Outcome(ASKED), terms(later_links=True, requeue=False), ("leave", "preempted", 0)),
+    (Outcome(ASKED), terms(requeue=False), ("stop", "preempted", 1)),
+    (Outcome(CANCELLED), terms(later_links=True), ("stop", "preempted", 1)),
     # the processes were told to end, but not the job: a preemption
-    (Outcome(TERMINATED), Terms(), ("requeue", "preempted", 0)),
+    (Outcome(TERMINATED), terms(), ("requeue", "preempted", 0)),
     # told to end while the stage was at work
-    (Outcome(RUNNING, cause="lost n3", lost=True, stopping=True), Terms(), ("stop", "crashed", 143)),
+    (Outcome(RUNNING, end=StepEnd(143, LOST), stopping=True), terms(), ("stop", "crashed", 143)),
     # crashes and hangs
-    (Outcome(RUNNING, status=143, fruitless=3), Terms(max_restarts=3), ("restart", "crashed", 0)),
-    (Outcome(RUNNING, hang="rank 2 is late", fruitless=3), Terms(), ("restart", "hung", 0)),
-    (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), Terms(later_links=True), ("stop", "hung", 1)),
+    (Outcome(RUNNING, end=StepEnd(143), fruitless=3), terms(max_restarts=3), ("restart", "crashed", 0)),
+    (Outcome(RUNNING, hang="rank 2 is late", fruitless=3), terms(), ("restart", "hung", 0)),
+    (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), terms(later_links=True), ("stop", "hung", 1)),
     # Slurm may still run the tasks: no second gang beside them
-    (Outcome(RUNNING, status=137, abandoned=True, fruitless=1), Terms(), ("requeue", "crashed", 0)),
+    (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), ("requeue", "crashed", 0)),
     # no step at all: the allocation is of no use
-    (Outcome(None, status=1, started=False, fruitless=1), Terms(), ("requeue", "crashed", 0)),
+    (Outcome(None, end=StepEnd(1, NO_STEP), fruitless=1), terms(), ("requeue", "crashed", 0)),
 ])
 def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
@@ -66,10 +77,11 @@ def test_the_table(outcome, terms, expected):
 
 def test_what_holds_for_every_combination():
     flags = (False, True)
-    for *known, requeue, links in product(STATES, flags, (0, 143), flags, ("", "late"), ("lost n3",), flags, flags,
-                                          flags, flags, flags, (0, 4), flags, flags):
-        outcome, terms = Outcome(*known), Terms(requeue, links)
-        decision = decide(outcome, terms)
+    ends = [StepEnd(*end) for end in product((0, 143), ("", LOST, REFUSED, NO_STEP, LOST + REFUSED), flags, flags)]
+    for *known, requeue, links in product(STATES, flags, ends, ("", "because"), ("", "late"), flags, flags, (0, 4),
+                                          flags, flags):
+        outcome, spec = Outcome(*known), terms(links, requeue)
+        decision = decide(outcome, spec)
         assert decision.reason
         if decision.status == "done":
             assert outcome.committed and decision.exit_status == 0
@@ -77,11 +89,11 @@ def test_what_holds_for_every_combination():
             assert decision.action in ("leave", "stop"), "told to end, nothing is started or queued"
             assert decision.exit_status in (0, 1, 143)
         if decision.action == "requeue":
-            assert terms.requeue
+            assert requeue
         if decision.action == "leave":
-            assert decision.status == "done" or terms.later_links, "exit status 0 lets the next stage start"
+            assert decision.status == "done" or links, "exit status 0 lets the next stage start"
         if decision.action == "restart":
-            assert outcome.started and not outcome.abandoned and outcome.fruitless <= terms.max_restarts
+            assert outcome.end.started and not outcome.end.abandoned and outcome.fruitless <= spec.max_restarts
         if decision.action == "stop":
             assert decision.exit_status != 0
         if outcome.state == FAILED:
@@ -89,17 +101,16 @@ def test_what_holds_for_every_combination():
 
 
 def test_a_restart_that_the_time_limit_would_cut_off():
-    crash = decide(Outcome(RUNNING, status=143, fruitless=1), Terms())
-    assert kind(too_late(crash, Terms())) == ("requeue", "crashed", 0)
-    assert kind(too_late(crash, Terms(requeue=False))) == ("stop", "crashed", 1)
+    crash = decide(Outcome(RUNNING, end=StepEnd(143), fruitless=1), terms())
+    assert kind(too_late(crash, terms())) == ("requeue", "crashed", 0)
+    assert kind(too_late(crash, terms(requeue=False))) == ("stop", "crashed", 1)
 
 
-def attempts(*ends, begin=None, chain="c"):
+def attempts(*ends, begin=None):
     """The log of starts that ended with (status, newest checkpoint)."""
-    found = [{"event": "job", "stage": "train", "chain": chain}]
+    found = [{"event": "job"}]
     for status, step in ends:
-        found += [{"event": "attempt", "stage": "train", "chain": chain, "from": begin},
-                  {"event": "ended", "stage": "train", "chain": chain, "status": status, "step": step}]
+        found += [{"event": "attempt", "from": begin}, {"event": "ended", "status": status, "step": step}]
     return found
 
 
@@ -109,31 +120,30 @@ def attempts(*ends, begin=None, chain="c"):
     (attempts(("crashed", 10), begin=10), 1),  # the checkpoint is of an earlier submission
     (attempts(("crashed", 10), ("crashed", 10), ("crashed", 20), ("hung", 20)), 1),
     (attempts(("crashed", 10), ("crashed", 10), ("preempted", 10), ("crashed", 10)), 1),
-    (attempts(("crashed", None), ("crashed", None), chain="before"), 0),
     (attempts(("crashed", 10), ("crashed", 5)), 1),
     (attempts(("crashed", None), ("requeued", None), ("requeued", None), ("crashed", None)), 2),
 ])
 def test_fruitless_starts(log, expected):
-    assert fruitless(log, "train", "c") == expected
-    assert fruitless(log, "encode", "c") == 0
+    assert fruitless(log) == expected
 
 
-@pytest.mark.parametrize(("state", "committed", "down", "killed", "expected"), [
-    (RUNNING, False, {"n3": "down*"}, False, ("crashed", "lost n3 (down*)")),
-    (RUNNING, False, {}, True, ("crashed", "its runner was killed (out of memory, perhaps)")),
-    (ASKED, False, {}, True, ("preempted", "its runner was killed (out of memory, perhaps)")),
-    (RUNNING, False, {}, False, ("requeued", "Slurm took the job from its nodes and queued it again (preempted, or "
-                                             "requeued from outside)")),
-    (RUNNING, True, {}, True, ("done", "done")), (None, True, {}, True, ("done", "done"))])
-def test_ends_that_nobody_saw(state, committed, down, killed, expected):
-    assert unseen(state, committed, down, killed) == expected
+@pytest.mark.parametrize(("state", "committed", "down", "killed", "status", "reason"), [
+    (RUNNING, False, {"n3": "down*"}, False, "crashed", "lost n3 (down*)"),
+    (RUNNING, False, {}, True, "crashed", "its runner was killed (out of memory, perhaps)"),
+    (ASKED, False, {}, True, "preempted", "its runner was killed (out of memory, perhaps)"),
+    (RUNNING, False, {}, False, "requeued", "Slurm took the job from its nodes and queued it again (preempted, or "
+                                            "requeued from outside)"),
+    (RUNNING, True, {}, True, "done", "done"), (None, True, {}, True, "done", "done")])
+def test_ends_that_nobody_saw(state, committed, down, killed, status, reason):
+    found = unseen(state, committed, down, killed, {"step": None}, [], terms())
+    assert (found.action, found.status, found.reason) == ("requeue", status, reason)
 
 
-@pytest.mark.parametrize(("status", "times", "stops"), [
-    ("crashed", 3, False), ("crashed", 4, True), ("requeued", MOST_OUTSIDE, False),
-    ("requeued", MOST_OUTSIDE + 1, True)])
-def test_ends_that_nobody_saw_again_and_again(status, times, stops):
-    decision = after_unseen(attempts(*[(status, None)] * times), "train", "c", None, "lost n3 (down*)", Terms())
-    assert (decision is not None) == stops
-    if stops:
-        assert kind(decision) == ("stop", "crashed", 1) and decision.final and "lost n3" in decision.reason
+@pytest.mark.parametrize(("down", "most"), [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
+def test_ends_that_nobody_saw_again_and_again(down, most):
+    for times in (most - 1, most):
+        events = attempts(*[("crashed" if down else "requeued", None)] * times)
+        found = unseen(RUNNING, False, down, False, {"step": None}, events, terms())
+        assert found.action == ("requeue" if times < most else "stop")
+    assert kind(found) == ("stop", "crashed", 1) and found.final
+    assert found.reason.startswith(f"given up after {most + 1} starts") and ("lost n3" in found.reason) == bool(down)

@@ -9,17 +9,27 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from launch.slurm.job import node_trial, preflight
-from launch.slurm.job.node_trial import Problem, Report, check_gpus, check_node, pairings, try_node
-from launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
+from launch.slurm.job import node_trial
+from launch.slurm.job.node_trial import (
+    EXCHANGE,
+    PRODUCT,
+    REDUCE,
+    ROUNDS,
+    Report,
+    check_gpus,
+    check_node,
+    partner_of,
+    try_node,
+)
+from launch.slurm.job.preflight import Found, conclusion, judge, read_reports, run_preflight
 from launch.slurm.nodes import excluded
 from launch.slurm.start_logs import PIECE
 from pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
-SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, product_s=0.010, pair_s=0.02, reduce_s=0.05, finished=True)
-         for rank, node in enumerate(NODES)]
+TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
+SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, times=TIMES) for rank, node in enumerate(NODES)]
 
 
 def but(*ranks, **changes):
@@ -27,59 +37,66 @@ def but(*ranks, **changes):
     return [replace(report, **changes) if report.rank in ranks else report for report in SOUND]
 
 
+def slow(rank, what, seconds):
+    """Sound reports but for one time of a rank's."""
+    return but(rank, times={**TIMES, what: seconds})
+
+
 def having(kind, *nodes):
     """Sound reports but for a problem of some nodes, told in each one's own words."""
-    return [replace(report, problems=[Problem(kind, f"{kind} {report.node}")] if report.node in nodes else [])
+    return [replace(report, problems={kind: f"{kind} {report.node}"} if report.node in nodes else {})
             for report in SOUND]
 
 
 @pytest.mark.parametrize(("reports", "bad"), [
     (SOUND, {}),
-    (but(2, problems=[Problem("shm", "/dev/shm is not there"), Problem("gpu", "more")]),
+    (but(2, problems={"shm": "/dev/shm is not there", "gpu": "more"}),
      {"n3": "/dev/shm is not there"}),
     (SOUND[:3], {"n4": "it did not report"}),
-    (but(1, finished=False), {"n2": "its ranks did not come to the end with the others"}),
-    (but(*range(4), finished=False), {}),  # nobody met: it is not the nodes
+    (but(*range(4), times={}), {}),  # nobody met: it is not the nodes
     (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
     (but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
     (but(1, clock_at=1004.0), {}),
     (but(1, 3, clock_at=1030.0), {}),  # two against two
-    (but(3, product_s=0.5), {"n4": "a matrix product took 500 ms, 50.0 times the others' 10 ms"}),
-    (but(3, product_s=0.045), {}),  # more than 4 times, but by 35 ms only
-    ([replace(report, device="cuda") for report in but(3, product_s=0.045)],
+    (slow(3, PRODUCT, 0.5), {"n4": "a matrix product took 500 ms, 50.0 times the others' 10 ms"}),
+    (slow(3, PRODUCT, 0.045), {}),  # more than 4 times, but by 35 ms only
+    ([replace(report, device="cuda") for report in slow(3, PRODUCT, 0.045)],
      {"n4": "a matrix product took 45 ms, 4.5 times the others' 10 ms"}),
-    (but(0, pair_s=0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
-    (but(0, reduce_s=0.9), {}),  # told, and nobody's fault
-    (but(0, pair_s=None), {}),
+    (slow(0, EXCHANGE, 0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
+    (slow(0, REDUCE, 0.9), {}),  # told, and nobody's fault
+    (but(0, times={PRODUCT: 0.01}), {}),
     # Silent are all: it is not they.
     ([], {}),
     # What belongs to the run folder, or to a node.
     (SOUND[:2], {}),
     (having("folder", "n1"), {"n1": "folder n1"}),
-    (having("clock", "n1"), {"n1": "clock n1"}),
     (having("gpu", "n3"), {"n3": "gpu n3"}),
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
 def test_the_table(reports, bad):
-    found = judge(reports, 4, 4.0, NODES)
+    found = judge(reports, NODES, 4.0)
     assert (found.bad if not found.reason else {}) == bad
 
 
 def test_several_ranks_of_a_node_are_one_node():
-    reports = [Report(rank, f"n{1 + rank // 2}", finished=True, product_s=3.0 if rank in (4, 5) else 0.01,
-                      pair_s=2.0 if rank == 2 else 0.01) for rank in range(80)]
-    assert list(judge(reports, 80, 4.0).bad) == ["n3", "n2"]
+    places = [f"n{1 + rank // 2}" for rank in range(80)]
+    reports = [Report(rank, node, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
+                                         EXCHANGE: 2.0 if rank == 2 else 0.01})
+               for rank, node in enumerate(places)]
+    assert list(judge(reports, places, 4.0).bad) == ["n3", "n2"]
 
 
 def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
-    reports = [Report(rank, NODES[rank // 4], finished=True, pair_s=3.0 if rank == 5 else 0.01) for rank in range(8)]
-    assert not judge(reports, 8, 4.0).bad
+    places = [NODES[rank // 4] for rank in range(8)]
+    reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
+               for rank, node in enumerate(places)]
+    assert not judge(reports, places, 4.0).bad
 
 
 def told(reports, nodes):
     """What the runner hears."""
-    found = judge(reports, len(reports), 4.0, nodes)
-    return replace(found, told=[*found.told, *preflight._lines(found, reports, nodes, 8.0, "")])
+    found = judge(reports, nodes, 4.0)
+    return replace(found, told=[*found.told, *conclusion(found, reports, nodes, 8.0, "")])
 
 
 @pytest.mark.parametrize(("reports", "everywhere", "bad"), [
@@ -87,7 +104,6 @@ def told(reports, nodes):
     (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
     (having("shm", *NODES), True, set(NODES)),  # each in other words
     ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),
-    (having("clock", *NODES), False, set()),
     # Jobs of one node
     (having("space", "n1")[:1], True, {"n1"}),
     (having("gpu", "n1")[:1], False, {"n1"}),
@@ -106,51 +122,46 @@ def test_sound_nodes_are_counted_with_their_times(count, told_so):
 @pytest.mark.parametrize("count", range(1, 12))
 def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
-    met = {node: set() for node in range(count)}
-    for partners in pairings(count):
-        for node, partner in enumerate(partners):
-            if partner is not None:
-                assert partners[partner] == node != partner
-                met[node].add(partner)
+    met = {node: {partner_of(node, number, count) for number in range(ROUNDS)} - {node} for node in range(count)}
+    assert all(partner_of(partner_of(node, number, count), number, count) == node for node in met
+               for number in range(ROUNDS)), "both take part"
     assert all(len(partners) >= min(2, count - 1) for partners in met.values())
 
 
 def test_a_sound_node(tmp_path):
     (tmp_path / "launch").mkdir()
-    assert check_node(tmp_path, gpus=0, shared=tmp_path) == []
+    assert check_node(tmp_path, gpus=0, shared=tmp_path) == {}
     assert not list((tmp_path / "launch").iterdir()), "the probe is removed"
 
 
 def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
-    assert [problem.kind for problem in found] == ["folder", "shm", "gpu"]
-    assert "cannot write into" in found[0].text and found[1].text.endswith("shm is not there")
+    assert "cannot write into" in found["folder"] and found["shm"].endswith("shm is not there") and len(found) == 3
+    assert found["gpu"] == "0 GPUs instead of 2"
     (tmp_path / "launch").mkdir()
     for name in ("LEAST_DISK", "LEAST_SHARED"):
         monkeypatch.setattr(node_trial, name, 1 << 60)
-    monkeypatch.setattr(node_trial.time, "time", lambda: 4e9)
-    clock, disk, shared = check_node(tmp_path, gpus=0, shared=tmp_path)
-    assert (clock.kind, disk.kind, shared.kind) == ("clock", "space", "shm")
-    assert "ahead of the file system's" in clock.text and "MB are free in" in disk.text and "MB" in shared.text
+    found = check_node(tmp_path, gpus=0, shared=tmp_path)
+    assert "MB are free in" in found["space"] and "MB" in found["shm"] and len(found) == 2
 
 
 def test_only_the_first_rank_of_a_node_looks_at_it_and_each_reports_twice(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(node_trial, "check_node", lambda *_: [Problem("shm", "gone")])
-    monkeypatch.setattr(node_trial, "measure", lambda report, limit_s, fault: setattr(report, "product_s", 0.1))
+    monkeypatch.setattr(node_trial, "check_node", lambda *_: {"shm": "gone"})
+    monkeypatch.setattr(node_trial, "measure", lambda report, limit_s: report.times.update({PRODUCT: 0.1}))
     for rank, local in ("2", "0"), ("3", "1"):
         for name, value in {"WORLD_SIZE": "4", "RANK": rank, "LOCAL_RANK": local}.items():
             monkeypatch.setenv(name, value)
         try_node(tmp_path, 60.0)
     reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(report["rank"], len(report["problems"]), report["product_s"], report["finished"]) for report in reports] \
-        == [(2, 1, None, False), (2, 1, 0.1, True), (3, 0, None, False), (3, 0, 0.1, True)]
+    assert [(report["rank"], len(report["problems"]), report["times"].get(PRODUCT)) for report in reports] == [
+        (2, 1, None), (2, 1, 0.1), (3, 0, None), (3, 0, 0.1)]
     assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):
     """A long one comes in pieces, among which other ranks' stand; what is no report, or is still being written, is
     passed over."""
-    long, other = replace(SOUND[1], problems=[Problem("shm", "long " * 500)]), replace(SOUND[0], finished=False)
+    long, other = replace(SOUND[1], problems={"shm": "long " * 500}), replace(SOUND[0], times={})
     text = json.dumps(asdict(long))
     first, second, third = (text[at:at + PIECE] for at in range(0, len(text), PIECE))
     lines = [f"1: {first}", "0: [NCCL] {a: warning}", f"0: {json.dumps(asdict(other))}", f"1: {second}", "0: 5",
@@ -243,22 +254,35 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
+LATE = """import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from launch.slurm.job.node_trial import try_node
+exchange = dist.batch_isend_irecv
+if os.environ["SLURMD_NODENAME"] == "n3":
+    dist.batch_isend_irecv = lambda operations: time.sleep(0.4) or exchange(operations)
+try_node(Path(sys.argv[1]), float(sys.argv[2]))
+"""
+
+
 def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
-    for name, text in (("srun", SRUN), ("python", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n'
-                                                  f'exec {sys.executable} "$@"\n')):
+    late = tmp_path / "late.py"
+    late.write_text(LATE)
+    for name, text in (("srun", SRUN), ("python", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nshift 2\n'
+                                                  f'exec {sys.executable} {late} "$@"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(f"{tmp_path}/python", "-m", "none"))
     folder = job.folder / "preflight"
     folder.mkdir()
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
-                   "DROVER_PREFLIGHT_FAULT": "n3:link", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                   "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     found = run_preflight(job.spec, folder, environment, lambda: True, NODES[:3])
     reports = read_reports(folder)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in reports] == [True, False] * 3
-    assert all(report.finished and report.reduce_s and report.product_s and not report.problems for report in reports)
+    assert all({*report.times} == {*TIMES} and not report.problems for report in reports)
     assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")

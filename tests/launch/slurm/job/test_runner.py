@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm.job import joblock, runner, slurm_host, starts
+from launch.slurm.job import joblock, runner, slurm_host
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.nodes import add_strike
+from launch.slurm.start_logs import KEPT
 from pipeline.contract.signed import SECRET
-from pipeline.contract.state import log_attempt
 from pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
 
@@ -34,7 +34,7 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert not (job.run / "launch/train.lock").exists()
     line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
-    assert "--export=ALL" in line and "-m launch.slurm.job.rank --stage train -- " in line
+    assert "--export=ALL" in line and "-m launch.slurm.job.rank train " in line
     assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
         "localhost", "2", "1", "c"]
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
@@ -44,19 +44,17 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
         secret in path.read_text() for secret in secrets)]
 
 
-def test_logs_of_old_starts_are_removed_but_for_those_of_the_last_failures(job):
+def test_logs_of_old_starts_are_removed(job):
     """An element of an array leaves those of others alone, and no other job touches them."""
     logs, trials = job.run / "logs/train", job.run / "launch/preflight"
-    for number in range(30):
+    for number in range(KEPT + 10):
         for folder in (logs / f"9.{number}", trials / f"9.{number}", logs / f"20_{number}.0"):
             folder.mkdir(parents=True)
             os.utime(folder, (number, number))
-        log_attempt(job.run, "ended", stage="train", job="9", start=number, chain="b",
-                    status="crashed" if number < 7 else "done")
-    log, newest = job.go("work", preflight=True)[1], {f"9.{number}" for number in range(11, 30)}
-    assert f"removed from {logs}, as old: 9.0, 9.1, 9.7, 9.8, 9.9, 9.10\n" in log
+    log, newest = job.go("work", preflight=True)[1], {f"9.{number}" for number in range(11, KEPT + 10)}
+    assert f"removed from {logs}, as old: 9.0, 9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9, 9.10\n" in log
     assert {path.name for path in logs.glob("*.*")} == {
-        "12.0", *newest, *(f"9.{number}" for number in range(2, 7)), *(f"20_{number}.0" for number in range(30))}
+        "12.0", *newest, *(f"20_{number}.0" for number in range(KEPT + 10))}
     assert {path.name for path in trials.iterdir()} == {"12.0", *newest}
 
 
@@ -82,7 +80,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
     ("asked", {"links": 2}, {"refusal": "no"}, 0, [("preempted", "requeue")], 1, "the next job of the chain goes on"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
     ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0, "crashed: rank 1 on n2: killed; starting again"),
-    ("crash work", {"ranks": 0, "nodes": 1}, {"left_s": 9}, 0, [RESTART, DONE], 0, "  rank 0: this rank says why"),
+    ("crash work", {"ranks": 0}, {}, 0, [RESTART, DONE], 0, "  rank 1: this rank says why"),
     ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
     ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
@@ -108,7 +106,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
     there = job.runner(monkeypatch, iter(["asked"]))
 
     def requeue(id, patience_s):
-        there.asked.append(signal.SIGTERM)
+        there.here.asked.append(signal.SIGTERM)
         return "killed"
 
     monkeypatch.setattr(job.slurm, "requeue", requeue)
@@ -127,7 +125,7 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
     def full(*_, **more):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(starts, "log_attempt", full)
+    monkeypatch.setattr(runner, "log_attempt", full)
     monkeypatch.setattr(runner, "write_state", full)
     monkeypatch.setattr(joblock, "BEAT_S", 0.0)
 
@@ -143,11 +141,10 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
 def test_other_code_is_not_started(job, monkeypatch):
     """The copy is compared before each start, the second one too."""
     said, asked = [["The code is not what was submitted."], []], []
-    monkeypatch.setattr(starts, "usable_code", lambda *given, **more: asked.append((*given, more)) or (0, said.pop()))
-    status, log = job.go("crash", code="/code", code_sha256="5e", trusted_group="us", check_owners=False)
+    monkeypatch.setattr(runner, "usable_code", lambda values: asked.append(values["code"]) or (0, said.pop()))
+    status, log = job.go("crash", code="/code", code_sha256="5e")
     assert status == 1 and "is not what was submitted" in log and job.ends() == [RESTART]
-    assert job.state().status == "failed" and asked == [
-        (Path("/code"), "5e", "us", {"owners": False, "local": True})] * 2
+    assert job.state().status == "failed" and asked == ["/code"] * 2
 
 
 # ---- starts before this one
@@ -202,7 +199,7 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
 
     def taken(each):
         assert each()
-        JobLock(job.run, "train", "12", 1, lambda job: "").acquire()
+        JobLock(job.run, "train", "12", 1, lambda job: False).acquire()
         assert not each()
         return StepEnd(143)
 
@@ -231,18 +228,14 @@ def test_elements_of_an_array(tmp_path):
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
 
 
-@pytest.mark.parametrize(("element", "requeue", "warned", "word"), [
-    (None, False, True, "SIGUSR2"), (2, True, True, "SIGUSR2"), (None, True, False, "?")])
-def test_a_stage_in_units_is_warned_of_its_time_limit_and_goes_on_in_another_job(
-        tmp_path, element, requeue, warned, word):
-    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts", warned=warned, signal_s=60)
-    job.slurm.left_s = 60
+@pytest.mark.parametrize(("element", "requeue"), [(None, False), (2, True)])
+def test_a_stage_in_units_goes_on_in_another_job_after_its_time_limit(tmp_path, element, requeue):
+    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts")
     status, log = job.go("units", element=element, requeue=requeue)
-    assert status == int(not requeue) and f"asked to stop ({word}: 3 of 4 units)" in log, log
+    assert status == int(not requeue) and "asked to stop (SIGUSR2: 3 of 4 units)" in log, log
+    assert "--ntasks=1" in job.commands[0] and "MASTER_PORT" not in {*job.environments[0]} - {*os.environ}
     assert job.ends() == [("preempted", "requeue" if requeue else "stop")]
-    assert job.slurm.requeued == ["12" if element is None else "20_2"] * requeue
-    job.slurm.left_s = 61
-    assert "asked to stop (?: 3 of 4 units)" in job.go("units", element=element, restart=1)[1]
+    assert job.slurm.requeued == ["20_2"] * requeue
 
 
 def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
@@ -251,7 +244,7 @@ def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
     assert there.evaluations is None
     there.evaluations = SimpleNamespace(look=partial(asked.append, "look"), finish=partial(asked.append, "finish"))
     assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
-    there.asked.append(signal.SIGTERM)
+    there.here.asked.append(signal.SIGTERM)
     assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]
     job.spec = make_job(job.folder / "other", every_checkpoints=1).spec
     assert job.runner(monkeypatch, iter([])).evaluations is not None

@@ -30,7 +30,7 @@ def test_what_srun_said(end, cause, facts):
     assert end.cause == cause
     assert " ".join(name for name in ("exited", "refused", "started") if getattr(end, name)) == facts
     assert end.lost == (["n3", "n4"] if cause.startswith("lost") else [])
-    assert end.first is None or end.first.first_task == int(end.first.tasks[0])
+    assert end.first is None or end.rank == int(end.first["tasks"][0])
 
 
 @pytest.mark.parametrize(("script", "limit", "each", "expected"), [
