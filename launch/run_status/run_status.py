@@ -8,11 +8,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, get_args
 
 from launch.run_status.run_files import RunFiles, when
-from launch.slurm.chain import ChainJob
-from launch.slurm.scheduler import ENDED, UNKNOWN, JobInfo
+from launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
 from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from pipeline.console import duration
 from pipeline.contract.state import Progress
@@ -21,6 +21,7 @@ Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""
 State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
+Outcome = Literal["done", "failed"] | None
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states are what the files say, and may be old"
 RESTART_S = 120.0
@@ -57,7 +58,7 @@ class RunStatus:
     rows: list[Row]
     current: Row
     remarks: list[str]
-    outcome: Literal["done", "failed"] | None
+    outcome: Outcome
 
 
 def wanted_ids(run: RunFiles) -> list[str]:
@@ -82,12 +83,10 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
     evaluations, beside = _evaluations(run, jobs)
     states = {row.state for row in rows}
-    outcome: Literal["done", "failed"] | None = None
     # What waits for something that failed waits in vain.
-    if asked and not beside and "running" not in states and ("waiting" not in states or "failed" in states):
-        outcome = "done" if current.state in FINISHED else "failed"
-    remarks = [SILENT] * (jobs is None)
-    remarks += [remark for row in rows for remark in row.remarks] + evaluations
+    goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
+    outcome: Outcome = None if goes_on else "done" if current.state in FINISHED else "failed"
+    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + evaluations
     for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
         left_out = "; it is left out of the next submission" * (node in run.excluded)
         remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
@@ -131,31 +130,28 @@ class _Stage:
 
     Attributes:
         said: the stage's last word, if it still counts.
-        info: what Slurm says of the job that matters now. array: that job, or one that is done, if it is one.
+        job: that of the submission that matters now: the one that runs, then the next in the queue, then the first that
+            failed, then the last. info: what Slurm says of it.
         failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
             been cancelled.
     """
 
     def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
-        self.run, self.stage, self.jobs, self.now = run, stage, jobs, now
+        self.run, self.stage, self.silent, self.now = run, stage, jobs is None, now
         self.files, self.own, chain = run.stages[stage], run.jobs(stage), run.chain
+        known = jobs or {}
         self.said = said = self.files.state
         if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
             self.said = None  # its manifest was withdrawn, or it is of an earlier submission
-        self.job = min(self.own, key=self._rank, default=None)
-        self.info = self._info(self.job.id if self.job else self.said.job if self.said else "")
-        self.failed = [(job, element, state) for job in self.own for element in job.elements or ()
-                       if element not in self.files.shares[job.id]
-                       and (state := self._info(f"{job.id}_{element}").state) in ENDED - {UNKNOWN, "CANCELLED"}]
-
-    def _info(self, id: str) -> JobInfo:
-        return (self.jobs or {}).get(id, JobInfo(id))
-
-    def _rank(self, job: ChainJob) -> tuple[int, int]:
-        """The job that runs comes first, then the next in the queue, then the first that failed, then the last."""
-        state = self._info(job.id).state
-        rank = {"PENDING": 1, UNKNOWN: 3, "COMPLETED": 3}.get(state, 2 if state in ENDED else 0)
-        return rank, -self.own.index(job) * (rank == 3)
+        ranked = [(RANKS.get(known[job.id].state, 3) if job.id in known else LAST, job) for job in self.own]
+        self.job = min(ranked, key=itemgetter(0))[1] if ranked else None
+        if {rank for rank, _ in ranked} == {LAST}:
+            self.job = self.own[-1]
+        id = self.job.id if self.job else self.said.job if self.said else ""
+        self.info = known.get(id, JobInfo(id))
+        self.failed = [(job, element, info.state) for job in self.own for element in job.elements or ()
+                       if element not in self.files.shares[job.id] and (info := known.get(f"{job.id}_{element}"))
+                       and info.state in ENDED - {UNKNOWN, "CANCELLED"}]
 
     def row(self, broken: bool) -> Row:
         """How the stage stands. broken: a stage before it has failed or was stopped."""
@@ -209,7 +205,7 @@ class _Stage:
             step = "" if said.step is None else f" after step {said.step}"
             return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
         if said.job if said else info.id:  # not where it was begun by hand since
-            if self.jobs is None:
+            if self.silent:
                 return "running" if said else "waiting", ""
             if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
                 return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
@@ -235,17 +231,16 @@ class _Stage:
         """How far it is: of arrays the elements, else what the stage recorded."""
         found = self.files.progress
         for job in self.own:
-            done = self.files.shares.get(job.id, ())
-            if job.elements and (job == self.job or (done and not self.files.progress)):
+            done = self.files.shares.get(job.id)
+            if done is not None and (job == self.job or (done and not self.files.progress)):
                 found = Progress(len(done), job.parts, "parts", job.phase)
         return None if found and found.phase and state in FINISHED else found
 
     def _logs(self) -> str:
         """Where to read more: the stage's own log, and that of its job."""
-        id, logs = self.info.id, f"{self.run.folder}/logs"
-        for job, element, _ in self.failed[:1]:
-            id = f"{job.id}_{element}"
-        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else "/latest")
+        ids = [f"{job.id}_{element}" for job, element, _ in self.failed] or [self.info.id]
+        logs = f"{self.run.folder}/logs"
+        return f". Logs: {logs}/{self.stage}" + (f"/{ids[0]}.*, {logs}/slurm/{ids[0]}.log" if ids[0] else "/latest")
 
 
 def _time(seconds: float) -> str:

@@ -23,18 +23,10 @@ DECIDED = {
 """Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
-SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "L": "licenses",
-         "M": "clusters", "N": "nodes", "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task",
-         "d": "dependency", "e": "error", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition",
-         "q": "qos", "s": "oversubscribe", "t": "time", "w": "nodelist", "x": "exclude"}
-"""Long names of sbatch's short options."""
-
-
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
-    """Options by their long names: True for one without a value (`exclusive: true`). Those that are false are left
+    """Options as sbatch writes them: True for one without a value (`exclusive: true`). Those that are false are left
     out."""
-    names = {key: key.lstrip("-").replace("_", "-") for key in extra}
-    return {SHORT.get(names[key], names[key]): value is True or str(value)
+    return {key.lstrip("-").replace("_", "-"): value is True or str(value)
             for key, value in extra.items() if value is not False}
 
 
@@ -64,7 +56,9 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
     """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
     for where, extra in extras(launch):
         for name in long_options(extra):
-            if name in DECIDED:
+            if len(name) == 1:
+                yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
+            elif name in DECIDED:
                 way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
                 yield f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}"
     for job in jobs:
