@@ -13,7 +13,6 @@ from launch.forecast import (
     planned_consumption,
     says_consumption,
     shape_of,
-    spelled,
     state_bytes_per_rank,
 )
 from launch.plan import Job, Options, code_path
@@ -58,8 +57,9 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
     if options.cluster == "local" and train and train.to_run and not machine.gpus and (
             seconds := estimate(config, jobs, matrix_rate(machine.cores))):
-        print(f"time      about {spelled(*seconds[:2])} if this machine has little else to do; training "
-              f"{spelled(*seconds[2:])}")
+        low, high, *training = map(duration, seconds)
+        print(f"time      about {low} to {high} if this machine has little else to do; training "
+              f"{' to '.join(training)}")
     print(flush=True)
 
 

@@ -233,11 +233,3 @@ def estimate(config: Config, jobs: list[Job], rate: float) -> tuple[float, float
     megabytes = corpus_bytes(config) / 1e6
     others = sum(fixed + each * megabytes for fixed, each in (STAGE_S.get(job.stage, OTHER_S) for job in running))
     return low + others, high + SLOWER * others, low, high
-
-
-def spelled(low_s: float, high_s: float) -> str:
-    """A range as a person says it: 40 to 80 seconds, 3 to 6 minutes, 2 to 5 hours; never finer than it is known."""
-    unit, size, step = ("hour", 3600, 1) if high_s >= 7200 else ("minute", 60, 1) if high_s >= 120 else \
-        ("second", 1, 10)
-    first, last = (max(step, step * round(seconds / size / step)) for seconds in (low_s, high_s))
-    return f"{first} to {last} {unit}s" if first < last else f"{last} {unit}{'s' if last != 1 else ''}"

@@ -214,7 +214,7 @@ def _control(options: argparse.Namespace) -> int:
     from launch.status import find_run
 
     if options.stop:
-        return stop(find_run(options.stop), "submit.py --stop")
+        return stop(find_run(options.stop))
     if options.cancel:
         return cancel(find_run(options.cancel))
     run, stage = options.logs

@@ -55,7 +55,6 @@ class Chain:
     command: tuple[str, ...]
     git: dict[str, Any]
     config: str
-    config_sha256: str
     code: str
     jobs: tuple[ChainJob, ...] = ()
 

@@ -49,7 +49,7 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     return 0
 
 
-def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None) -> int:
+def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Ask training to save and leave, through the stop file; the exit status."""
     files = read_run(run_folder)
     jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
@@ -61,7 +61,7 @@ def stop(run_folder: Path, reason: str = "", scheduler: Scheduler | None = None)
         if waits:
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
         return 0
-    write_text(run_folder / STOP, f"{reason or 'asked for by the user'}\n")
+    write_text(run_folder / STOP, "submit.py --stop\n")
     if jobs is None:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     print(f"training{f' (job {row.job})' if row.job else ''} will stop "

@@ -73,7 +73,7 @@ class HandMade:
 
     def submitted(self, *jobs: ChainJob, seconds: float = 900) -> None:
         """The newest submission."""
-        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "", "",
+        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
               jobs=jobs).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,

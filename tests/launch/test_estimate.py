@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch import forecast
-from launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, spelled, training_flops
+from launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
 from launch.plan import Machine, Options, plan
 from pipeline.config.loading import load_config
 from pipeline.contract.run import Run
@@ -44,15 +44,6 @@ def test_nothing_is_said_of_what_is_not_known(tmp_path):
     assert estimate(config, jobs, RATE) is None, "nothing is trained"
     config, jobs = request(tmp_path, ["train"], "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
     assert estimate(config, jobs, RATE) is None, "a vocabulary that nobody has read yet"
-
-
-@pytest.mark.parametrize(("low", "high", "text"), [
-    (38, 84, "40 to 80 seconds"), (3, 4, "10 seconds"), (29, 118, "30 to 120 seconds"),
-    (100, 130, "2 minutes"), (31, 170, "1 to 3 minutes"),
-    (5000, 7100, "83 to 118 minutes"),
-    (2 * 3600, 5 * 3600, "2 to 5 hours"), (1.0, 1e6, "1 to 278 hours")])
-def test_a_range_as_a_person_says_it(low, high, text):
-    assert spelled(low, high) == text
 
 
 def test_the_look_is_by_processor_time_and_ends(monkeypatch):

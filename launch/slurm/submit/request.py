@@ -72,7 +72,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
-        config_sha256=config_hash(config), code=options.code))
+        code=options.code))
     if held is not None:
         held.close()
     for entry in submitted:

@@ -94,7 +94,7 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
     if status:
         run.state("train", status, job="16")
     slurm.queue(line)
-    assert stop(run.folder, "", slurm.scheduler()) == 0
+    assert stop(run.folder, slurm.scheduler()) == 0
     assert (run.folder / STOP).exists() is written
     out = capsys.readouterr().out
     assert said in out and (GO_ON in out) == written
@@ -103,8 +103,8 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
 def test_stop_when_slurm_is_silent(run, slurm, capsys):
     run.state("train", "running", job="16")
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
-    assert stop(run.folder, "maintenance", slurm.scheduler()) == 0
-    assert (run.folder / STOP).read_text() == "maintenance\n"
+    assert stop(run.folder, slurm.scheduler()) == 0
+    assert (run.folder / STOP).read_text() == "submit.py --stop\n"
     assert "not sure that training runs" in capsys.readouterr().err
 
 
