@@ -6,9 +6,11 @@ import ctypes
 import fcntl
 import math
 import os
+import random
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -21,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from launch.ports import free_port
 from pipeline.contract.signed import SECRET
+from pipeline.errors import UserError
 
 POLL_S = 0.1
 BROKEN_S = 12.0
@@ -33,13 +35,14 @@ KILL_S = 40.0
 SHUTDOWN_S = 600.0
 """Seconds that processes get to save and end, once they were asked to stop."""
 CHUNK = 65536
+PORTS = range(20000, 30000)
+"""Below the ports that the kernel hands out by itself (32768 and up)."""
+_held: list[socket.socket] = []
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 # Loaded here, not after a fork: only calls that cannot deadlock are made there.
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
 
 
 @contextmanager
@@ -56,16 +59,14 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def end_with_parent(signal_number: int, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends, however it ends.
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends, however it ends.
 
-    Args:
-        signal_number: SIGTERM for a process that winds up its own children, else SIGKILL.
-        parent: process id that the parent had, to notice if it is gone already.
+    parent: process id that the parent had, to notice if it is gone already.
     """
     if hasattr(_libc, "prctl"):  # Linux; elsewhere an orphan ends when its collectives or pipes break
-        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
-    if parent is not None and os.getppid() != parent:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -93,6 +94,26 @@ def answer_of(command: Sequence[str], environment: Mapping[str, str], timeout_s:
             if program.poll() is None:
                 kill_group(program.pid)
     return program.returncode, output, errors
+
+
+def free_port() -> int:
+    """A port that nobody listens on here, on the first node; another one for each start.
+
+    It is held until the next is asked for, bound without listening: the ranks listen some seconds later only, and
+    others may look for a port meanwhile.
+    """
+    while _held:
+        _held.pop().close()
+    for port in random.SystemRandom().sample(PORTS, 100):
+        probe = socket.socket()
+        _held.append(probe)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            continue
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the rank does: it may bind beside this
+        return port
+    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on.")
 
 
 def tell(target: IO[str], text: str) -> None:
@@ -194,22 +215,17 @@ class Processes:
         self._log.close()
         return self.failed[0][1] if self.failed else 0
 
-    def send_signal(self, number: int) -> None:
-        """To all processes."""
-        for process in self._running.values():
-            process.send_signal(number)
-
     def _end_within(self, seconds: float) -> None:
         """Ask the processes to end, once within that time."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
-            # Not Ctrl-C's own signal: Python would answer that with a traceback from wherever it is.
-            self.send_signal(signal.SIGTERM)
+            for process in self._running.values():  # not Ctrl-C's own signal, which Python answers with a traceback
+                process.terminate()
 
 
 def _prepare(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until a stage says that it hears them
-    end_with_parent(signal.SIGKILL, parent)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would inherit that it is ignored
 
 

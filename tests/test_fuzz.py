@@ -20,6 +20,7 @@ from launch.slurm.chain import read_chains
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import spared
+from launch.slurm.scheduler import NoScheduler
 from launch.slurm.trust import check_submission
 from launch.status import main as status
 from model.config import ModelConfig
@@ -141,7 +142,7 @@ def _read_states(folder: Path) -> None:
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
     begun_by(folder), force_id(folder), marked_parts(folder, 4, "encode", "ab")
-    JobLock(folder, "encode", "16", 0, lambda job: False).holder()
+    JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
     read_start(folder)
 
 

@@ -46,10 +46,10 @@ def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
     return strikes(run_folder).get(node, 0)
 
 
-def strikes(run_folder: Path, at: datetime | None = None) -> dict[str, int]:
-    """Strikes of each node in the day before `at` (now): starts of jobs that it failed, for whatever reasons. Who has
-    most comes first, of equals who failed last."""
-    since = ((at or datetime.now(UTC)) - WITHIN).isoformat()
+def strikes(run_folder: Path) -> dict[str, int]:
+    """Strikes of each node within a day: starts of jobs that it failed, for whatever reasons. The node that has most
+    comes first, of equals the one that failed last."""
+    since = (datetime.now(UTC) - WITHIN).isoformat()
     starts, newest = dict[str, set[str]](), dict[str, int]()
     for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
         if strike["at"] > since:
@@ -70,18 +70,18 @@ def named(nodes: Collection[str]) -> str:
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
-def excluded(run_folder: Path, wanted: int = 1, at: datetime | None = None) -> list[str]:
+def excluded(run_folder: Path, wanted: int = 1) -> list[str]:
     """Nodes to leave out of the next submission, sorted. wanted: how many nodes it asks for."""
-    return sorted(_failing(run_folder, at)[:few(wanted)])
+    return sorted(_failing(run_folder)[:few(wanted)])
 
 
-def spared(run_folder: Path, wanted: int = 1, at: datetime | None = None) -> list[str]:
+def spared(run_folder: Path, wanted: int = 1) -> list[str]:
     """Nodes that failed as often, but are not left out, since that would be too many; sorted."""
-    return sorted(_failing(run_folder, at)[few(wanted):])
+    return sorted(_failing(run_folder)[few(wanted):])
 
 
-def _failing(run_folder: Path, at: datetime | None) -> list[str]:
-    return [node for node, count in strikes(run_folder, at).items() if count >= STRIKES]
+def _failing(run_folder: Path) -> list[str]:
+    return [node for node, count in strikes(run_folder).items() if count >= STRIKES]
 
 
 def address(node: str, scheduler: Scheduler) -> str:

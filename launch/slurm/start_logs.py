@@ -62,7 +62,7 @@ def prune(folder: Path, job: str, say: Callable[[str], None]) -> None:
     job: whose start begins. The elements of an array run at one time: each prunes the starts of its own index.
     """
     index = job.partition("_")[2]
-    starts = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()
+    starts = [path for path in folder.glob("*.*") if not path.is_symlink()
               and path.name.partition(".")[0].partition("_")[2] == index]
     with suppress(OSError):
         starts.sort(key=lambda path: path.stat().st_mtime)

@@ -108,7 +108,7 @@ def local_copy(code: Path, content: str) -> Path:
             for folder in (final, temporary):
                 shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(code, temporary, symlinks=True, ignore=shutil.ignore_patterns(CACHE))
-            if any(path.is_symlink() for path in temporary.rglob("*")) or digest(_hashes(temporary)) != content:
+            if digest(_hashes(temporary)) != content:
                 shutil.rmtree(temporary)
                 raise ValueError(f"{code} is not what was submitted")
             temporary.rename(final)
@@ -125,10 +125,7 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
     """Why the copy of the code must not be run: others own or may write some of it, or it is not the one with this
     hash."""
     try:
-        entries = [code, *_below(code)]
-        if links := [path for path in entries if path.is_symlink()]:
-            return [f"{_listed(links)} is a link, and the copy of the code that was submitted has none. {_AGAIN}"]
-        if owners and (found := owner_problems(entries, trusted_group)):
+        if owners and (found := owner_problems([code, *_below(code)], trusted_group)):
             return found
         hashes = _hashes(code)
     except OSError as error:
@@ -226,9 +223,11 @@ def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
 
 
 def _hashes(code: Path) -> dict[str, str]:
-    """sha256 of the files that the hash of a copy of the code is of."""
-    return {path.relative_to(code).as_posix(): _sha256(path) for path in _below(code)
-            if path.is_file() and CACHE not in path.parts and path not in (code / SNAPSHOT, code / PATCH)}
+    """sha256 of the files that the hash of a copy of the code is of. Links count: what was submitted has none."""
+    own = (code / SNAPSHOT, code / PATCH)
+    return {path.relative_to(code).as_posix(): "a link" if path.is_symlink() else _sha256(path)
+            for path in _below(code) if path.is_symlink() or (
+                path.is_file() and CACHE not in path.parts and path not in own)}
 
 
 def _sha256(path: Path) -> str:

@@ -19,7 +19,6 @@ from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
 
 ENDS_AT_TERM = "signal.signal(15, lambda *_: os._exit(5))"
-WARNED = "signal.signal(12, lambda *_: os._exit(6)); signal.pthread_sigmask(signal.SIG_SETMASK, [])"
 STUBBORN = "signal.signal(15, signal.SIG_IGN); below = subprocess.Popen(['sleep', '3600']); " \
            "open('below', 'w').write(str(below.pid))"
 
@@ -33,10 +32,9 @@ def script(setup):
 @pytest.mark.parametrize(("setup", "requests", "limit", "status", "said"), [
     (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
     (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
-    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, ""), (WARNED, "warned", "", 6, "")])
+    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, "")])
 def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status, said):
-    """The first asks it to save; the second, or time, kills it with what is below it. It hears a warning of the time
-    limit once it does not block it any more."""
+    """The first asks it to save; the second, or time, kills it with what is below it."""
     monkeypatch.chdir(tmp_path)
     for name in ("SHUTDOWN_S", "KILL_S"):
         monkeypatch.setattr(processes, name, 0.2 if name == limit else HANG_S)
@@ -44,8 +42,6 @@ def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status,
 
     def each():
         asked.extend([signal.SIGINT] * (ready() and requests in (1, 2) and len(asked) < requests))
-        if requests == "warned":
-            stage.send_signal(signal.SIGUSR2)
         return not (ready() and requests == "tick")
 
     with redirect_stderr(io.TextIOWrapper(io.BytesIO())) as errors:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from launch.slurm.job.srun import StepEnd
 from launch.slurm.jobspec import JobSpec
 from pipeline.contract.state import StageState
+from pipeline.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
@@ -24,7 +25,6 @@ OUTSIDE = "requeued"
 MOST_OUTSIDE = 20
 """So many in a row that brought no new checkpoint end the stage as well: a node that dies and is back at once looks the
 same."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -82,13 +82,13 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     if outcome.stopping:
         return Decision("stop", "preempted", "the job was told to end (cancelled, or at its time limit)", TERMINATED)
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
-    if end.refused and not outcome.again:
+    if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
     status = "hung" if outcome.hang else "crashed"
     reason = outcome.hang or cause or (f"ended with exit status {end.status} without a word" if end.status else
                                        "ended as if all were well, but is not done")
     if outcome.fruitless > spec.max_restarts:
-        return _given_up(status, outcome.fruitless, f"launch.max_restarts={spec.max_restarts}", reason)
+        return _given_up(status, outcome.fruitless, reason, spec)
     if end.started and not end.abandoned:
         return Decision("restart", status, reason)
     return _requeue(Decision("requeue", status, reason), spec)
@@ -154,11 +154,10 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
         "its runner was killed (out of memory, perhaps)" if killed else \
         "Slurm took the job from its nodes and queued it again (preempted, or requeued from outside)"
     status = "preempted" if state and state.status == "preempted" else "crashed" if down or killed else OUTSIDE
-    events, most = [*events, {**end, "event": "ended", "status": status}], max(MOST_OUTSIDE, spec.max_restarts)
-    if (count := fruitless(events)) > spec.max_restarts:
-        return _given_up("crashed", count, f"launch.max_restarts={spec.max_restarts}", reason)
-    if (count := fruitless(events, (*FRUITLESS, OUTSIDE))) > most:
-        return _given_up("crashed", count, f"at most {most}", reason)
+    events = [*events, {**end, "event": "ended", "status": status}]
+    for counted, most in (FRUITLESS, spec.max_restarts), ((*FRUITLESS, OUTSIDE), max(MOST_OUTSIDE, spec.max_restarts)):
+        if (count := fruitless(events, counted)) > most:
+            return _given_up("crashed", count, reason, spec)
     return Decision("requeue", status, reason)
 
 
@@ -184,10 +183,10 @@ def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUI
     return count
 
 
-def _given_up(status: str, count: int, limit: str, last: str) -> Decision:
+def _given_up(status: str, count: int, last: str, spec: JobSpec) -> Decision:
     # After the first start nothing was given up: no restart is allowed.
-    reason = last if count == 1 else \
-        f"given up after {count} starts in a row without a new checkpoint ({limit}); the last one: {last}"
+    reason = last if count == 1 else (f"given up after {count} starts in a row without a new checkpoint "
+                                      f"(launch.max_restarts={spec.max_restarts}); the last one: {last}")
     return Decision("stop", status, reason, 1, final=True)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.slurm.chain import guarded
+from launch.slurm.scheduler import Scheduler
 from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
@@ -38,36 +39,36 @@ class Holder:
 
 
 class JobLock:
-    """The lock of a stage of the run in `run_folder`, for the job `job` in its start number `restart`.
+    """The lock of a stage of the run in `run_folder`, for the job `job` in its start number `restart`."""
 
-    has_ended: whether Slurm says that a job is over.
-    """
-
-    def __init__(self, run_folder: Path, stage: str, job: str, restart: int, has_ended: Callable[[str], bool],
-                 chain: str = "") -> None:
-        self.path, self.stage, self.has_ended = run_folder / "launch" / f"{stage}.lock", stage, has_ended
+    def __init__(self, run_folder: Path, stage: str, job: str, restart: int, scheduler: Scheduler, chain: str = ""
+                 ) -> None:
+        self.path, self.stage, self.scheduler = run_folder / "launch" / f"{stage}.lock", stage, scheduler
         self.own = Holder(job, restart, platform.node(), chain)
         self._next = 0.0
 
-    def acquire(self, say: Callable[[str], None] = lambda text: None, ends: Callable[[], bool] = lambda: False) -> None:
+    def acquire(self, say: Callable[[str], None], asked: Sequence[int] = ()) -> None:
         """Take the lock: at once from an earlier start of this job, from another job once it is dead.
 
+        asked: the signals that told this job to end, as they come.
+
         Raises:
-            UserError: another job is alive. One of the same chain that is ending is waited for, unless `ends`.
+            UserError: another job is alive, but not one of the same chain that is ending; or this one was told to end.
         """
         began = since = time.monotonic()
         seen = None
         while True:
             with self._guarded():
                 held, now = self.holder(), time.monotonic()
-                if held is None or held.job == self.own.job or self.has_ended(held.job) or (
-                        held == seen and now - since >= SILENT_S):
+                if held is None or held.job == self.own.job or (held == seen and now - since >= SILENT_S):
+                    return self._write()
+                if (found := self.scheduler.jobs([held.job])) and not found[held.job].queued:
                     return self._write()
             if seen is None:
                 say(f"waits for the end of the job {held.job} on {held.host}, which has {self.stage}")
                 seen = held
             ending = held.chain == self.own.chain != "" and now - began < CHAIN_S
-            if ends() or (held != seen and not ending):
+            if asked or (held != seen and not ending):
                 run = self.path.parent.parent
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {run}, so this one does "
                                 f"nothing. Wait for it, or `scancel {held.job}`.")

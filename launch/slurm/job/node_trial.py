@@ -25,9 +25,8 @@ from typing import Any
 
 from launch.slurm.job.rank import visible_gpus
 
-SMI_S = 15.0
-"""For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded; a node whose driver does not
-answer needs twice as long to say so."""
+SMI_S = 30.0
+"""For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
 """Bytes free that a node needs in the run folder and in /dev/shm."""
@@ -100,17 +99,15 @@ def check_gpus(wanted: int) -> list[str]:
 
 
 def _smi(query: str) -> list[list[str]] | None:
-    """Rows about the job's GPUs; None: no answer, twice."""
+    """Rows about the job's GPUs; None: no answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     only = [f"--id={visible}"] if visible and "MIG" not in visible else []
-    for _ in range(2):
-        try:
-            answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
-                                    text=True, timeout=SMI_S, check=True).stdout
-            return [line.split(", ") for line in answer.splitlines() if line]
-        except (OSError, subprocess.SubprocessError):
-            continue
-    return None
+    try:
+        answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
+                                text=True, timeout=SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line.split(", ") for line in answer.splitlines() if line]
 
 
 def _is_foreign(pid: str) -> bool:

@@ -71,31 +71,25 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
         return now
 
     def goes_on() -> bool:
+        """Until the time is up, or it is of no use to wait for the few nodes that have reported nothing."""
         nonlocal look_at
         now = time.monotonic()
         if now >= look_at:
             look_at = look() + 1 + len(reports) / 1000
-        return each() and now - began < limit_s and not is_over(reports, places, last - began, now - last)
+        silent = _silent(reports, places)
+        stuck = 0 < len(silent) <= few(len(nodes)) and now - last >= 2 * max(QUIET_S, last - began)
+        return each() and now - began < limit_s and not (reports and stuck)
 
     end = run_step(command, environment, folder, goes_on, said.append)
     now = look()
-    if not reports:  # nothing ran: the start of training will tell why
-        return Found({}, [*said, f"no rank reported in {now - began:.0f} s ({end.cause or 'srun said nothing'}); going "
-                                 f"on"])
     found = judge(reports, places, spec.preflight_factor, last - began, now - last)
-    found.told += conclusion(found, reports, places, now - began, end.cause)
+    found.told += [*(said if not reports else ()), *conclusion(found, reports, places, now - began, end.cause)]
     return found
 
 
 def places_of(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
     """The node of each rank, as Slurm distributes them (in blocks)."""
     return [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]
-
-
-def is_over(reports: Sequence[Report], places: Sequence[str], lasted_s: float, quiet_s: float) -> bool:
-    """Whether it is of no use to wait for the few nodes that have reported nothing. Arguments as of `judge`."""
-    silent = _silent(reports, places)
-    return bool(reports) and 0 < len(silent) <= few(len({*places})) and quiet_s >= 2 * max(QUIET_S, lasted_s)
 
 
 def judge(reports: Sequence[Report], places: Sequence[str], factor: float, lasted_s: float = 0.0,

@@ -81,7 +81,7 @@ def defaults(environment: Mapping[str, str]) -> dict[str, str]:
 def main(stage: str, *command: str) -> int:
     """Become the command; an exit status only if that cannot be."""
     # A killed slurmstepd leaves its tasks running: they would write into the run beside those of the next start.
-    end_with_parent(signal.SIGKILL, os.getppid())
+    end_with_parent(os.getppid())
     try:
         environment = {**os.environ, **rank_environment(os.environ)}
         if "RANK" in environment:

@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -47,7 +47,7 @@ from launch.slurm.scheduler import Scheduler
 from launch.slurm.start_logs import prune
 from launch.slurm.trust import usable_code
 from pipeline.contract.manifest import read_manifest
-from pipeline.contract.parts import PARTS, last_word_file
+from pipeline.contract.parts import PARTS, Part
 from pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from pipeline.errors import UserError
 from pipeline.records.checkpoints import complete_checkpoints, step_of
@@ -73,6 +73,7 @@ class Runner:
     def __init__(self, spec: JobSpec, here: Host) -> None:
         self.spec, self.here, self.say, self.scheduler = spec, here, here.say, here.scheduler
         self.run_folder, self.lock = Path(spec.run), here.lock(spec)
+        self.part = None if here.index is None else Part(here.index, spec.parts, spec.phase)
         self.logs = self.run_folder / "logs" / spec.stage
         self.decision: Decision | None = None
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
@@ -91,13 +92,13 @@ class Runner:
         """Do the job; its exit status."""
         spec, here = self.spec, self.here
         which = f", job {spec.link} of {spec.links} for it" if spec.links > 1 else ""
-        which += f", part {here.index} of {spec.parts} of {spec.phase or 'it'}" if here.index is not None else ""
+        which += f", part {here.index} of {spec.parts} of {spec.phase}" if self.part else ""
         which += f", restart {here.restart}" if here.restart else ""
         self.say(f"{spec.stage} of {spec.run}: job {here.name} on {', '.join(here.nodes)}{which}", quiet=True)
         if (status := self._nothing_to_do()) is not None:
             return status
         if self.lock is not None:
-            self.lock.acquire(self.say, lambda: self.stopping)
+            self.lock.acquire(self.say, here.asked)
         try:
             if decision := self._account_for_the_last():
                 return self._end(decision)
@@ -114,7 +115,7 @@ class Runner:
     def _nothing_to_do(self) -> int | None:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
         spec, here = self.spec, self.here
-        if here.index is not None:
+        if self.part:
             return None
         state = read_state(spec.folder)
         ours = [here.job, *(job.id for job in self._chain())]
@@ -138,14 +139,13 @@ class Runner:
         spec, here, events = self.spec, self.here, self._events(own=True)
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
-        last = events[-1]
-        restart, start = last["restart"], last["start"]
-        down = lost(last["nodes"], self.scheduler)
+        nodes, restart, start = (events[-1][name] for name in ("nodes", "restart", "start"))
+        down = lost(nodes, self.scheduler)
         self._strike({node: f"went down ({how})" for node, how in down.items()}, f"{restart}.{start}",
-                     len(last["nodes"]))
-        state = self._last_word(restart, start)
+                     nodes)
+        state = self._last_word(start)
         # Without the stage's own word a manifest may be an older one; an element's record is of its own part.
-        committed = (state is not None or here.index is not None) and self._is_committed()
+        committed = (state is not None or self.part is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
         killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
         end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
@@ -219,8 +219,7 @@ class Runner:
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
-        part = [] if here.index is None else ["--part", f"{here.index}/{spec.parts}"]
-        part += ["--phase", spec.phase] if part and spec.phase else []
+        part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
         end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
         self.last = (folder, end)
         return self._judge(folder, end)
@@ -229,9 +228,9 @@ class Runner:
         self._strike(dict.fromkeys(end.lost, "went down"))
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
-        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exited else []
+        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
         return Outcome(
-            state=self._last_word(self.here.restart, self.number), committed=self._is_committed(), end=end,
+            state=self._last_word(self.number), committed=self._is_committed(), end=end,
             cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
             hang=self._hang(), stopping=self.stopping,
             again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
@@ -250,19 +249,16 @@ class Runner:
 
     # ---- what a start left
 
-    def _last_word(self, restart: int, start: int) -> StageState | None:
+    def _last_word(self, start: int) -> StageState | None:
         """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
-        spec, here = self.spec, self.here
-        state = read_state(spec.folder) if here.index is None else \
-            read_state(spec.folder / PARTS, last_word_file(spec.phase, here.index, spec.parts))
-        mine = (here.job, restart, start)
-        return state if state and (state.job, state.restart, state.attempt) == mine else None
+        folder = self.spec.folder
+        state = read_state(folder / PARTS, self.part.word) if self.part else read_state(folder)
+        return state if state and (state.job, state.attempt) == (self.here.job, start) else None
 
     def _is_committed(self) -> bool:
         """Whether the manifest is there; for an element of an array, the record that its part is done."""
-        spec, index = self.spec, self.here.index
-        records = (spec.folder / PARTS).glob(f"{spec.phase or '*'}.{index}-of-{spec.parts}.json")
-        return (index is not None and any(records)) or read_manifest(spec.folder) is not None
+        folder = self.spec.folder
+        return (self.part is not None and self.part.marker(folder).exists()) or read_manifest(folder) is not None
 
     def _newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""
@@ -282,14 +278,14 @@ class Runner:
 
     # ---- nodes that failed a start
 
-    def _strike(self, found: Mapping[str, str], start: str = "", nodes: int = 0) -> dict[str, int]:
+    def _strike(self, found: Mapping[str, str], start: str = "", nodes: Sequence[str] = ()) -> dict[str, int]:
         """Record that nodes failed a start, each with the reason; how often each did within a day.
 
-        More than a few at once get none: what they have in common (a switch, a file system) failed. start: restart and
-        number, if not of this one. nodes: how many it had.
+        More than a few at once get none: what they have in common (a switch, a file system) failed. start: its restart
+        and number, if not this one. nodes: those that it had.
         """
-        of, counts = nodes or len(self.here.nodes), dict[str, int]()
-        start = f"{self.here.name}.{start or f'{self.here.restart}.{self.number}'}"
+        of, counts = len(nodes or self.here.nodes), dict[str, int]()
+        job = f"{self.here.name}.{start or f'{self.here.restart}.{self.number}'}"
         if len(found) > few(of):
             self.say(f"{named(found)}: {next(iter(found.values()))}. These are {len(found)} of {of} nodes at once, "
                      f"which has a cause in common: none of them gets a strike")
@@ -297,7 +293,7 @@ class Runner:
         for node, reason in found.items():
             counts[node] = 1
             with suppress(OSError):
-                counts[node] = add_strike(self.run_folder, node, start, reason)
+                counts[node] = add_strike(self.run_folder, node, job, reason)
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
@@ -321,7 +317,7 @@ class Runner:
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
         # Without a lock of its own (on one box) a stage that refused may be one that somebody else is working on.
-        if decision.final and self.here.index is None and (self.lock or decision.status != "failed"):
+        if decision.final and not self.part and (self.lock or decision.status != "failed"):
             os.environ.setdefault("DROVER_ATTEMPT", str(self.number))
             with suppress(OSError):
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
@@ -358,7 +354,7 @@ class Runner:
     def _events(self, *, own: bool = False) -> list[dict[str, Any]]:
         """What was logged of this submission's starts of the stage, over all restarts; `own`, and for an element of an
         array, of this job's alone: elements do not follow each other, as links of a chain do."""
-        alike = ("stage", "chain", "job") if own or self.here.index is not None else ("stage", "chain")
+        alike = ("stage", "chain", "job") if own or self.part else ("stage", "chain")
         names = self._names()
         return [event for event in read_attempts(self.run_folder)
                 if all(event.get(name) == names[name] for name in alike)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from launch.host import Host
-from launch.ports import free_port
+from launch.processes import free_port
 from launch.slurm.job.joblock import JobLock
 from launch.slurm.job.srun import StepEnd, run_step, srun_command
 from launch.slurm.jobspec import JobSpec
@@ -38,11 +38,7 @@ class SlurmHost(Host):
 
     def lock(self, spec: JobSpec) -> JobLock | None:
         """Elements of an array work on one stage together."""
-        def has_ended(job: str) -> bool:
-            found = self.scheduler.jobs([job])
-            return found is not None and not found[job].queued
-
-        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, has_ended, spec.chain) \
+        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
             if self.index is None else None
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,

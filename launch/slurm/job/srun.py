@@ -15,16 +15,15 @@ from launch.processes import BROKEN_S, KILL_S, Processes
 from launch.slurm import trust
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.start_logs import last_lines, rank_log
-from pipeline.errors import UserError
 
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
 MAKE_S = 30.0
 """Seconds after which a srun that has started no task is ended, to be called again: a controller that has just come
 back may let it wait for room that is there."""
-REFUSED = f"Exited with exit code {UserError.exit_status}"
 # One line about tasks that ended badly: `n3`, `2` or `0-1`, `Killed` or `Exited with exit code 7`.
-_ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$", re.MULTILINE)
+_ENDED = re.compile(r"^(?:srun: error: )?(?P<node>\S+): tasks? (?P<tasks>[0-9,-]+): "
+                    r"(?P<how>Exited with exit code (?P<code>\d+)|.+)$", re.MULTILINE)
 _NODE = re.compile(r"^srun: error: (?:Node failure on (\S+)|Task launch for .* failed on node (\S+):)", re.MULTILINE)
 _VANISHED = re.compile(r"missing step on node (?P<index>\d+)")
 _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|confirm allocation)"
@@ -50,7 +49,7 @@ class StepEnd:
     def first(self) -> re.Match[str] | None:
         """Of the tasks that ended badly, those that srun named first, and that were not ended for others' sake."""
         ends = list(_ENDED.finditer(self.said))
-        own = [end for end in ends if end["how"] not in ("Terminated", "Exited with exit code 143")]
+        own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]
         return next(iter(own + ends), None)
 
     @property
@@ -64,21 +63,16 @@ class StepEnd:
         return not self.given_up and _NO_STEP.search(self.said) is None
 
     @property
-    def refused(self) -> bool:
-        """Whether the first to end gave the exit status of a refusal."""
-        return self.first["how"] == REFUSED if self.first else self.status == UserError.exit_status
+    def exit_code(self) -> int | None:
+        """Of the first to end, if it chose to, so that its last words say why."""
+        if self.first:
+            return int(self.first["code"]) if self.first["code"] and not _VANISHED.search(self.said) else None
+        return self.status if 0 < self.status < 128 else None
 
     @property
     def lost(self) -> list[str]:
         """Nodes that Slurm says failed."""
         return list(dict.fromkeys(found[1] or found[2] for found in _NODE.finditer(self.said)))
-
-    @property
-    def exited(self) -> bool:
-        """Whether the first to end chose to, so that its last words say why."""
-        if _VANISHED.search(self.said):
-            return False
-        return self.first["how"].startswith("Exited") if self.first else 0 < self.status < 128
 
     @property
     def cause(self) -> str:

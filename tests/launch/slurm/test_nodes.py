@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from launch.ports import PORTS, free_port
+from launch.processes import PORTS, free_port
 from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
@@ -19,20 +19,18 @@ from pipeline.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
 from tests.launch.recorded_slurm import FakeSlurm
 
-NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
-
 
 def strike(folder, node, hours, job):
-    append_line(folder / NODES, {"node": node, "at": (NOW - timedelta(hours=hours)).isoformat(), "job": job})
+    at = datetime.now(UTC) - timedelta(hours=hours)
+    append_line(folder / NODES, {"node": node, "at": at.isoformat(), "job": job})
 
 
 def test_two_strikes_within_a_day(tmp_path):
     for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
-        strike(tmp_path, node, hours, f"1.0.{hours}")
-    append_line(tmp_path / NODES, {"at": NOW.isoformat()})
-    assert strikes(tmp_path, NOW) == {"n1": 2, "n2": 1, "n3": 1}
-    assert excluded(tmp_path, at=NOW) == ["n1"] and spared(tmp_path, at=NOW) == []
-    assert excluded(tmp_path, at=NOW + timedelta(hours=2)) == [], "strikes lapse"
+        strike(tmp_path, node, hours, f"1.{hours}")
+    append_line(tmp_path / NODES, {"at": "now"})
+    assert strikes(tmp_path) == {"n1": 2, "n2": 1, "n3": 1}, "strikes lapse"
+    assert excluded(tmp_path) == ["n1"] and spared(tmp_path) == []
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (64, 3), (4096, 204)])
@@ -41,8 +39,8 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
     names = [f"n{number:04d}" for number in range(2 * most)]
     for node in names:
         for job in range(3 if node == names[0] else 2):
-            strike(tmp_path, node, 0, f"{job}.0.0")
-    left, kept = excluded(tmp_path, wanted, NOW), spared(tmp_path, wanted, NOW)
+            strike(tmp_path, node, 0, f"{job}.0")
+    left, kept = excluded(tmp_path, wanted), spared(tmp_path, wanted)
     assert few(wanted) == most and left == [names[0], *names[most + 1:]] and kept == names[1:most + 1]
 
 

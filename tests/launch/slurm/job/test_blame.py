@@ -10,7 +10,7 @@ import pytest
 
 from launch.slurm.job import preflight
 from launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
-from launch.slurm.job.preflight import allowed_s, conclusion, is_over, judge
+from launch.slurm.job.preflight import allowed_s, conclusion, judge
 from launch.slurm.job.runner import Runner
 from launch.slurm.job.slurm_host import SlurmHost
 from launch.slurm.job.srun import StepEnd
@@ -82,18 +82,6 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
-def test_the_time_allowed_grows_with_the_nodes():
-    assert [allowed_s(count) for count in (1, 64, 512, 4096)] == [180.5, 212, 436, 1800]
-
-
-@pytest.mark.parametrize(("answered", "lasted", "quiet", "over"), [
-    (3, 30, 119, False), (3, 30, 120, True),  # one of four, for twice as long as what it takes to be stuck
-    (3, 100, 199, False), (3, 100, 200, True), (2, 30, 999, False), (0, 0, 999, False),
-    (4, 30, 999, False)])  # all have reported: they measure, for as long as they are allowed to
-def test_when_waiting_is_over(answered, lasted, quiet, over):
-    assert is_over(importing(4, answered), nodes_of(4), lasted, quiet) == over
-
-
 def test_who_was_late_when_training_hung(job, capsys):
     """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
     job.spec = replace(job.spec, links=2, ranks=4)
@@ -129,40 +117,45 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
 
 
-@pytest.mark.parametrize(("nodes", "setting", "limit"), [(2, None, 181), (512, None, 436), (512, 40, 40)])
-def test_the_trial_ends_when_its_time_is_up(tmp_path, monkeypatch, nodes, setting, limit):
-    clock, went_on = [0.0], []
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    """Plays a trial whose ranks report at their times (seconds from the start); what it found, and whether it was to go
+    on at the other times."""
+    def play(nodes, setting, arrivals, times):
+        clock, went_on = [0.0], []
 
-    def run_step(command, environment, folder, goes_on, say):
-        assert command[-1] == str(limit), "the ranks wait for one another as long"
-        for clock[0] in (0.0, limit - 1.0, limit + 1.0):
-            went_on.append(goes_on())
-        return StepEnd(143)
+        def run_step(command, environment, folder, goes_on, say):
+            assert float(command[-1]) == int(setting or allowed_s(nodes)), "the ranks wait for one another as long"
+            for clock[0] in sorted([*arrivals, *times]):
+                if clock[0] in arrivals:
+                    rank = arrivals.index(clock[0])
+                    (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(sound(nodes)[rank]))}\n")
+                went_on.append(goes_on())
+            return StepEnd(143)
 
-    monkeypatch.setattr(preflight, "run_step", run_step)
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
-    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
-                   preflight_s=setting)
-    found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes))
-    assert went_on == [True, True, False] and not found.bad and "no rank reported" in found.told[0]
+        monkeypatch.setattr(preflight, "run_step", run_step)
+        monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
+                       preflight_s=setting)
+        return preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes)), went_on[len(arrivals):]
+
+    return play
 
 
-def test_the_trial_ends_when_the_last_of_many_nodes_does_not_report(tmp_path, monkeypatch):
-    """A rank reports every 10 s, the fourth of four nodes never: it is blamed after two minutes of silence."""
-    clock, went_on = [0.0], []
+@pytest.mark.parametrize(("nodes", "setting", "limit"), [(1, None, 180), (2, None, 181), (64, None, 212),
+                                                         (512, None, 436), (4096, None, 1800), (512, 40, 40)])
+def test_the_trial_ends_when_its_time_is_up(trial, nodes, setting, limit):
+    found, went_on = trial(nodes, setting, [], [0.0, limit - 1.0, limit + 1.0])
+    assert went_on == [True, True, False] and not found.bad and "no node can be blamed; going on" in found.told[-1]
 
-    def run_step(command, environment, folder, goes_on, say):
-        for rank, report in enumerate(sound(3)):
-            clock[0] += 10
-            (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(report))}\n")
-            assert goes_on()
-        for seconds in (119, 1):
-            clock[0] += seconds
-            went_on.append(goes_on())
-        return StepEnd(143)
 
-    monkeypatch.setattr(preflight, "run_step", run_step)
-    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
-    spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=4, nodes=4)
-    found = preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(4))
+@pytest.mark.parametrize(("lasted", "stuck"), [(30, 150), (70, 210)])
+def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
+    """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
+    found, went_on = trial(4, 300, [9, 20, lasted], [stuck - 1, stuck])
     assert went_on == [True, False] and found.bad == {"n0003": "it did not report"}
+
+
+@pytest.mark.parametrize("answered", [2, 4])
+def test_the_trial_does_not_end_before_its_time_when_half_of_the_nodes_or_none_are_missing(trial, answered):
+    assert trial(4, 900, [9, 20, 25, 30][:answered], [800])[1] == [True]

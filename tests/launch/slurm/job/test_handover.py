@@ -51,13 +51,13 @@ def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beats, wai
 def test_a_job_that_is_told_to_end_does_not_wait(job):
     hold(job, "11", "c")
     with pytest.raises(UserError):
-        JobLock(job.run, "train", "12", 0, lambda job: False, "c").acquire(ends=lambda: True)
+        JobLock(job.run, "train", "12", 0, job.slurm, "c").acquire(print, [15])
 
 
 def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
-    mine, now = JobLock(job.run, "train", "12", 0, lambda job: False), 1000.0
+    mine, now = JobLock(job.run, "train", "12", 0, job.slurm), 1000.0
     monkeypatch.setattr(joblock.time, "monotonic", lambda: now)
-    mine.acquire()
+    mine.acquire(print)
     for seconds, count in ((BEAT_S - 1, 1), (1, 2), (1, 2)):
         now += seconds
         assert mine.beat() and read_json(mine.path)["beat"] == count

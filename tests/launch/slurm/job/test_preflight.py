@@ -191,10 +191,7 @@ def test_gpus(tmp_path, monkeypatch):
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
     assert check_gpus(2) == ["nvidia-smi does not answer"]
-    # A driver that answers late is asked again.
-    late = f"[ -e {tmp_path}/awake ] || {{ touch {tmp_path}/awake; exec sleep 9; }}"
-    monkeypatch.setattr(node_trial, "SMI_S", 1.0)
-    smi(tmp_path, "0, 0, Not Active, Not Active\\n", before=late)
+    smi(tmp_path, "0, 0, Not Active, Not Active\\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
     assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
 

@@ -199,7 +199,7 @@ def test_a_start_that_was_taken_over_ends_what_it_runs(job, monkeypatch):
 
     def taken(each):
         assert each()
-        JobLock(job.run, "train", "12", 1, lambda job: False).acquire()
+        JobLock(job.run, "train", "12", 1, job.slurm).acquire(print)
         assert not each()
         return StepEnd(143)
 
