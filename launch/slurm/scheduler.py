@@ -130,7 +130,7 @@ class Scheduler:
         wanted = list(dict.fromkeys(ids))
         if not wanted:
             return {}
-        known = self._queue(sorted({_array(id) for id in wanted}))
+        known = self._queue("--array", "--states", "all", "--jobs", ",".join(sorted({_array(id) for id in wanted})))
         if known is None:
             return None
         if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
@@ -139,10 +139,9 @@ class Scheduler:
 
     def mine(self) -> list[JobInfo] | None:
         """This user's jobs in the queue, an array once; None if Slurm does not answer."""
-        answer = self._squeue("--user", str(os.getuid()))
-        if answer.status != 0:
-            return None
-        return [replace(job, id=id) for id, job in {_array(job.id): job for job in _queue_lines(answer.out)}.items()]
+        known = self._queue("--user", str(os.getuid()))
+        arrays = {_array(id): job for id, job in (known or {}).items()}
+        return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
     def cancel(self, id: str) -> str | None:
         """Cancel a job; None, or why that failed. That it has ended is no failure."""
@@ -219,17 +218,12 @@ class Scheduler:
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
         return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
 
-    def _queue(self, ids: list[str]) -> dict[str, JobInfo] | None:
-        answer = self._squeue("--array", "--states", "all", "--jobs", ",".join(ids))
-        if answer.reached and answer.status and answer.unknown_job:
-            if len(ids) == 1:
-                return {}
-            answer = self._squeue("--array", "--states", "all")  # one bad id must not hide the others
-        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
-
-    def _squeue(self, *arguments: str) -> _Answer:
+    def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
-        return self._ask("squeue", "--noheader", "--all", *arguments, "--Format", columns)
+        answer = self._ask("squeue", "--noheader", "--all", *which, "--Format", columns)
+        if answer.unknown_job and "--jobs" in which:
+            return self._queue("--array", "--states", "all")  # one bad id must not hide the others
+        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
         """What the accounting database has; nothing where there is none."""

@@ -83,11 +83,10 @@ def _look(run_folder: Path, repository: Path) -> tuple[dict[str, str], str, Path
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    """What git answers; empty where there is no git, no repository, or the folder is another one's."""
+    """What git answers; empty where there is no git, or the folder is no repository (but perhaps within one)."""
+    within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
     try:
-        top, answer = (subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True,
-                                      check=True, timeout=60, errors="replace").stdout
-                       for words in (("rev-parse", "--show-toplevel"), arguments))
+        return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,
+                              timeout=60, errors="replace", env=within).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer if Path(top.strip()).resolve() == repository.resolve() else ""
