@@ -116,9 +116,9 @@ class Scheduler:
 
     def __init__(self, environment: Mapping[str, str] | None = None, timeout_s: float = 10) -> None:
         own = os.environ if environment is None else environment
-        # A user's own formats would change what is read here.
-        self._environment = {name: value for name, value in own.items()
-                             if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT"))}
+        # A user's own formats, or another cluster, would change what is read here.
+        self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(
+            ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:

@@ -164,11 +164,12 @@ def test_nodes_without_slurm(slurm):
 
 def test_a_users_own_formats_are_left_out(slurm, monkeypatch):
     slurm.do("squeue", f"env > {slurm.folder}/environment")
-    for name, value in {"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}.items():
+    for name, value in {"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf",
+                        "SLURM_CLUSTERS": "other"}.items():
         monkeypatch.setenv(name, value)
     assert Scheduler().jobs(["1"]) == {"1": JobInfo("1")}
     seen = (slurm.folder / "environment").read_text()
-    assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen
+    assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
 
 
 @pytest.mark.parametrize("text, value", [
