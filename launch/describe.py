@@ -58,7 +58,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     if options.cluster == "local" and train and train.to_run and not machine.gpus and (
             seconds := estimate(config, jobs, matrix_rate(machine.cores))):
         low, high, *training = map(duration, seconds)
-        print(f"time      about {low} to {high} if this machine has little else to do; training "
+        print(f"time      about {low} to {high} if this machine is idle; training "
               f"{' to '.join(training)}")
     print(flush=True)
 
@@ -71,8 +71,8 @@ def state_text(job: Job) -> str:
 def work(job: Job) -> str:
     """How many processes do the job, with how many threads."""
     if job.ranks:
-        return f"{_count(job.ranks, 'rank')} x {_count(job.cpus_per_task, 'thread')}"
-    return _count(job.processes, "process")
+        return f"{job.ranks} rank{'s' * (job.ranks > 1)} x {job.cpus_per_task} thread{'s' * (job.cpus_per_task > 1)}"
+    return f"{job.processes} process{'es' * (job.processes > 1)}"
 
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
@@ -92,25 +92,25 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
 
 def training_facts(config: Config, job: Job) -> list[str]:
     """What the settings of train amount to: tokens, sequences, accumulation, parameters, memory, disk."""
-    train, model, ranks = config.train, config.model, job.ranks
+    train, model, parallel, ranks = config.train, config.model, config.parallel, job.ranks
     # What is done is shown too, and need not fit the ranks that there are now.
-    fits = not rank_problems(config, ranks)
-    plan = PhasePlan.of(train)
-    lines = [f"batch     {BatchPlan.of(phase.train, config.parallel, ranks)}"
+    fits, known, plan = not rank_problems(config, ranks), shape_of(config), PhasePlan.of(train)
+    lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
-    lines.append(f"length    {train.steps:,} steps = {plan.tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
-    if (known := shape_of(config)) is None:
-        return [*lines, f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
-    lines += [f"model     {known.parameter_count:,} parameters: {shape}", *_departures(model)]
-    if fits and config.parallel.pp > 1:
+    lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
+              f"model     {known.parameter_count:,} parameters: {shape}" if known else
+              f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
+    if not known or not fits:
+        return lines
+    if parallel.pp > 1:
         lines.append(f"pipeline  {stages_text(config)}")
-    if fits and config.parallel.cp > 1:
+    if parallel.cp > 1:
         longest = with_largest(config, ranks).train.sequence_length
         gathered = readable(gathered_bytes_per_layer(config, ranks))
-        lines.append(f"context   {longest // config.parallel.cp:,} tokens of each sequence on a rank; "
+        lines.append(f"context   {longest // parallel.cp:,} tokens of each sequence on a rank; "
                      f"keys and values of all are gathered, {gathered} a layer")
-    if fits and (state := state_bytes_per_rank(config, ranks)):
+    if state := state_bytes_per_rank(config, ranks):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
 
@@ -157,7 +157,3 @@ def by_hand(job: Job) -> str:
     environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(REPOSITORY))}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
